@@ -1,0 +1,1 @@
+"""Who is here: which hosts may work now, with how many slots."""

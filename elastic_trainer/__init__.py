@@ -1,0 +1,21 @@
+"""Elastic, fault-tolerant PyTorch training on spot clusters, on Horovod Elastic."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_trainer.config import ConfigError as ConfigError
+    from elastic_trainer.loop import Result as Result, local_rank as local_rank, train as train
+    from elastic_trainer.schedule import constant as constant, cosine as cosine
+
+_WHERE = {"ConfigError": "config", "Result": "loop", "local_rank": "loop", "train": "loop", "constant": "schedule",
+          "cosine": "schedule"}
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: the driver and the command line start without torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'elastic_trainer' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)

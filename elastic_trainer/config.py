@@ -1,0 +1,100 @@
+"""What a job is and how it was launched: checked once, at start, before any machine does work.
+
+launcher → environment → here → train()
+
+What always holds:
+1. The environment is read here (`Launch.from_environment`) and in `__main__`, nowhere else.
+2. A mistake of the user's is a `ConfigError` whose text names the key to change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+EXIT_FINISHED = 0
+EXIT_USER_ERROR = 70  # sysexits.h EX_SOFTWARE: the user's own exception, never retried
+EXIT_LEFT = 75  # sysexits.h EX_TEMPFAIL: not wanted (any more). Never 0: Horovod takes 0 for "job finished"
+
+REDUCERS = ("exact", "ring")
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; the text names the key and a value that works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Every time limit of the engine, in seconds."""
+
+    beat_s: float = 0.25
+    """How often a worker says that it lives (and the longest that a reply is held back)."""
+    silence_s: float = 5.0
+    """A worker that was silent for this long is frozen or cut off: it is evicted."""
+    boot_s: float = 180.0
+    """From the start of a worker's process until it stands ready; after that it is killed."""
+    admit_s: float = 3.0
+    """From the offer of a place until all have accepted; after that a new round is made."""
+    settle_s: float = 10.0
+    """How long a ready newcomer waits for others that are still booting: one pause for all of them."""
+    gloo_s: int = 10
+    """Horovod's own time-out for a collective: only a back-stop, the beats are faster."""
+    driver_lost_s: float = 3.0
+    """A worker that could not reach its driver for this long stops (and keeps what it knows)."""
+    stop_grace_s: float = 5.0
+    """Between SIGTERM and SIGKILL for a worker that is told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How this process was started: by our driver, by plain horovodrun, or alone."""
+
+    run_dir: Path | None = None
+    """Where events, result and checkpoints of the run go; None: nothing is written."""
+    run: str = ""
+    attempt: int = 1
+    driver: str | None = None
+    """host:port of our driver's control plane; None under plain horovodrun or alone."""
+    key: bytes = field(default=b"", repr=False)
+    """Signs every word between worker and driver. Never printed, never on a command line."""
+    worker: str = ""
+    """This worker's name at the driver: unique for each process, `host/slot/number`."""
+    host: str = "localhost"
+    slot: int = 0
+    horovod: bool = False
+    """True when horovodrun (ours or plain) started us; False: a world of one."""
+    reduce: str = "exact"
+    revived_generation: int = 0
+    """Not 0: this same process was there before, in that generation, and `hvd.init()` was about to abort it."""
+    revived_count: int = 0
+    """The number of the last word that it sent to the driver."""
+    revived_from: Path | None = None
+    """The live state that it left for itself, if it held any."""
+    limits: Limits = field(default_factory=Limits)
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] | None = None) -> Launch:
+        """Read what the launcher left for us. Raises ConfigError when it contradicts itself."""
+        env = os.environ if environ is None else environ
+        reduce = env.get("ELASTIC_TRAINER_REDUCE", "exact")
+        if reduce not in REDUCERS:
+            raise ConfigError(f"ELASTIC_TRAINER_REDUCE is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
+        run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
+        revived = env.get("ELASTIC_TRAINER_REVIVED_FROM")
+        return Launch(
+            run_dir=Path(run_dir) if run_dir else None,
+            run=Path(run_dir).name if run_dir else "",
+            attempt=int(env.get("ELASTIC_TRAINER_ATTEMPT", "1")),
+            driver=env.get("ELASTIC_TRAINER_DRIVER"),
+            key=bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")),
+            worker=env.get("ELASTIC_TRAINER_WORKER", ""),
+            host=env.get("HOROVOD_HOSTNAME", "localhost"),
+            slot=int(env.get("HOROVOD_LOCAL_RANK", "0")),
+            horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
+            reduce=reduce,
+            revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
+            revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),
+            revived_from=Path(revived) if revived else None,
+        )

@@ -1,0 +1,450 @@
+"""horovodrun, mended: the same command line, a driver that cannot be stopped by one dead host.
+
+    python -m elastic_trainer.driver -np 4 --min-np 2 --host-discovery-script ./hosts.sh python my_train.py
+
+discovery script, workers' words, processes' exits → here → membership (decides) → here → processes, rendezvous
+
+Each mend names the fact it answers (notes/horovod-0.28.1.md):
+- F3  a slot ends when its worker is silent, not when its ssh or its output ends; no barrier anywhere (membership.py)
+- F4  no call to a worker: workers ask, and the answer is held back until there is news (wire.py)
+- F5  listen backlog 1024 instead of 5
+- F10 no pickle: words are signed JSON; the rendezvous store takes plain bytes, only from members' addresses
+- the environment, with its secrets, does not travel on command lines (gloo_run.py:80-103 puts it there)
+- a worker's exit counts at once, not when everything that holds its output has gone (safe_shell_exec.py:267)
+- discovery has a time-out, keeps order, and a bad answer never replaces a good one (discovery.py:238-252)
+- every generation has a rendezvous store of its own, so that a straggler of an older one cannot disturb it
+
+It replaces one function of the launcher, `horovod.runner.launch.gloo_run_elastic`; parsing, settings and configuration
+stay Horovod's. It refuses any other version than the one it was written for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import ipaddress
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import horovod.runner.launch as launch
+import structlog
+from horovod.runner.common.util.env import is_exportable
+from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+from horovod.runner.util import network
+
+from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
+from elastic_trainer.events import Events
+from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.wire import WordServer
+
+HOROVOD_VERSION = "0.28.1"
+DISCOVERY_EVERY_S = 1.0
+DISCOVERY_TIMEOUT_S = 10.0
+FIRST_DISCOVERY_S = 60.0
+"""A discovery that has never answered for this long is a mistake in the command, not a fault of the world."""
+STOP_S = 30.0
+"""How long workers have for their last step and checkpoint when the attempt is stopped from outside."""
+SSH_OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
+               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no"]
+SSH_CONNECTION_LOST = 255
+MAX_VALUE_BYTES = 4096
+
+
+class MemberRendezvousHandler(RendezvousHandler):
+    """Horovod's store for Gloo's addresses, for one generation: small values, from its members' addresses only."""
+
+    server: MemberRendezvous
+
+    def _is_member(self) -> bool:
+        if self.client_address[0] in self.server.addresses:
+            return True
+        self.server.refused(self.client_address[0], "not a member of this generation")
+        self.send_status_code(403)
+        return False
+
+    def do_GET(self) -> None:
+        if self._is_member():
+            super().do_GET()
+
+    def do_PUT(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if self._is_member():
+            if length.isdigit() and int(length) <= MAX_VALUE_BYTES:
+                super().do_PUT()
+            else:
+                self.send_status_code(413)
+
+    def do_DELETE(self) -> None:
+        if self._is_member():
+            super().do_DELETE()
+
+
+class MemberRendezvous(RendezvousHTTPServer):
+    """One generation's rendezvous store."""
+
+    request_queue_size = 1024  # F5
+    daemon_threads = True
+
+    def __init__(self, bind: str, addresses: set[str], refused: Any):
+        self.addresses, self.refused = addresses, refused
+        super().__init__((bind, 0), MemberRendezvousHandler, 0)
+        self.init([])
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A worker that dies in mid-request is not news here."""
+
+
+class WorkerProcess:
+    """One worker's process, here or over ssh, in a process group of its own."""
+
+    def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any, output: IO[str]):
+        self.name, self.host = start.worker, start.host
+        self.is_remote = not is_local(start.host)
+        if self.is_remote:
+            argv, stdin = self._over_ssh(command, env, settings)
+        else:
+            argv, stdin = command, b""
+        self.process = subprocess.Popen(
+            argv, env=None if self.is_remote else env, start_new_session=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL)
+        if self.process.stdin:
+            self.process.stdin.write(stdin)
+            self.process.stdin.flush()  # stays open: its end tells the remote side that we are gone
+        for kind, stream in (("stdout", self.process.stdout), ("stderr", self.process.stderr)):
+            threading.Thread(target=self._forward, args=(kind, stream, output), daemon=True).start()
+
+    def _over_ssh(self, command: list[str], env: dict[str, str], settings: Any) -> tuple[list[str], bytes]:
+        """Return the ssh command and what it reads: the environment travels on stdin, never on a command line."""
+        exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items()
+                          if is_exportable(k) and k.isidentifier()).encode()
+        there = (f"cd {shlex.quote(os.getcwd())} && eval \"$(head -c {len(exports)})\" && "
+                 f"exec {' '.join(shlex.quote(part) for part in command)}")
+        port = ["-p", str(settings.ssh_port)] if settings.ssh_port else []
+        identity = ["-i", settings.ssh_identity_file] if settings.ssh_identity_file else []
+        return ["ssh", *SSH_OPTIONS, *port, *identity, self.host, there], exports
+
+    def _forward(self, kind: str, stream: IO[bytes], output: IO[str]) -> None:
+        """Pass lines on, prefixed with the host: ranks change, hosts do not. Ends when the last holder closes it."""
+        for line in stream:
+            print(f"[{self.host}]<{kind}>: {line.decode(errors='replace').rstrip()}", file=output, flush=True)
+
+    def wait(self) -> int:
+        """Wait for the exit and return its code (negative: a signal's number). What it left behind is killed."""
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self._signal(signal.SIGKILL)  # not yet reaped, so the group's number cannot be another's
+        return self.process.wait()
+
+    def stop(self, at_once: bool, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after a grace; or SIGKILL at once."""
+        self._signal(signal.SIGKILL if at_once else signal.SIGTERM)
+        if not at_once:
+            timer = threading.Timer(grace_s, self._signal, [signal.SIGKILL])
+            timer.daemon = True
+            timer.start()
+
+    def _signal(self, number: int) -> None:
+        if self.process.returncode is None:
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+def is_local(host: str) -> bool:
+    """True if a host name means this machine: it resolves to one of our addresses, or to any loopback address."""
+    address = network.resolve_host_address(host)
+    return bool(address) and (ipaddress.ip_address(address).is_loopback
+                              or address in network.get_local_host_addresses())
+
+
+def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
+    """Read `host:slots` lines in their order. Raises ValueError on any line that is not one."""
+    hosts: dict[str, int] = {}
+    for line in text.splitlines():
+        line = line.strip()
+        if not line:
+            continue
+        host, colon, slots = line.rpartition(":")
+        if not colon:
+            host, slots = line, str(default_slots or 1)
+        if not host or not slots.isdigit() or int(slots) < 1 or any(c.isspace() for c in host):
+            raise ValueError(f"{line!r} is not host:slots")
+        hosts[host] = int(slots)
+    return hosts
+
+
+class MendedDriver:
+    """One attempt: the thin edge around `Membership`."""
+
+    def __init__(self, settings: Any, env: dict[str, str], command: list[str], events: Events):
+        self.settings, self.env, self.command, self.events = settings, env, command, events
+        self.key = bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")) or secrets.token_bytes(32)
+        self.changed = threading.Condition()
+        self.membership = Membership(
+            first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
+            limits=Limits(), wait_s=settings.elastic_timeout)
+        self.processes: dict[str, WorkerProcess] = {}
+        self.addresses: dict[str, str] = {}
+        self.rendezvous: list[MemberRendezvous] = []
+        self.places: dict[str, dict[str, Any]] = {}
+        self.ended: End | None = None
+        self.nic, self.address, self.server = "", "", None
+        self.said_refused: set[tuple[str, str]] = set()
+
+    # --- the outside -------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run the attempt to its end; returns the exit code."""
+        hosts = self._first_hosts()
+        self.nic, self.address = self._interface(hosts)
+        self.server = WordServer(self.address, self.key, self._answer, self._refused)
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: threading.Thread(target=self._interrupt, daemon=True).start())
+        with self.changed:
+            self._take_hosts(hosts)
+        threading.Thread(target=self._discover, name="discovery", daemon=True).start()
+        while True:
+            with self.changed:
+                if self.ended:
+                    break
+                self._turn()
+                self.changed.wait(0.1)
+        return self._stop_all()
+
+    def _first_hosts(self) -> dict[str, int]:
+        deadline = time.monotonic() + FIRST_DISCOVERY_S
+        while True:
+            try:
+                return self._ask_discovery()
+            except (ValueError, OSError, subprocess.SubprocessError) as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"the discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s ({error}). Try "
+                                      f"the command given with --host-discovery-script by hand.") from error
+                self.events.emit("driver.discovery_failed", error=str(error))
+                time.sleep(DISCOVERY_EVERY_S)
+
+    def _ask_discovery(self) -> dict[str, int]:
+        discovery: HostDiscovery = self.settings.discovery
+        if not isinstance(discovery, HostDiscoveryScript):
+            return dict(discovery.find_available_hosts_and_slots())
+        done = subprocess.run(discovery._discovery_script, shell=True, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=DISCOVERY_TIMEOUT_S)
+        if done.returncode != 0:
+            raise ValueError(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+        return parse_hosts(done.stdout, discovery._default_slots)
+
+    def _discover(self) -> None:
+        while not self.ended:
+            time.sleep(DISCOVERY_EVERY_S)
+            try:
+                hosts = self._ask_discovery()
+            except (ValueError, OSError, subprocess.SubprocessError) as error:
+                self.events.emit("driver.discovery_failed", error=str(error))  # unknown is never empty: keep the list
+                continue
+            with self.changed:
+                if hosts != self.membership.listed:
+                    self._take_hosts(hosts)
+                    self._turn()
+
+    def _take_hosts(self, hosts: dict[str, int]) -> None:
+        before = self.membership.listed
+        for host in hosts.keys() - before.keys():
+            self.events.emit("driver.host_added", host=host, slots=hosts[host])
+        for host in before.keys() - hosts.keys():
+            self.events.emit("driver.host_removed", host=host)
+        self.membership.hosts_listed(hosts)
+
+    def _interface(self, hosts: dict[str, int]) -> tuple[str, str]:
+        """Return the network interface that all hosts share and our address on it."""
+        nics = list(self.settings.nics or [])
+        if not nics and all(is_local(host) for host in hosts):
+            nics = ["lo"]
+        if len(nics) != 1:
+            raise ConfigError(f"the hosts are not all on this machine and --network-interfaces is {nics}. Give exactly one "
+                              f"name that all hosts have, e.g. --network-interfaces eth0.")
+        return nics[0], network.get_driver_ip(nics)
+
+    # --- words ---------------------------------------------------------------------------------------------------------
+
+    def _answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
+        """Take a worker's word and answer when there is news for it, or after `hold_s`."""
+        name, now = str(words["worker"]), time.monotonic()
+        with self.changed:
+            worker = self.membership.workers.get(name)
+            before = worker.phase if worker else None
+            self.addresses[name] = address
+            self.membership.reported(
+                name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
+                accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
+                drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""))
+            if worker and worker.phase is not before:
+                if before is Phase.BOOTING:
+                    self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3))
+                self._turn()
+            elif worker and worker.accepted:
+                self._turn()
+            deadline = now + min(float(words.get("hold_s", 0)), 1.0)
+            while True:
+                told = self._told(name)
+                if told["version"] != words.get("seen") or (left := deadline - time.monotonic()) <= 0:
+                    return told
+                self.changed.wait(left)
+
+    def _told(self, name: str) -> dict[str, Any]:
+        told = self.membership.told(name, time.monotonic())
+        if "place" in told:
+            told["place"] |= self.places[name]
+        told["version"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        return told
+
+    def _refused(self, address: str, why: str) -> None:
+        if (address, why) not in self.said_refused and len(self.said_refused) < 1000:
+            self.said_refused.add((address, why))
+            self.events.emit("driver.stranger_refused", address=address, reason=why)
+
+    # --- decisions into deeds (under the lock) ----------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Do what membership decides, until it has nothing more to say, and wake everybody who waits for an answer."""
+        while actions := self.membership.decide(time.monotonic()):
+            for action in actions:
+                self._do(action)
+        self.changed.notify_all()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._start(action)
+            case Stop(worker, reason, at_once):
+                self.events.emit("driver.worker_evicted" if at_once else "driver.worker_dismissed", worker=worker,
+                                 reason=reason, silent_s=round(time.monotonic()
+                                                               - self.membership.workers[worker].heard_at, 2))
+                self.processes[worker].stop(at_once, self.membership.limits.stop_grace_s)
+            case Form(generation, members, reason):
+                self._form(generation, members, reason)
+            case End():
+                self.ended = action
+
+    def _start(self, start: Start) -> None:
+        env = self.env | {
+            "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
+            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": self.nic,
+            "NCCL_SOCKET_IFNAME": self.nic, "PYTHONUNBUFFERED": "1",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
+            "ELASTIC_TRAINER_DRIVER": f"{self.address}:{self.server.server_port}",
+            "ELASTIC_TRAINER_KEY": self.key.hex(), "ELASTIC_TRAINER_WORKER": start.worker}
+        try:
+            process = WorkerProcess(start, self.command, env, self.settings, sys.stdout)
+        except OSError as error:
+            self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
+            self.membership.exited(start.worker, 127, time.monotonic())
+            return
+        self.processes[start.worker] = process
+        self.events.emit("driver.worker_started", host=start.host, slot=start.slot, worker=start.worker,
+                         pid=process.process.pid)
+        threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def _watch(self, process: WorkerProcess) -> None:
+        code = process.wait()
+        with self.changed:
+            if process.is_remote and code == SSH_CONNECTION_LOST:
+                code = -signal.SIGHUP
+            reason = self.membership.exited(process.name, code, time.monotonic())
+            self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.process.pid,
+                             exit_code=code, reason=reason)
+            del self.processes[process.name]
+            self._turn()
+
+    def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
+        workers = [self.membership.workers[name] for name in members]
+        store = MemberRendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
+        self.rendezvous.append(store)
+        while len(self.rendezvous) > 2:  # nobody can still be in the init of the one before the last
+            old = self.rendezvous.pop(0)
+            threading.Thread(target=lambda: (old.shutdown(), old.server_close()), daemon=True).start()
+        for worker in workers:
+            neighbours = [w.name for w in workers if w.host == worker.host]
+            self.places[worker.name] = {"local_rank": neighbours.index(worker.name), "local_size": len(neighbours),
+                                        "address": self.address, "port": store.server_port}
+        self.events.emit("driver.generation_formed", generation=generation, size=len(members), reason=reason,
+                         hosts=[w.host for w in workers], workers=list(members))
+
+    # --- the end --------------------------------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        """Stop the attempt from outside (SIGTERM, SIGINT): workers finish their step and write a checkpoint."""
+        with self.changed:
+            if not self.membership.verdict:
+                self.membership.verdict = self.ended = End("interrupted", "the driver was told to stop")
+                self.changed.notify_all()
+
+    def _stop_all(self) -> int:
+        """Give every worker the time to hear the verdict and leave by itself, then end it."""
+        assert self.ended is not None
+        limits = self.membership.limits
+        deadline = time.monotonic() + (STOP_S if self.ended.verdict == "interrupted" else limits.stop_grace_s)
+        with self.changed:
+            for name, process in self.processes.items():
+                if self.membership.workers[name].phase is Phase.BOOTING:
+                    process.stop(False, limits.stop_grace_s)
+            while self.processes and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+            for process in self.processes.values():
+                process.stop(True, 0)
+            deadline = time.monotonic() + limits.stop_grace_s
+            while self.processes and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+        self.events.emit("driver.stopped", verdict=self.ended.verdict, detail=self.ended.detail)
+        if self.ended.verdict != "finished":
+            print(f"elastic-trainer: attempt {self.ended.verdict}: {self.ended.detail}", file=sys.stderr)
+        return {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR}.get(self.ended.verdict, 1)
+
+
+def check_version() -> None:
+    """Refuse to run on another Horovod than the one whose faults are mended here. Raises ConfigError."""
+    found = importlib.metadata.version("horovod")
+    if found != HOROVOD_VERSION:
+        raise ConfigError(f"Horovod {found} is installed, but this driver mends Horovod {HOROVOD_VERSION}. Run "
+                          f"deploy/install.sh, or use plain horovodrun without the mends.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run horovodrun's command line with the mended driver; returns the exit code."""
+    code = EXIT_FINISHED
+
+    def run_elastic(settings: Any, env: dict[str, str], command: list[str], executable: str) -> None:
+        nonlocal code
+        run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
+        events = Events(Path(run_dir) if run_dir else None, run=Path(run_dir or "").name,
+                        attempt=int(env.get("ELASTIC_TRAINER_ATTEMPT", "1")))
+        code = MendedDriver(settings, env, command, events).run()
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        check_version()
+        launch.gloo_run_elastic = run_elastic
+        launch.gloo_built = lambda verbose=False: True  # it would import torch in here; workers find out soon enough
+        sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
+        launch.run_commandline()
+    except (ConfigError, ValueError) as error:
+        print(f"elastic-trainer: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    result = main()
+    sys.stdout.flush()
+    os._exit(result)  # threads that hold a dead worker's output must not keep us

@@ -1,0 +1,64 @@
+"""The run's diary: every fact as one JSON object a line in `runs/<name>/events.jsonl`.
+
+worker, driver, supervisor → here → watch, report, verify
+
+What always holds:
+1. A line is one `write` to a file opened for append, so lines of several processes never mix and a killed
+   process loses nothing that it has said.
+2. An event is `package.subject_participle`, a literal where it is emitted, so that grep finds it.
+3. Emitting never fails the training: a full disk is said on stderr, once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+EVENTS_FILE = "events.jsonl"
+
+
+class Events:
+    """An append-only log of facts; facts bound once (`run`, `attempt`, `host`, …) go on every line."""
+
+    def __init__(self, run_dir: Path | None, **bound: Any):
+        self.bound = bound
+        self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
+        self._fd: int | None = None
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(run_dir / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def emit(self, event: str, **facts: Any) -> None:
+        """Write one fact; listeners hear it after it is written."""
+        line = {"time": round(time.time(), 4), "event": event, **self.bound, **facts}
+        if self._fd is not None:
+            try:
+                os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
+            except OSError as error:
+                structlog.get_logger().error("events.write_failed", error=str(error))
+                self._fd = None
+        for listener in self.listeners:
+            listener(event, line)
+
+    def reach(self, point: str, **facts: Any) -> None:
+        """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""
+        for listener in self.listeners:
+            listener(point, facts)
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the whole diary; a line that is not JSON (torn by a full disk) is left out."""
+    found = []
+    path = run_dir / EVENTS_FILE
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

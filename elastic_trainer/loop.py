@@ -1,0 +1,379 @@
+"""Training. Read this first: `steps` is the loop, and it reads as the promise does.
+
+model, optimizer, dataset, loss, numbers → here → weights
+
+    from elastic_trainer import train
+    train(model, optimizer, dataset, loss=loss, global_batch=256, shards=16, epochs=3, seed=0)
+
+under `./horovodrun_elastic.sh -- python my_train.py`, under plain `horovodrun --host-discovery-script …`, or as
+`python my_train.py` alone.
+
+What always holds:
+1. Where training is follows from the number of finished steps alone (schedule.py).
+2. Nothing that outlives a step changes before everybody holds the step's gradient; then everything changes together.
+3. The user's own exception ends the run on all ranks, at once, with its traceback, and is never retried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from elastic_trainer import report, revive
+from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
+from elastic_trainer.events import Events
+from elastic_trainer.place import Alone, Dismissed, Driver, OurDriver, PlainDriver, RunOver
+from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
+from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.world import World, WorldChanged
+from state.checkpoint import Checkpoints
+from state.elastic_state import ElasticState
+from state.layout import byte_view
+from state.store import FolderStore
+
+
+class PeerFailed(RuntimeError):
+    """The user's code raised on another rank; the text is that rank's traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run hands back, the same on every worker."""
+
+    steps: int
+    samples: int
+    loss: float
+    weights_sha256: str
+    model: torch.nn.Module
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that the user handed over, checked."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    schedule: Schedule
+    rate: Callable[[int], float]
+    clip_norm: float | None
+    scaler: torch.amp.GradScaler | None
+    collate: Callable[[list[Any]], Any]
+    checkpoint_every: int
+    device: torch.device
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
+          loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8, epochs: int = 1,
+          seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | None = None,
+          clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
+          collate: Callable[[list[Any]], Any] = default_collate, checkpoint_every: int = 50,
+          reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
+          listeners: list[Callable[[str, dict[str, Any]], None]] | None = None) -> Result:
+    """Train to the end, whatever the fleet does, and return the same result on every worker.
+
+    Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
+    the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A global batch is always `shards`
+    parts; workers share the parts, so batch, learning rate and result do not depend on their number.
+    `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `checkpoint_every`
+    is in steps. `reduce` is "exact" (the same bits for every world) or "ring" (float allreduce; `compress` sends
+    16 bits); None takes the launcher's. `cpu_threads` is torch's thread count: part of the arithmetic, so the same
+    everywhere. `listeners` hear every event of this worker.
+
+    Raises ConfigError for what cannot work, and what the user's code raises. Leaves by SystemExit 75 when this worker
+    is not wanted any more.
+    """
+    launch = Launch.from_environment()
+    reduce = reduce or launch.reduce
+    if reduce not in REDUCERS:
+        raise ConfigError(f"reduce is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    strangers = {id(p) for g in optimizer.param_groups for p in g["params"]} - {id(p) for p in model.parameters()}
+    if not trained or strangers:
+        raise ConfigError(f"the optimizer holds {len(strangers)} parameters that are not the model's, and the model has "
+                          f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
+    if checkpoint_every < 1 or cpu_threads < 1:
+        raise ConfigError(f"checkpoint_every is {checkpoint_every} and cpu_threads {cpu_threads}. Use 1 or more.")
+    job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
+              schedule=Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs,
+                                seed=seed, max_steps=max_steps),
+              clip_norm=clip_norm, scaler=scaler, collate=collate, checkpoint_every=checkpoint_every,
+              device=trained[0].device)
+    if job.device.type == "cpu":
+        torch.set_num_threads(cpu_threads)
+    events = Events(launch.run_dir, run=launch.run, attempt=launch.attempt, worker=launch.worker or launch.host)
+    events.listeners += listeners or []
+    driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
+    try:
+        return Trainer(job, launch, driver, events, reduce, compress).run()
+    except Dismissed:
+        events.emit("worker.left")
+        sys.exit(EXIT_LEFT)
+    except RunOver as over:
+        print(f"elastic-trainer: {over}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
+    except Exception:
+        events.emit("worker.failed", error=traceback.format_exc())
+        driver.fail(traceback.format_exc())
+        raise
+
+
+def local_rank() -> int:
+    """Return this worker's number on its host (which GPU is mine); works before `train`."""
+    return Launch.from_environment().slot
+
+
+class Trainer:
+    """One worker's training: the loop and what it works on."""
+
+    def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool):
+        self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
+        self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler)
+        self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
+        shards = job.schedule.shards
+        self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
+                                 else RingReducer(self.flat, shards, compress=compress))
+        self.world = World(launch, driver, events)
+        self.checkpoints = (Checkpoints(FolderStore(launch.run_dir / "checkpoints"), events.emit)
+                            if launch.run_dir else None)
+        self.error: BaseException | None = None
+
+    def run(self) -> Result:
+        """Warm up, stand ready, and train in generation after generation."""
+        job, state = self.job, self.state
+        self._warm_up()
+        self._take_own_legacy()
+        if isinstance(self.driver, OurDriver):
+            driver = self.driver
+            signal.signal(signal.SIGTERM, lambda *_: driver.drain())
+            driver.start(state.has_state)
+        try:
+            self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
+                           live_state=self._write_live_state)
+        except RunOver as over:
+            if over.verdict != "finished" or state.committed < job.schedule.steps:
+                raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
+        if self.checkpoints:
+            self.checkpoints.finish()
+        self.driver.finish(state.committed)
+        return Result(steps=state.committed, samples=state.samples, loss=state.loss, model=job.model,
+                      weights_sha256=weights_sha256(state), rank=self.world.rank)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> None:
+        """Do all steps that are left; entered again in every generation."""
+        job, state, world = self.job, self.state, self.world
+        self._say_where_we_are()
+        for step in range(state.committed, job.schedule.steps):
+            started = time.monotonic()
+            samples, digest = self._forward_backward(step)
+            self.reducer.finish(world)                                          # network: the gradients, once
+            state.prepare()
+            self.events.reach("step.prepared", step=step)
+            control = world.vote(step, samples, digest, self.error is not None)  # network: one word. All have them
+            self.events.reach("step.voted", step=step)
+            self._raise_if_failed(control.failed_rank)
+            self._apply(control.samples, control.digest)
+            self.events.reach("step.applied", step=step)
+            self._say_committed(step, time.monotonic() - started)
+            self._offer_checkpoint(state.committed % job.checkpoint_every == 0)
+            if control.stop:
+                self._offer_checkpoint(True, wait=True)                         # disk: nothing may be lost
+                raise RunOver("interrupted", f"stopped after step {state.committed}")
+            if control.change:
+                raise WorldChanged                                              # somebody joins or leaves
+        self._finish()
+
+    def _forward_backward(self, step: int) -> tuple[int, int]:
+        """Run my shards of a step into the flat buffers; returns the number and digest of my samples."""
+        job, state, samples, digest = self.job, self.state, 0, 0
+        state.begin()
+        mine = self.reducer.begin(self.world)
+        self.error = None
+        for shard in mine:
+            done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
+            indices = job.schedule.shard_samples(step, shard)
+            if len(indices) and self.error is None:
+                with self._user_code():
+                    self._one_shard(step, shard, indices, overlaps=shard == mine.stop - 1)
+                samples, digest = samples + len(indices), digest + samples_digest(indices)
+            done()
+        return samples, digest
+
+    def _one_shard(self, step: int, shard: int, indices: numpy.ndarray, overlaps: bool) -> None:
+        job, weight = self.job, self.job.schedule.shard_weight(step, shard)
+        self.state.reset_buffers()
+        seed_everything(job.schedule.shard_seed(step, shard))
+        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
+        loss = job.loss(job.model, batch)
+        self.flat.add_statistics(weight, loss, self.state.buffers_before(), self.state.buffers)
+        if overlaps and isinstance(self.reducer, RingReducer):
+            self.reducer.overlap(self.world)
+        weighted = loss * weight
+        (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """Keep what the user's code raises for the vote: all ranks must stop at the same point."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
+    def _raise_if_failed(self, failed_rank: int) -> None:
+        if failed_rank < 0:
+            return
+        text = "".join(traceback.format_exception(self.error)) if self.error else ""
+        text = self.world.share_text(text, failed_rank)
+        self.state.restore()
+        if self.error:
+            raise self.error
+        raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
+
+    @torch.no_grad()
+    def _apply(self, samples: int, digest: int) -> None:
+        """Change everything that outlives the step, together. The prepared gradient is in the flat buffers."""
+        job, state = self.job, self.state
+        state.is_applying = True
+        state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
+        if job.scaler:
+            job.scaler.unscale_(job.optimizer)
+        if job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
+        for group, base in zip(job.optimizer.param_groups, state.base_rates, strict=True):
+            group["lr"] = base * job.rate(state.committed)
+        if job.scaler:
+            job.scaler.step(job.optimizer)
+            job.scaler.update()
+        else:
+            job.optimizer.step()
+        state.commit(samples, digest)
+        state.is_applying = False
+
+    # --- around the loop -----------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Pay for everything that is slow the first time, before this worker stands ready; nothing remains of it."""
+        job = self.job
+        self.state.begin()
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        batch = to_device(fetch(job.dataset, job.schedule.shard_samples(0, 0), job.collate), job.device)
+        was_training = job.model.training
+        job.loss(job.model, batch).backward()
+        job.model.train(was_training)
+        self.state.reset_buffers()
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        self.flat.bind(self.flat.sums)
+
+    def _take_own_legacy(self) -> None:
+        """Go on with the live state that this process left for itself when `hvd.init()` failed under it."""
+        path = self.launch.revived_from
+        values = revive.read_live_state(path) if path else None
+        if values is None:
+            return
+        self.state.load(values["state"])
+        self.state.prepared = values["prepared"]
+        self.state._buffers_before = values["buffers_before"]
+        for name, tensor in values["gradients"].items():
+            self.flat.sums[getattr(torch, name)].copy_(tensor)
+        self.flat.hand_out()
+        self.events.emit("worker.revived", step=self.state.committed)
+
+    def _write_live_state(self) -> Any:
+        is_prepared = self.state.prepared > self.state.committed
+        gradients = {str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()} if is_prepared else {}
+        return revive.write_live_state(self.state, gradients, {})
+
+    def _restore(self) -> str:
+        """Give this worker values although nobody has any: the newest checkpoint's, or those it was built with."""
+        step = self.checkpoints.restore(self.state) if self.checkpoints else None
+        self.state.has_state = True
+        return "fresh" if step is None else "checkpoint"
+
+    def _say_where_we_are(self) -> None:
+        state, schedule = self.state, self.job.schedule
+        if self.world.rank != 0:
+            return
+        self.events.emit("job.described", dataset_size=schedule.dataset_size, global_batch=schedule.global_batch,
+                         shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
+                         max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce)
+        if state.committed:  # the rank 0 before us may have died before it could write this
+            self._say_committed(state.committed - 1, 0.0, repeated=True)
+
+    def _say_committed(self, step: int, step_s: float, **more: Any) -> None:
+        self.driver.note("training", self.state.committed)
+        if self.world.rank == 0:
+            samples, digest = self.state.last_vote
+            self.events.emit("worker.step_committed", step=step, samples=samples, digest=digest,
+                             loss=self.state.loss, lr=self.job.optimizer.param_groups[0]["lr"],
+                             step_s=round(step_s, 5), **more)
+
+    def _offer_checkpoint(self, is_due: bool, *, wait: bool = False) -> None:
+        if is_due and self.checkpoints and self.world.rank == 0:
+            self.checkpoints.write(self.state, wait=wait)  # one copy to memory; the disk is behind us
+
+    def _finish(self) -> None:
+        """Make the result durable, then agree that the run is over: exit code 0 comes after this vote (F11)."""
+        state = self.state
+        if self.world.rank == 0:
+            if self.checkpoints and self.checkpoints.newest_step < state.committed:
+                self._offer_checkpoint(True, wait=True)
+            self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
+                             weights_sha256=weights_sha256(state))
+            if self.launch.run_dir:
+                report.write_result(self.launch.run_dir)
+        self.world.vote(state.committed, 0, 0, has_failed=False)
+
+
+def weights_sha256(state: ElasticState) -> str:
+    """Return the SHA-256 over the names and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in [*state.model.named_parameters(), *state.buffers.items()]:
+        digest.update(name.encode() + b"\0")
+        digest.update(memoryview(byte_view(tensor).numpy()))
+    return digest.hexdigest()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that user code draws from (torch on all devices, random, numpy)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
+    """Read samples and make a batch of them."""
+    if isinstance(dataset, TensorDataset):
+        chosen = torch.from_numpy(indices)
+        return [tensor[chosen] for tensor in dataset.tensors]
+    numbers = indices.tolist()
+    many = getattr(dataset, "__getitems__", None)
+    return collate(many(numbers) if many else [dataset[i] for i in numbers])
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch (in lists, tuples and dicts) to a device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

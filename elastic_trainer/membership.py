@@ -1,0 +1,391 @@
+"""Who is in the world: the driver's decisions, as one state machine without threads, sockets or clocks.
+
+discovered hosts, workers' words, processes' exits → here → start / stop a process, offer a place, form a generation
+
+What always holds:
+1. A worker is offered a place only after it has said that it stands ready, so nobody waits for one that boots
+   (F1: a newcomer that crashes or hangs at import is never in any round).
+2. A generation is formed only when every member of the one before it is gone or waiting, and every member of the
+   new one has accepted the offer: nobody enters `hvd.init()` while somebody is known to be missing.
+3. A worker counts as gone from the moment of its eviction, not from the exit of its process, its ssh or the end of
+   its output (F3: Horovod's own barrier waits for those without a time-out).
+4. A generation after the first has a member that holds the live state; if nobody holds it the attempt is over and
+   the next one starts from the checkpoint.
+5. The list of hosts is law: a worker on a host that left the list is out at the next generation, and while fewer
+   than `min_workers` may work, the rest wait, alive, with their state.
+
+What it replaces: `ElasticDriver._activate_workers`, `WorkerStateRegistry` and `HostManager.blacklist`
+(horovod/runner/elastic/{driver,registration,discovery}.py, 0.28.1), whose barrier can neither time out nor survive a
+death while it waits (F3, notes 1.4 g) and whose ban is for ever. Here a host whose worker died gets a new one after
+a back-off, which costs nobody anything since (1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
+
+MAX_BACK_OFF_S = 60.0
+STEADY_S = 30.0
+"""A worker that lived this long in the world wipes its host's failures out."""
+MAX_REFUSED_OFFERS = 3
+
+
+class Phase(str, Enum):
+    """What a worker does.
+
+    booting → standby → training ⇄ waiting → finished; gone from anywhere
+                 (training → booting: it revives itself after `hvd.init()` broke under it)
+    """
+
+    BOOTING = "booting"
+    STANDBY = "standby"
+    TRAINING = "training"
+    WAITING = "waiting"
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+@dataclass
+class Worker:
+    name: str
+    host: str
+    slot: int
+    started_at: float
+    heard_at: float
+    phase: Phase = Phase.BOOTING
+    generation: int = 0
+    """The generation it was last given a place in."""
+    rank: int = -1
+    accepted: int = 0
+    ready_at: float = 0.0
+    formed_at: float = 0.0
+    holds_state: bool = False
+    drains: bool = False
+    count: int = -1
+    """The number of its newest word; older ones (late or replayed) change nothing."""
+    refused_offers: int = 0
+    dismissed: bool = False
+    step: int = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"
+
+
+@dataclass
+class Host:
+    slots: int
+    order: int
+    failures: int = 0
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    host: str
+    slot: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    worker: str
+    reason: str
+    at_once: bool
+    """True: it does not answer, SIGKILL; False: SIGTERM first."""
+
+
+@dataclass(frozen=True)
+class Form:
+    generation: int
+    members: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    verdict: str
+    """finished · failed · user_error"""
+    detail: str
+
+
+Action = Start | Stop | Form | End
+
+
+@dataclass
+class Offer:
+    round: int
+    members: tuple[str, ...]
+    made_at: float
+    reason: str
+
+
+@dataclass
+class Membership:
+    """All that the driver knows; `decide` says what to do next."""
+
+    first_workers: int
+    """So many must stand ready before the first generation (horovodrun's -np)."""
+    min_workers: int
+    max_workers: int | None
+    limits: Limits = field(default_factory=Limits)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+    """Every host ever listed (for its failures); `listed` are those of now."""
+    listed: dict[str, int] = field(default_factory=dict)
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    offer: Offer | None = None
+    rounds: int = 0
+    names: int = 0
+    state_exists: bool = False
+    """Some worker has held the run's state in this attempt: from now on it must not be lost unnoticed."""
+    is_finished: bool = False
+    """A member has passed the last vote, so all members have applied the last step: no more generations."""
+    verdict: End | None = None
+    user_error: str = ""
+    wait_s: float | None = None
+    """Give the attempt up after waiting so long for enough workers (horovodrun's --elastic-timeout); None: never."""
+    waits_since: float | None = None
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def hosts_listed(self, hosts: Mapping[str, int]) -> None:
+        """Take the discovery's newest answer (an ordered mapping host → slots)."""
+        self.listed = dict(hosts)
+        for host, slots in hosts.items():
+            known = self.hosts.setdefault(host, Host(slots, len(self.hosts)))
+            known.slots = slots
+
+    def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
+                 holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "") -> None:
+        """Take a worker's own word. A word about an older generation than it was given changes only `heard_at`."""
+        worker = self.workers.get(name)
+        if worker is None or worker.phase is Phase.GONE or count <= worker.count:
+            return
+        worker.count, worker.heard_at = count, now
+        worker.step, worker.drains = step, worker.drains or drains
+        if error and not self.user_error:
+            self.user_error = error
+        if phase == "reviving":
+            worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
+            return
+        if generation != worker.generation or phase == "booting":
+            return  # it has not yet heard of the place it was given
+        worker.holds_state = holds_state
+        self.state_exists = self.state_exists or holds_state
+        if phase == Phase.STANDBY.value and worker.phase is Phase.BOOTING:
+            worker.phase, worker.ready_at = Phase.STANDBY, now
+        elif phase in (Phase.WAITING.value, Phase.FINISHED.value, Phase.TRAINING.value) and worker.generation > 0:
+            worker.phase = Phase(phase)
+            self.is_finished = self.is_finished or worker.phase is Phase.FINISHED
+        if phase in (Phase.STANDBY.value, Phase.WAITING.value):
+            worker.accepted = accepted
+
+    def exited(self, name: str, code: int, now: float) -> str:
+        """Take the end of a worker's process; returns in one word how it ended."""
+        worker = self.workers[name]
+        before, was_evicted = worker.phase, worker.phase is Phase.GONE
+        worker.phase = Phase.GONE
+        if before is Phase.FINISHED and code == EXIT_FINISHED:
+            return "finished"
+        if code == EXIT_USER_ERROR or (before is Phase.FINISHED and 0 < code < 126):
+            self.user_error = self.user_error or f"worker {name} ended with exit code {code} after an error of its own"
+            return "user_error"
+        if was_evicted:
+            return "evicted"
+        host = self.hosts[worker.host]
+        if code == EXIT_LEFT:
+            host.not_before = now + self.limits.settle_s
+            return "left"
+        steady = worker.formed_at and now - worker.formed_at > STEADY_S
+        host.failures = 1 if steady else host.failures + 1
+        host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
+        if before is Phase.BOOTING and worker.generation == 0:
+            if code == 1 and self.generation == 0 and not self._alive():
+                self.user_error = f"the command ended with exit code 1 on {worker.host} before it reached train()"
+            return "boot_failed"
+        return "crashed"
+
+    # --- what to do -----------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Action]:
+        """Return what has to be done now, and note it as done. Call again after each happening and each beat."""
+        if self.verdict:
+            return []
+        actions: list[Action] = [*self._evict(now), *self._dismiss()]
+        end = self._end()
+        if end:
+            self.verdict = end
+            return [*actions, end]
+        if not self.is_finished:
+            actions += self._start(now)
+            actions += self._round(now)
+        return actions
+
+    def _alive(self) -> list[Worker]:
+        return [w for w in self.workers.values() if w.phase is not Phase.GONE]
+
+    def _current(self) -> list[Worker]:
+        """The living members of the newest generation, by rank."""
+        return [self.workers[name] for name in self.members if self.workers[name].phase is not Phase.GONE]
+
+    def _evict(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for worker in self._alive():
+            if worker.phase is Phase.BOOTING:
+                if now - worker.started_at > self.limits.boot_s:
+                    actions.append(self._strike(worker, "boot_timeout", now))
+            elif now - worker.heard_at > self.limits.silence_s:
+                actions.append(self._strike(worker, "frozen", now))
+            elif worker.refused_offers > MAX_REFUSED_OFFERS:
+                actions.append(self._strike(worker, "stuck", now))
+        return actions
+
+    def _strike(self, worker: Worker, reason: str, now: float) -> Stop:
+        host = self.hosts[worker.host]
+        host.failures += 1
+        host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
+        worker.phase = Phase.GONE
+        return Stop(worker.name, reason, at_once=True)
+
+    def _is_wanted(self, worker: Worker) -> bool:
+        return worker.slot < self.listed.get(worker.host, 0) and not worker.drains
+
+    def _dismiss(self) -> list[Action]:
+        """Stop those who are in no generation and whose host is not listed any more."""
+        actions: list[Action] = []
+        for worker in self._alive():
+            idle = worker.phase is Phase.BOOTING and worker.generation == 0
+            if idle and not self._is_wanted(worker):
+                worker.phase = Phase.GONE
+                actions.append(Stop(worker.name, "host_left", at_once=False))
+        return actions
+
+    def _end(self) -> End | None:
+        if self.user_error:
+            return End("user_error", self.user_error)
+        if self.is_finished:
+            if not [w for w in self._current() if w.phase in (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)]:
+                return End("finished", "")
+            return None
+        if self.state_exists and not any(w.holds_state for w in self._alive()):
+            return End("failed", "no living worker holds the state any more; the next attempt starts from the checkpoint")
+        return None
+
+    def _start(self, now: float) -> list[Action]:
+        taken = {(w.host, w.slot) for w in self._alive()}
+        actions: list[Action] = []
+        for host, slots in self.listed.items():
+            for slot in range(slots):
+                if (host, slot) not in taken and now >= self.hosts[host].not_before:
+                    self.names += 1
+                    name = f"{host}/{slot}/{self.names}"
+                    self.workers[name] = Worker(name, host, slot, started_at=now, heard_at=now)
+                    actions.append(Start(host, slot, name))
+        return actions
+
+    def _candidates(self) -> list[Worker]:
+        """Those who could be in the next generation, in order of rank: members first, then by age of their host."""
+        ready = [w for w in self._alive() if w.phase in (Phase.STANDBY, Phase.WAITING) and self._is_wanted(w)]
+        seats = {name: rank for rank, name in enumerate(self.members)}
+        ready.sort(key=lambda w: (seats.get(w.name, len(seats)), self.hosts[w.host].order, w.slot, w.ready_at))
+        return ready[: self.max_workers]
+
+    def _are_settled(self, newcomers: list[Worker], now: float) -> bool:
+        """True when nobody else is about to stand ready, or the first newcomer has waited long enough."""
+        booting = [w for w in self._alive() if w.phase is Phase.BOOTING and self._is_wanted(w)]
+        return not booting or now - min(w.ready_at for w in newcomers) > self.limits.settle_s
+
+    def notice(self, now: float) -> str:
+        """Say why the training members should leave their step boundary for a new generation, or ''."""
+        current = self._current()
+        if not self.generation or self.is_finished:
+            return ""
+        if any(not self._is_wanted(w) for w in current):
+            return "leave"
+        newcomers = [w for w in self._alive() if w.phase is Phase.STANDBY and self._is_wanted(w)]
+        room = self.max_workers is None or len(current) < self.max_workers
+        if newcomers and room and self._are_settled(newcomers, now):
+            return "join"
+        return "death" if len(current) < len(self.members) else ""
+
+    def _round(self, now: float) -> list[Action]:
+        if self.offer:
+            members = [self.workers[name] for name in self.offer.members]
+            lost = [w for w in members if w.phase not in (Phase.STANDBY, Phase.WAITING)]
+            late = [w for w in members if w.accepted != self.offer.round]
+            if not lost and not late:
+                return [self._form(now)]
+            if not lost and now - self.offer.made_at <= self.limits.admit_s:
+                return []
+            for worker in late:
+                worker.refused_offers += 1
+            self.offer = None
+        current = self._current()
+        if any(w.phase is not Phase.WAITING for w in current):
+            return []  # somebody still trains, or revives itself and will be back with its state
+        candidates = self._candidates()
+        if self.generation == 0:
+            if len(candidates) < self.first_workers or not self._are_settled(candidates, now):
+                return self._wait(now)
+            reason = "start"
+        else:
+            if len(candidates) < self.min_workers or not candidates:
+                return self._wait(now)
+            reason = "death" if len(current) < len(self.members) else "change"
+            if self.state_exists and not any(w.holds_state for w in candidates):
+                candidates += [w for w in current if w.holds_state][:1]  # hands the state over, and leaves after that
+        self.waits_since = None
+        self.rounds += 1
+        self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)
+        return []
+
+    def _wait(self, now: float) -> list[Action]:
+        """Wait for enough workers, for ever unless the user set a limit: hosts that are not there cost nothing."""
+        self.waits_since = self.waits_since or now
+        if self.wait_s is None or now - self.waits_since <= self.wait_s:
+            return []
+        self.verdict = End("failed", f"waited {self.wait_s:.0f} s for {self.min_workers} workers (--elastic-timeout)")
+        return [self.verdict]
+
+    def _form(self, now: float) -> Form:
+        assert self.offer is not None
+        self.generation += 1
+        self.members = self.offer.members
+        reason, self.offer = self.offer.reason, None
+        for rank, name in enumerate(self.members):
+            worker = self.workers[name]
+            worker.phase, worker.generation, worker.rank = Phase.TRAINING, self.generation, rank
+            worker.formed_at = worker.formed_at or now
+            worker.refused_offers = 0
+        for worker in self._alive():
+            if worker.phase is Phase.WAITING and worker.name not in self.members and not self._is_wanted(worker):
+                worker.dismissed = True
+        return Form(self.generation, self.members, reason)
+
+    # --- what a worker is told --------------------------------------------------------------------------------------
+
+    def told(self, name: str, now: float) -> dict[str, Any]:
+        """Return all that concerns this worker now; every word can be lost and is simply said again."""
+        worker = self.workers.get(name)
+        if worker is None or worker.phase is Phase.GONE:
+            return {"evicted": True}
+        told: dict[str, Any] = {}
+        if self.verdict and self.verdict.verdict != "finished":
+            return {"over": self.verdict.verdict, "detail": self.verdict.detail}
+        if self.is_finished:
+            told["finished"] = True
+        if worker.dismissed or (worker.phase is Phase.STANDBY and not self._is_wanted(worker)):
+            told["leave"] = True
+        if worker.phase is Phase.TRAINING and worker.generation == self.generation:
+            told["place"] = {"generation": self.generation, "rank": worker.rank, "size": len(self.members)}
+            told["notice"] = self.notice(now)
+            told["dead"] = [r for r, m in enumerate(self.members) if self.workers[m].phase is Phase.GONE]
+        if self.offer and name in self.offer.members:
+            told["offer"] = self.offer.round
+        return told

@@ -1,0 +1,327 @@
+"""A worker's place in the world, and the three ways to get one: our driver, plain horovodrun, nobody.
+
+driver → here → world (`hvd.init()`)
+
+Each way answers the same few questions, so that `world` does not know who started it:
+`next_place` (blocks until there is one), `wants_change` (leave at the next step boundary), `is_broken` (somebody of my
+generation is gone), and takes the same few words: `note`, `fail`, `finish`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic_trainer.config import Launch
+from elastic_trainer.wire import DriverClient, DriverUnreachable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A seat in one generation."""
+
+    generation: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    rendezvous: tuple[str, int] | None
+    """Where Gloo's peers find one another in this generation: address, port."""
+
+
+class Dismissed(Exception):
+    """This worker is not wanted (any more): leave with exit code 75."""
+
+
+class RunOver(Exception):
+    """The attempt is over for a reason that is not this worker's: `verdict` and `detail` say which."""
+
+    def __init__(self, verdict: str, detail: str):
+        super().__init__(f"{verdict}: {detail}")
+        self.verdict, self.detail = verdict, detail
+
+
+class Driver(Protocol):
+    """What a world needs of whoever starts workers."""
+
+    def next_place(self, holds_state: bool, step: int) -> Place: ...
+    def wants_change(self) -> bool: ...
+    def wants_stop(self) -> bool: ...
+    def is_broken(self) -> bool: ...
+    def is_finished(self) -> bool: ...
+    def note(self, phase: str, step: int) -> None: ...
+    def fail(self, error: str) -> None: ...
+    def finish(self, step: int) -> None: ...
+
+
+class Alone:
+    """Nobody started us: a world of one, with the same bits as any other."""
+
+    def next_place(self, holds_state: bool, step: int) -> Place:
+        """Return the only place there is."""
+        return Place(generation=1, rank=0, size=1, local_rank=0, local_size=1, rendezvous=None)
+
+    def wants_change(self) -> bool:
+        """Never."""
+        return False
+
+    wants_stop = is_broken = is_finished = wants_change
+
+    def note(self, phase: str, step: int) -> None:
+        """Nobody listens."""
+
+    def fail(self, error: str) -> None:
+        """Nobody listens."""
+
+    def finish(self, step: int) -> None:
+        """Nobody listens."""
+
+
+class OurDriver:
+    """The mended driver: beats in a thread of their own say that we live, and bring its news within milliseconds.
+
+    `on_broken` is called from the beats' thread when a member of our generation is gone: it closes the sockets to it.
+    """
+
+    def __init__(self, launch: Launch):
+        assert launch.driver is not None
+        self.launch, self.limits = launch, launch.limits
+        self.on_broken: Callable[[], None] = lambda: None
+        self.generation = 0
+        self._lock = threading.Lock()
+        self._count = launch.revived_count
+        self._status: dict[str, Any] = {"phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
+                                        "drains": False, "step": 0}
+        self._news: dict[str, Any] = {}
+        self._lost = False
+        self._main = DriverClient(launch.driver, launch.key, timeout_s=3 * self.limits.beat_s + 2.0)
+        self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def start(self, holds_state: bool) -> None:
+        """Begin to beat. A worker that revived itself goes on in the generation it was in."""
+        generation = self.launch.revived_generation
+        self.generation = generation
+        self._status.update(generation=generation, holds_state=holds_state,
+                            phase="waiting" if generation else "standby")
+        self._beating.start()
+
+    @property
+    def count(self) -> int:
+        """The number of our newest word (a successor has to count on from there)."""
+        return self._count
+
+    def _words(self, **changes: Any) -> dict[str, Any]:
+        with self._lock:
+            self._status.update(changes)
+            self._count += 1
+            return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), **self._status}
+
+    def _beat(self) -> None:
+        assert self.launch.driver is not None
+        client = DriverClient(self.launch.driver, self.launch.key, timeout_s=self.limits.silence_s / 2)
+        version, heard_at = "", time.monotonic()
+        while True:
+            try:
+                news = client.ask({**self._words(), "hold_s": self.limits.beat_s, "seen": version})
+            except DriverUnreachable:
+                self._lost = time.monotonic() - heard_at > self.limits.driver_lost_s
+                if self._lost and self._status["phase"] == "finished":
+                    return
+                time.sleep(self.limits.beat_s / 5)
+                continue
+            heard_at, self._lost, version = time.monotonic(), False, news.pop("version")
+            self._take(news)
+
+    def _take(self, news: dict[str, Any]) -> None:
+        self._news = news
+        if self._status["phase"] == "training" and self.is_broken():
+            self.on_broken()
+
+    def next_place(self, holds_state: bool, step: int) -> Place:
+        """Wait, for as long as it takes, for a place in a generation after ours. Raises Dismissed, RunOver."""
+        accepted, seen, lost_since = 0, "", None
+        while True:
+            words = self._words(phase="waiting" if self.generation else "standby", accepted=accepted,
+                                holds_state=holds_state, step=step)
+            try:
+                news = self._main.ask({**words, "hold_s": self.limits.beat_s, "seen": seen})
+            except DriverUnreachable as error:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > self.limits.driver_lost_s:
+                    raise RunOver("failed", f"driver lost: {error}") from error
+                time.sleep(0.02)
+                continue
+            lost_since, seen = None, news.pop("version")
+            self._news = news
+            if "over" in news:
+                raise RunOver(news["over"], news["detail"])
+            if news.get("evicted") or news.get("leave") or (news.get("finished") and not self.generation):
+                raise Dismissed
+            place = news.get("place")
+            if place and place["generation"] > self.generation:
+                self.generation = place["generation"]
+                with self._lock:
+                    self._status.update(phase="training", generation=self.generation, accepted=0)
+                return Place(generation=place["generation"], rank=place["rank"], size=place["size"],
+                             local_rank=place["local_rank"], local_size=place["local_size"],
+                             rendezvous=(place["address"], place["port"]))
+            if news.get("finished"):
+                raise RunOver("finished", "")
+            accepted = news.get("offer", 0)
+
+    def wants_change(self) -> bool:
+        """True when the driver wants a new generation: somebody joins, leaves, or we were told to drain."""
+        return bool(self._news.get("notice")) or bool(self._status["drains"])
+
+    def wants_stop(self) -> bool:
+        """True when the attempt should stop at the next step, with a checkpoint: the driver is lost or was stopped."""
+        return self._lost or "over" in self._news
+
+    def is_broken(self) -> bool:
+        """True when a member of our generation is gone (or we ourselves are, for the driver)."""
+        place = self._news.get("place")
+        is_ours = bool(place) and place["generation"] == self.generation
+        return bool(self._news.get("evicted")) or (is_ours and bool(self._news.get("dead")))
+
+    def is_finished(self) -> bool:
+        """True when a member has passed the last vote."""
+        return bool(self._news.get("finished"))
+
+    def drain(self) -> None:
+        """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
+        self._status["drains"] = True
+
+    def note(self, phase: str, step: int) -> None:
+        """Put into the next beat what we do; a worker in a phase of its own holds the state."""
+        with self._lock:
+            self._status.update(phase=phase, step=step, holds_state=True)
+
+    def _tell(self, **changes: Any) -> None:
+        """Say something now; when the driver cannot be reached there is nobody to tell."""
+        try:
+            self._main.ask({**self._words(**changes), "hold_s": 0, "seen": ""})
+        except DriverUnreachable:
+            self._lost = True
+
+    def fail(self, error: str) -> None:
+        """Report the user's own exception: it ends the run everywhere."""
+        self._tell(error=error)
+
+    def finish(self, step: int) -> None:
+        """Report that the last vote has passed."""
+        self._tell(phase="finished", step=step)
+
+    def revive_soon(self) -> None:
+        """Say that this process is about to start anew in place (from whatever thread notices it)."""
+        assert self.launch.driver is not None
+        client = DriverClient(self.launch.driver, self.launch.key, timeout_s=0.5)
+        try:
+            client.ask({**self._words(phase="reviving"), "hold_s": 0, "seen": ""})
+        except DriverUnreachable:
+            pass  # it will notice, by our silence
+
+
+class PlainDriver:
+    """Plain `horovodrun --host-discovery-script`: Horovod's own driver, unmended, so its limits remain (README).
+
+    What is done against them from inside the worker: admission before `hvd.init()` (F1), leaving with 75 (F11).
+    Horovod's notification service is used as it is (HMAC is checked before its pickle, network.py:92-99).
+    """
+
+    def __init__(self, launch: Launch):
+        from horovod.common.elastic import notification_manager
+        from horovod.runner.elastic.worker import HostUpdateResult
+
+        self.launch, self.generation = launch, 0
+        self._changed = False
+        self._drains = False
+        self._update = HostUpdateResult
+        env = os.environ
+        self.address, self.port = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        self.host, self.local_rank = env["HOROVOD_HOSTNAME"], int(env["HOROVOD_LOCAL_RANK"])
+        notification_manager.init()
+        notification_manager.register_listener(self)
+
+    def on_hosts_updated(self, timestamp: int, result: Any) -> None:
+        """Hear Horovod's driver (it calls rank 0 only; the vote tells the others)."""
+        self._changed = True
+
+    def _http(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes | None:
+        url = f"http://{self.address}:{self.port}/{path}"
+        request = urllib.request.Request(url, data=body, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def next_place(self, holds_state: bool, step: int) -> Place:
+        """Ask for a place and wait until everybody who got one has checked in (F1)."""
+        rounds = 0
+        while True:
+            if self.generation == 0 and rounds == 0:
+                names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+                seat = [int(os.environ[f"HOROVOD_{name}"]) for name in names]
+            else:
+                # READY may be said only once a round (registration.py:105-115), so this GET is never repeated and
+                # waits as long as Horovod's barrier does.
+                try:
+                    answer = self._http("GET", f"rank_and_size/{self.host}:{self.local_rank}")
+                except OSError as error:
+                    raise RunOver("failed", f"horovodrun is gone: {error}") from error
+                seat = [int(x) for x in (answer or b"-1").decode().split(",")]
+            rounds += 1
+            if seat[0] < 0:
+                raise Dismissed
+            if self._is_admitted(seat[0], seat[1]):
+                self.generation += 1
+                self._changed = False
+                return Place(generation=self.generation, rank=seat[0], size=seat[1], local_rank=seat[2],
+                             local_size=seat[3], rendezvous=(self.address, self.port))
+
+    def _is_admitted(self, rank: int, size: int) -> bool:
+        """Check in, and learn whether all have: rank 0 waits for everyone and says so (notes 1.7)."""
+        limit_s = self.launch.limits.boot_s if self.generation == 0 else 60.0
+        deadline = time.monotonic() + limit_s
+        self._http("PUT", f"admission/{rank}", str(size).encode())
+        while time.monotonic() < deadline:
+            if rank == 0:
+                here = [r for r in range(size) if self._http("GET", f"admission/{r}") == str(size).encode()]
+                if len(here) == size:
+                    self._http("PUT", "admission/go", b"go")
+                    return True
+            else:
+                word = self._http("GET", "admission/go")
+                if word:
+                    return word == b"go"
+            time.sleep(0.02)
+        if rank == 0:
+            self._http("PUT", "admission/go", b"abort")
+        return False
+
+    def wants_change(self) -> bool:
+        """True when Horovod's driver told us of other hosts, or we were told to drain."""
+        return self._changed
+
+    def wants_stop(self) -> bool:
+        """Never: this driver's death is noticed only at the next change (notes 1.4 e)."""
+        return False
+
+    is_broken = is_finished = wants_stop
+
+    def note(self, phase: str, step: int) -> None:
+        """Horovod's driver does not listen."""
+
+    def fail(self, error: str) -> None:
+        """Horovod's driver does not listen; the vote has told the others."""
+
+    def finish(self, step: int) -> None:
+        """Horovod's driver learns it from exit code 0."""

@@ -1,0 +1,259 @@
+"""Sum a run up: what was trained, what the fleet's changes cost, where every second went.
+
+    elastic-trainer report runs/x
+
+Where it stands: events.jsonl → here → result.json and a table for a person.
+
+What always holds:
+1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.
+2. goodput is between 0 and 1, and a step that was done twice counts once.
+3. result.json is replaced whole: a reader sees the old one or the new one.
+
+What it does not do: judge. Events that contradict each other are summed up all the same; see `verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer.events import read_events
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULT_FILE = "result.json"
+PHASES = ("booting", "training", "pausing", "restarting", "stopped")
+LOST_REASONS = ("crashed", "frozen", "boot_failed", "boot_timeout")
+
+Event = Mapping[str, Any]
+
+
+def summarize(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the content of result.json: a pure function of a run's events.
+
+    steps, samples, loss: of the kept history, without the steps that a start from a checkpoint dropped.
+    weights_sha256: None until the run has finished.
+    steps_redone: steps thrown away in flight and done again, and committed steps that such a start dropped.
+    wall_s: from the first event to run.finished, or to the last event where the run has not finished.
+    pauses: the pause_s of each generation but the first of an attempt, for which no one had to stop.
+    books: wall_s cut into what the run was doing,
+        booting_s: until the first generation of all starts;
+        training_s: steps, kept or not, and the time between them;
+        pausing_s: the pauses;
+        restarting_s: from an attempt's last sign of training to the first generation of the next;
+        stopped_s: from the last event of an invocation to the start of the next, by a person.
+    goodput: the sum of step_s of the kept steps / (wall_s - booting_s - stopped_s). Pauses, restarts, steps
+        done twice and time between steps lower it; the first boot does not. 0 when no training began.
+    hosts: the workers of each, and their seconds booting and working (from ready until gone, or the end).
+    """
+    story = _Story()
+    for event in _until_finished(events):
+        story.read(event)
+    story.close()
+    kept = [story.kept[step] for step in sorted(story.kept)]
+    books = {f"{phase}_s": seconds for phase, seconds in story.books.items()}
+    wall_s = sum(books.values())
+    useful_s = sum(float(step.get("step_s") or 0.0) for step in kept)
+    trained_s = wall_s - books["booting_s"] - books["stopped_s"]
+    finished = story.finished or {}
+    return {
+        "run": story.run,
+        "finished": story.finished is not None,
+        "steps": finished.get("steps", len(kept)),
+        "samples": finished.get("samples", sum(step["samples"] for step in kept)),
+        "loss": finished.get("loss", kept[-1]["loss"] if kept else None),
+        "weights_sha256": finished.get("weights_sha256"),
+        "attempts": len(story.attempts),
+        "generations": story.generations,
+        "steps_redone": len(story.redone) + story.rolled_back,
+        "steps_rolled_back": story.rolled_back,
+        "wall_s": round(wall_s, 3),
+        "goodput": round(min(1.0, useful_s / trained_s), 4) if trained_s > 0 else 0.0,
+        "books": {key: round(seconds, 3) for key, seconds in books.items()},
+        "pauses": [round(pause_s, 3) for pause_s in story.pauses],
+        "workers_lost": dict(story.lost),
+        "hosts": {name: host.summary() for name, host in sorted(story.hosts.items())},
+    }
+
+
+def write_result(run_dir: str | Path) -> dict[str, Any]:
+    """Write the run's result.json whole, and return its content."""
+    folder = Path(run_dir)
+    result = summarize(read_events(folder))
+    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(result, indent=2) + "\n")
+    temporary.replace(folder / RESULT_FILE)
+    return result
+
+
+def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print what summarize() returned as a table for a person."""
+    from rich.console import Console  # here, because every worker imports this module and none prints
+    from rich.table import Table
+
+    console = console or Console()
+    table = Table(title=f"run {result['run']}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for label, text in summary_rows(result):
+        table.add_row(label, text)
+    console.print(table)
+
+
+def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say a result in pairs of a label and a text."""
+    books, pauses, wall_s = result["books"], result["pauses"], result["wall_s"]
+    spent = [(key.removesuffix("_s"), seconds) for key, seconds in books.items() if seconds]
+    shares = [f"{phase} {seconds:.1f} s ({seconds / wall_s:.0%})" for phase, seconds in spent]
+    lost = ", ".join(f"{count} {reason}" for reason, count in result["workers_lost"].items())
+    rows = [
+        ("training", f"{'finished' if result['finished'] else 'not finished'}: {result['steps']} steps"),
+        ("samples", f"{result['samples']}"),
+        ("loss", "none" if result["loss"] is None else f"{result['loss']:.4f}"),
+        ("goodput", f"{result['goodput']:.1%}"),
+        ("wall time", f"{wall_s:.1f} s: {', '.join(shares)}"),
+        ("fleet", f"{result['generations']} generations in {result['attempts']} attempts"),
+        ("workers lost", lost or "none"),
+        ("pauses", f"{len(pauses)}, the longest {max(pauses):.2f} s" if pauses else "none"),
+        ("steps done again", f"{result['steps_redone']}"),
+    ]
+    return (
+        rows
+        if result["weights_sha256"] is None
+        else [*rows, ("weights", f"SHA-256 {result['weights_sha256']}")]
+    )
+
+
+@dataclass
+class _Host:
+    workers: int = 0
+    booting_s: float = 0.0
+    working_s: float = 0.0
+    booting: dict[str, float] = field(default_factory=dict)  # worker → since
+    working: dict[str, float] = field(default_factory=dict)  # worker → since
+
+    def summary(self) -> dict[str, Any]:
+        seconds = {"booting_s": round(self.booting_s, 3), "working_s": round(self.working_s, 3)}
+        return {"workers": self.workers, **seconds}
+
+
+@dataclass
+class _Story:
+    """What a run did so far, on a clock that never goes back."""
+
+    run: str = ""
+    now: float = -math.inf
+    booked: float = math.inf  # the books are written up to here
+    books: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    invocations: int = 0
+    attempts: set[tuple[int, int]] = field(default_factory=set)  # invocation, attempt
+    world_of: tuple[int, int] | None = None  # the attempt that has a world now
+    generations: int = 0
+    pauses: list[float] = field(default_factory=list)
+    kept: dict[int, Event] = field(default_factory=dict)
+    redone: set[tuple[int, int, int, int]] = field(
+        default_factory=set
+    )  # invocation, attempt, generation, step
+    rolled_back: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    hosts: dict[str, _Host] = field(default_factory=dict)
+    host_of: dict[str, str] = field(default_factory=dict)  # worker → host
+    finished: Event | None = None
+
+    def read(self, event: Event) -> None:
+        before = self.now
+        self.now = max(before, float(event["time"]))
+        self.booked = min(self.booked, self.now)
+        self.run = self.run or str(event.get("run", ""))
+        match event["event"]:
+            case "run.started":
+                self.invocations += 1
+                self._book("restarting" if self.generations else "booting", max(before, self.booked))
+                self._book("stopped", self.now)
+                self.world_of = None
+            case "attempt.started":
+                self.attempts.add(self._attempt(event))
+                self._leave_world()
+            case "attempt.ended":
+                self._leave_world()
+            case "worker.generation_started":
+                self._start_generation(event)
+            case "worker.step_redone":
+                self.redone.add((*self._attempt(event), int(event["generation"]), int(event["step"])))
+            case "worker.step_committed":
+                self.kept.setdefault(int(event["step"]), event)
+                self._book("training", self.now)
+            case "run.finished":
+                self.finished = event
+                self._book("training", self.now)
+            case "driver.worker_started":
+                self._host(event).workers += 1
+                self._host(event).booting[event["worker"]] = self.now
+            case "driver.worker_ready":
+                self._end_of_boot(event)
+                self._host(event).working[event["worker"]] = self.now
+            case "driver.worker_gone":
+                self._end_of_boot(event)
+                host = self._host(event)
+                host.working_s += self.now - host.working.pop(event["worker"], self.now)
+                if event["reason"] in LOST_REASONS:
+                    self.lost[event["reason"]] += 1
+
+    def close(self) -> None:
+        """Book what still goes on."""
+        if self.world_of is not None:
+            self._book("training", self.now)
+        self._leave_world()
+        for host in self.hosts.values():
+            host.booting_s += sum(self.now - since for since in host.booting.values())
+            host.working_s += sum(self.now - since for since in host.working.values())
+
+    def _start_generation(self, event: Event) -> None:
+        attempt, step = self._attempt(event), int(event["step"])
+        if attempt == self.world_of:
+            pause_s = float(event.get("pause_s") or 0.0)
+            self.pauses.append(pause_s)
+            self._book("training", max(self.booked, self.now - pause_s))
+            self._book("pausing", self.now)
+        else:
+            self._leave_world()
+        self.generations += 1
+        self.attempts.add(attempt)
+        self.world_of = attempt
+        for later in [kept for kept in self.kept if kept >= step]:
+            del self.kept[later]
+            self.rolled_back += 1
+            self.finished = None
+
+    def _leave_world(self) -> None:
+        self._book("restarting" if self.generations else "booting", self.now)
+        self.world_of = None
+
+    def _end_of_boot(self, event: Event) -> None:
+        host = self._host(event)
+        host.booting_s += self.now - host.booting.pop(event["worker"], self.now)
+
+    def _host(self, event: Event) -> _Host:
+        """Return the host of a worker; only its first event must name it."""
+        name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
+        return self.hosts.setdefault(name, _Host())
+
+    def _attempt(self, event: Event) -> tuple[int, int]:
+        return (self.invocations, int(event["attempt"]))
+
+    def _book(self, phase: str, until: float) -> None:
+        """Book the time since the last booking as `phase`."""
+        self.books[phase] += until - self.booked
+        self.booked = until
+
+
+def _until_finished(events: Sequence[Event]) -> Sequence[Event]:
+    finishes = [index for index, event in enumerate(events) if event["event"] == "run.finished"]
+    return events[: finishes[-1] + 1] if finishes else events

@@ -1,0 +1,94 @@
+"""The last resort inside `hvd.init()`: start this same process anew, in place, with its live state.
+
+C++ exception in `hvd.init()`, or a member that died during it → here → exec → train() goes on at the same step
+
+Why: `GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444), so one
+participant's death aborts all of them (F1). `std::set_terminate` runs our function instead; it writes the live state
+into memory (/dev/shm), and `exec`s the same command. The pid stays, so driver and ssh notice nothing.
+
+What always holds:
+1. Parameters that may be half changed are never written (`ElasticState.is_applying`): then the successor comes back
+   as a newcomer and receives the state.
+2. Live state is read once, by the process that wrote it (same pid), and removed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from state.elastic_state import ElasticState
+from state.layout import LayoutError, byte_view, decode, pack
+
+_TERMINATE = ctypes.CFUNCTYPE(None)
+_kept: list[Any] = []  # a C callback must outlive its registration
+
+
+def on_terminate(act: Callable[[], None]) -> None:
+    """Run `act` when an uncaught C++ exception would abort this process (any thread). `act` should not return."""
+    callback = _TERMINATE(act)
+    _kept.append(callback)
+    ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(callback)  # std::set_terminate, Itanium mangling
+
+
+def _memory_folder() -> str:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], facts: dict[str, Any]) -> Path | None:
+    """Write the live state for this process's successor; None when it holds none that is whole.
+
+    `gradients` are the reduced flat buffers if the state is prepared: the vote may have passed for somebody else.
+    """
+    if not state.has_state or state.is_applying:
+        return None
+    packed = pack({"pid": os.getpid(), "prepared": state.prepared, "state": state.values(), "gradients": gradients,
+                   "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
+    descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
+    with open(descriptor, "wb") as file:
+        file.write(len(packed.header).to_bytes(8, "little"))
+        file.write(packed.header)
+        for tensor in packed.tensors:
+            file.write(memoryview(byte_view(tensor).numpy()))
+    return Path(name)
+
+
+def read_live_state(path: Path) -> dict[str, Any] | None:
+    """Read and remove what this process left for itself; None when it is not there or not its own."""
+    try:
+        data = bytearray(path.read_bytes())
+        path.unlink()
+        length = int.from_bytes(data[:8], "little")
+        payload = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
+        values = decode(bytes(data[8 : 8 + length]), payload)
+        if values["pid"] != os.getpid():
+            return None
+        values["facts"] = json.loads(values["facts"])
+        return dict(values)
+    except (OSError, LayoutError, KeyError, ValueError):
+        return None
+
+
+_once = threading.Lock()
+
+
+def start_anew(live_state: Path | None, generation: int, count: int) -> None:
+    """Replace this process by a fresh one of the same command and pid. Does not return; the first caller wins."""
+    if not _once.acquire(blocking=False):
+        threading.Event().wait()
+    os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"] = str(generation)
+    os.environ["ELASTIC_TRAINER_REVIVED_COUNT"] = str(count)
+    os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state or "")
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that failed may have blocked them
+    os.closerange(3, 65536)  # Gloo's sockets are inherited otherwise, and peers would wait for us
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

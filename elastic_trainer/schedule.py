@@ -1,0 +1,273 @@
+"""Say what happens at a step: which samples, in which shards, with which seed and learning rate.
+
+Where it stands: config → here → loop (what to compute), world (what the vote must total), verify (what was).
+
+What always holds:
+1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be saved.
+2. The fleet is no input of a batch, shard, seed or learning rate. It only decides who owns which shard.
+3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what is left.
+4. Memory is O(1) in the dataset and O(shard) in the answer; the end of an epoch costs what its start does.
+5. The same bits everywhere: permutation, seeds and digests use only integer operations on 64 bits. A change
+   to one of them breaks every run that has a checkpoint, so the tests pin literal values.
+
+What it does not do: read data, know a rank's history, balance shards of unequal cost.
+
+Dear to undo: the permutation is a Feistel network on the rectangle that just covers range(size), its sides
+both about sqrt(size), and not on the next power of four. The rectangle exceeds `size` by less than a row, so
+almost nothing has to walk the cycle again; on the power, up to 3/4 of all positions would, over and over.
+What would change our mind: a test of randomness that it fails and a true shuffle passes.
+
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), generalized Feistel and cycle
+walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the constants of the mix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_trainer.config import ConfigError
+
+MAX_GLOBAL_BATCH = 2**22  # so that the digest of a batch, a sum of 40-bit numbers, fits the vote's int64
+MAX_DATASET_SIZE = 2**48  # the rounds' 40-bit draws stay even to 2^-16 over sqrt(2^48) rows
+
+_SMALL = 2**12  # below, a round draws from few values, and up to size 12 chi-square still sees 6 of them
+_ROUNDS_SMALL, _ROUNDS = 12, 6
+_MASK = 2**64 - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_EPOCH_KEY, _SHARD_SEED = 1, 2  # first word of a key, so that no two purposes share one
+
+
+
+_Words = npt.NDArray[np.uint64]
+
+
+def _u64(value: int) -> _Words:
+    return np.array(value, dtype=np.uint64)  # 0 dimensions: cheaper beside a short array than a scalar
+
+
+_GOLDEN_U64, _MIX_1_U64, _MIX_2_U64 = _u64(_GOLDEN), _u64(_MIX_1), _u64(_MIX_2)
+_24, _27, _30, _31, _32 = (_u64(bits) for bits in (24, 27, 30, 31, 32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    dataset_size: int
+    """Samples in one epoch."""
+    global_batch: int
+    """Samples per step, over all workers together. The same for every world size."""
+    shards: int
+    """Parts of the global batch. A worker computes whole shards, so this is the largest useful world size."""
+    epochs: int
+    """Passes over the dataset."""
+    seed: int
+    """Root of the permutations and of the shards' random seeds."""
+    max_steps: int | None = None
+    """End earlier, after this many steps."""
+
+    def __post_init__(self) -> None:
+        for key in ("dataset_size", "global_batch", "shards", "epochs"):
+            _require_whole(key, getattr(self, key), 1)
+        _require_whole("seed", self.seed, 0)
+        if self.max_steps is not None:
+            _require_whole("max_steps", self.max_steps, 1)
+        if self.dataset_size > MAX_DATASET_SIZE:
+            raise ConfigError(f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
+        if self.global_batch > MAX_GLOBAL_BATCH:
+            raise ConfigError(f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
+        if self.shards > self.global_batch:
+            raise ConfigError(
+                f"shards is {self.shards}, more than global_batch {self.global_batch}, so some would be "
+                f"empty at every step. Use at most {self.global_batch} shards."
+            )
+        if self.seed > _MASK:
+            raise ConfigError(f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Count the steps of one epoch, a short last one included."""
+        return -(-self.dataset_size // self.global_batch)
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of the whole run. They are numbered from 0."""
+        whole = self.epochs * self.steps_per_epoch
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def batch_size(self, step: int) -> int:
+        """Count the samples of a step: `global_batch`, or what is left in the epoch's last step."""
+        return len(self._batch_positions(step))
+
+    def shard_positions(self, step: int, shard: int) -> range:
+        """Return the shard's positions in its epoch's order: the batch, split as evenly as it goes."""
+        assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
+        batch = self._batch_positions(step)
+        return batch[shard * len(batch) // self.shards : (shard + 1) * len(batch) // self.shards]
+
+    def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
+        """Return the shard's dataset indices, shape (samples,). May be empty in a short last batch."""
+        return self._samples(step, self.shard_positions(step, shard))
+
+    def shard_weight(self, step: int, shard: int) -> float:
+        """Return the shard's part of the batch, by which its mean enters the mean of the batch."""
+        return len(self.shard_positions(step, shard)) / self.batch_size(step)
+
+    def shard_seed(self, step: int, shard: int) -> int:
+        """Return 63 bits for the random generators (dropout, augmentation) of one shard of one step."""
+        return _mix(_SHARD_SEED, self.seed, step, shard) >> 1
+
+    def batch_digest(self, step: int) -> int:
+        """Return what the shards' digests must total when every sample of the step counted exactly once."""
+        return samples_digest(self._samples(step, self._batch_positions(step)))
+
+    def _batch_positions(self, step: int) -> range:
+        assert step >= 0, f"step {step}"
+        start = step % self.steps_per_epoch * self.global_batch
+        return range(start, min(start + self.global_batch, self.dataset_size))
+
+    def _samples(self, step: int, positions: range) -> npt.NDArray[np.int64]:
+        key = _mix(_EPOCH_KEY, self.seed, self.epoch(step))
+        return permute(np.arange(positions.start, positions.stop, dtype=np.int64), self.dataset_size, key)
+
+
+def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
+    """Map positions, shape (n,), to their places in the permutation of range(size) that a 64-bit key names.
+
+    Memory is O(n), whatever the size.
+    """
+    if not positions.size:
+        return positions.astype(np.int64)
+    assert 0 <= positions.min() and positions.max() < size, f"a position outside range({size})"
+    height = math.isqrt(size - 1) + 1
+    rows, columns = _u64(height), _u64(-(-size // height))
+    round_keys = [_u64(_mix(key, i)) for i in range(_ROUNDS_SMALL if size < _SMALL else _ROUNDS)]
+    places = _shuffle_rectangle(positions.astype(np.uint64), rows, columns, round_keys)
+    while places.max() >= size:
+        outside = np.flatnonzero(places >= _u64(size))
+        places[outside] = _shuffle_rectangle(places[outside], rows, columns, round_keys)  # walk on
+    return places.astype(np.int64)
+
+
+def samples_digest(samples: npt.NDArray[np.int64]) -> int:
+    """Return a number that tells this multiset of samples from others: the sum of 40 well mixed bits of each.
+
+    Order does not matter, and the digests of parts add up to that of the whole, so allreduce can total them.
+    """
+    assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
+    x = samples.astype(np.uint64)
+    x += _GOLDEN_U64
+    x ^= x >> _30
+    x *= _MIX_1_U64
+    x ^= x >> _27
+    x *= _MIX_2_U64
+    x ^= x >> _31
+    return int((x >> _24).sum(dtype=np.uint64))
+
+
+def owned_shards(rank: int, size: int, shards: int) -> range:
+    """Return the shards of one rank: neighbours, ceil(shards / size) each, the last ranks fewer or none."""
+    assert 0 <= rank < size, f"rank {rank} of {size}"
+    each = -(-shards // size)
+    return range(min(rank * each, shards), min((rank + 1) * each, shards))
+
+
+def aligned_subtrees(owned: range, shards: int) -> list[range]:
+    """Cut `owned` into the fewest nodes of the fixed binary tree over range(shards), left to right.
+
+    A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two, without
+    the leaves that are missing.
+    """
+    assert not owned or (owned.step == 1 and 0 <= owned.start and owned.stop <= shards), f"{owned}, {shards}"
+    nodes: list[range] = []
+    start = owned.start
+    while start < owned.stop:
+        width = 1
+        while start % (2 * width) == 0 and width < shards and min(start + 2 * width, shards) <= owned.stop:
+            width *= 2
+        nodes.append(range(start, min(start + width, shards)))
+        start = nodes[-1].stop
+    return nodes
+
+
+def constant() -> Callable[[int], float]:
+    """Return the multiplier of the base learning rate that leaves it as it is."""
+    return lambda step: 1.0
+
+
+def linear_decay(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
+    """Return the multiplier that rises linearly to 1, then falls linearly to `floor` at `total_steps`."""
+    return _warmed_up(lambda fallen: 1.0 - fallen, warmup_steps, total_steps, floor)
+
+
+def cosine(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
+    """Return the multiplier that rises linearly to 1, then falls as a cosine to `floor` at `total_steps`."""
+    return _warmed_up(lambda fallen: (1.0 + math.cos(math.pi * fallen)) / 2, warmup_steps, total_steps, floor)
+
+
+def _warmed_up(
+    fall: Callable[[float], float], warmup_steps: int, total_steps: int, floor: float
+) -> Callable[[int], float]:
+    _require_whole("warmup_steps", warmup_steps, 0)
+    _require_whole("total_steps", total_steps, 1)
+    if warmup_steps >= total_steps:
+        raise ConfigError(
+            f"warmup_steps is {warmup_steps}, so the learning rate would never fall in {total_steps} steps. "
+            f"Use at most {total_steps - 1}."
+        )
+    if not 0.0 <= floor <= 1.0:
+        raise ConfigError(f"floor is {floor}, but it is a part of the base learning rate. Use 0 to 1.")
+
+    def multiplier(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        return floor + (1.0 - floor) * fall(progress)
+
+    return multiplier
+
+
+def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words, round_keys: list[_Words]) -> _Words:
+    row, column = np.divmod(places, columns)
+    for i, round_key in enumerate(round_keys):
+        if i % 2 == 0:
+            row += _draw(column, round_key)
+            row %= rows
+        else:
+            column += _draw(row, round_key)
+            column %= columns
+    row *= columns
+    row += column
+    return row
+
+
+def _draw(half: _Words, round_key: _Words) -> _Words:
+    """Mix one half into 40 bits, of which the modulo of the other half takes what it needs."""
+    x = half ^ round_key
+    x *= _MIX_1_U64
+    x ^= x >> _32
+    x *= _MIX_2_U64
+    x >>= _24
+    return x
+
+
+def _mix(*words: int) -> int:
+    """Hash whole numbers into 64 bits; their order counts."""
+    x = 0
+    for word in words:
+        x = ((x ^ word) + _GOLDEN) & _MASK
+        x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+        x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+        x ^= x >> 31
+    return x
+
+
+def _require_whole(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key} is {value!r}. Use a whole number from {least}.")

@@ -1,0 +1,520 @@
+"""Prove from a run's events that every sample of every step counted exactly once, in one lineage.
+
+    elastic-trainer verify runs/x
+
+Where it stands: rank 0's lines in events.jsonl → here → what was proved, or which line says otherwise.
+
+What always holds:
+1. Exactly once: the samples and the digest that the vote totalled over all workers are what the schedule was
+   due, on every step line. A whole epoch's digests add up to that of the whole dataset, in whatever order.
+2. No step back: steps count up by one. Only the last line may come again, marked "repeated" and saying the
+   same. Training starts again only where a checkpoint of this lineage stands, or at 0 while there is none.
+3. One lineage: attempts and their generations only count up, nobody writes for a world that a newer one
+   replaced, and each attempt describes the same job.
+4. A run that says it finished covered all its steps, and says of them what their lines say.
+5. One wrong line costs one sentence or a few: judging goes on from what that line claims.
+
+The kept history is what the weights were made of: a start from a checkpoint drops the later steps from it.
+
+What it does not do: look at weights or checkpoints. The order of lines in the file is taken as the order of
+events; two lineages are seen as far as their lines differ from one story.
+
+Two things are notes and no violations. The last line of an attempt without success may be torn: its writer
+was killed. And a restored checkpoint may have no published line when it is newer than all that have one: its
+publisher died in between. In `exact` mode the steps done again from it must then show the losses they had.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.events import EVENTS_FILE
+from elastic_trainer.schedule import Schedule, samples_digest
+
+Event = dict[str, Any]
+Line = tuple[int, Event | None]
+"""A line's number in the file, from 1, and its event; None when it is torn."""
+
+SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
+DIGEST_CHUNK_SAMPLES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a run's events prove, and what in them contradicts the promise."""
+
+    finished: bool
+    steps: int
+    """In the kept history."""
+    steps_due: int | None
+    """In the whole run; None when no job was described."""
+    samples: int
+    """Counted by the kept steps."""
+    whole_epochs: int
+    """Epochs of which every sample is proved to have counted exactly once."""
+    attempts: int
+    generations: int
+    repeated_lines: int
+    steps_redone: int
+    """Thrown away in flight and done again, by the survivors."""
+    steps_rolled_back: int
+    """Committed, then dropped by a start from a checkpoint, and due again."""
+    violations: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.violations
+
+    def sentences(self, *, most: int = 20) -> list[str]:
+        """Say to a person what was proved, or else what was violated, and the notes; `most` of each."""
+        if self.is_proved:
+            due = "" if self.steps_due is None else f" of {self.steps_due}"
+            attempts, generations = _count(self.attempts, "attempt"), _count(self.generations, "generation")
+            said = [
+                f"proved: {self.samples} samples in {self.steps}{due} steps, each counted exactly once.",
+                f"proved: {_count(self.whole_epochs, 'whole epoch')} over every sample of the dataset.",
+                f"proved: one lineage through {attempts} and {generations}.",
+                f"done again: {self.steps_redone} in flight, {self.steps_rolled_back} since a checkpoint.",
+            ]
+        else:
+            said = _first(most, "violated", self.violations)
+        return said + _first(most, "note", self.notes)
+
+
+def verify(run_dir: str | Path) -> Verdict:
+    """Judge the events of a run's folder. Raises FileNotFoundError where there are none."""
+    return judge(read_lines(run_dir))
+
+
+def read_lines(run_dir: str | Path) -> list[Line]:
+    """Read the folder's events, torn lines included.
+
+    A writer killed in a line leaves no line end, so the next event stands on the same line: it counts as two.
+    """
+    raw_lines = Path(run_dir, EVENTS_FILE).read_bytes().split(b"\n")
+    return [line for number, raw in enumerate(raw_lines, start=1) for line in _parse(number, raw)]
+
+
+def judge(lines: Sequence[Line]) -> Verdict:
+    """Judge a run's lines: the pure core of verify()."""
+    history = _History(restored=_restored_steps(lines))
+    for index, (number, event) in enumerate(lines):
+        history.number = number
+        if event is None:
+            history.torn(is_last=_is_last_of_attempt(lines, index))
+        elif event["event"] in _READERS:
+            try:
+                _READERS[event["event"]](history, event)
+            except (KeyError, TypeError, ValueError) as error:
+                history.violate(f"{event['event']} makes no sense: {type(error).__name__} {error}.")
+    return history.verdict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What one line says of a committed step."""
+
+    line: int
+    attempt: int
+    generation: int
+    step: int
+    samples: int
+    digest: int
+    loss: float
+
+
+@dataclass
+class _History:
+    """What the lines so far say. Each public method reads one kind of line, in the order of a run's life."""
+
+    restored: set[tuple[int, int]]
+    """(attempt, step) of every state.checkpoint_restored line, later ones too."""
+    number: int = 0
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    attempt: int | None = None
+    announced: set[int] = field(default_factory=set)  # attempts of this invocation
+    has_job: bool = False  # this attempt
+    has_generation: bool = False  # this attempt
+    attempts: int = 0
+
+    generation: int | None = None
+    size: int | None = None
+    first_step: int | None = None  # of this generation, by its own words; None once it came
+    formed: int | None = None
+    generations: int = 0
+
+    job: Event | None = None
+    job_line: int = 0
+    schedule: Schedule | None = None
+    due: dict[int, tuple[int, int]] = field(default_factory=dict)  # step → samples, digest
+
+    kept: dict[int, _Step] = field(default_factory=dict)
+    next: int = 0
+    dropped: dict[int, _Step] = field(default_factory=dict)  # rolled back and not yet done again
+    published: dict[int, int] = field(default_factory=dict)  # step → line
+    abandoned: dict[int, int] = field(default_factory=dict)  # published, then the lineage went back behind it
+    start_is_published: bool = True
+
+    finish_line: int | None = None
+    weights: tuple[int, str] | None = None  # line, SHA-256
+    repeated_lines: int = 0
+    steps_rolled_back: int = 0
+    redone: set[tuple[int, int, int]] = field(default_factory=set)  # attempt, generation, step
+
+    def violate(self, sentence: str) -> None:
+        self.violations.append(f"line {self.number}: {sentence}")
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(f"line {self.number}: {sentence}")
+
+    def torn(self, *, is_last: bool) -> None:
+        if is_last and self.finish_line is None:
+            self.note("torn, the last of an attempt that did not finish. Its writer was killed.")
+        else:
+            self.violate("torn, and not the last of an attempt that did not finish. What it said is lost.")
+
+    def run_started(self, event: Event) -> None:
+        self._leave_attempt(None)
+        self.announced.clear()
+
+    def attempt_started(self, event: Event) -> None:
+        attempt, newest = int(event["attempt"]), max(self.announced, default=0)
+        if attempt <= newest:
+            self.violate(f"attempt {attempt} starts after attempt {newest}. Two lineages of one run.")
+        self.announced.add(attempt)
+        self._leave_attempt(attempt)
+
+    def attempt_ended(self, event: Event) -> None:
+        if event["verdict"] == "finished" and self.finish_line is None:
+            self.violate(f"attempt {event['attempt']} ended as finished without a run.finished line.")
+
+    def generation_formed(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        formed = int(event["generation"])
+        if self.formed is not None and formed <= self.formed:
+            self.violate(f"the driver formed generation {formed} after {self.formed}. Two lineages.")
+        self.formed = formed
+
+    def job_described(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        self.has_job = True
+        job = {key: event[key] for key in (*SCHEDULE_KEYS, "reduce")}
+        if self.job is None:
+            self.job, self.job_line = job, self.number
+            try:
+                self.schedule = Schedule(**{key: job[key] for key in SCHEDULE_KEYS})
+            except ConfigError as error:
+                self.violate(f"the job has no schedule, so nothing is known to be due: {error}")
+        for key, value in job.items():
+            if value != self.job[key]:
+                self.violate(f"the job's {key} is {value!r}, but {self.job[key]!r} in line {self.job_line}.")
+
+    def generation_started(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        generation, step, size = int(event["generation"]), int(event["step"]), int(event["size"])
+        if self.generation is not None and generation <= self.generation:
+            self.violate(f"generation {generation} starts after generation {self.generation}. Two lineages.")
+        if step > self.next + 1:  # one more is fine: the repeated line that follows may be that step's first
+            self.violate(f"starts at step {step}, but step {self.next} never came.")
+        if step < self.next and self.has_generation:
+            self.violate(f"goes back to step {step} within an attempt where step {self.next} is due.")
+        elif step < self.next or event["source"] != "memory":
+            self._check_start(step)
+        self._roll_back_to(step)
+        self.attempts += not self.has_generation
+        self.generations += 1
+        self.has_generation = True
+        self.generation, self.size, self.first_step = generation, size, step
+
+    def step_redone(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        step = int(event["step"])
+        if step not in (self.next, self.next + 1):
+            self.violate(f"step {step} is done again, but step {self.next} was in flight.")
+        self.redone.add((int(event["attempt"]), int(event["generation"]), step))
+
+    def step_committed(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        whole = {key: int(event[key]) for key in ("attempt", "generation", "step", "samples", "digest")}
+        step = _Step(line=self.number, loss=float(event["loss"]), **whole)
+        self._check_world(step, int(event["size"]))
+        self._check_samples(step)
+        if not event.get("repeated"):
+            self._check_first(step)
+        elif step.step == self.next:
+            self.repeated_lines += 1  # whose turn it was died before writing it
+        else:
+            self.repeated_lines += 1
+            self._check_repeat(step)
+            return
+        self._check_order(step)
+        self._check_against_dropped(step)
+        self.kept[step.step] = step
+        self.next = step.step + 1
+
+    def checkpoint_published(self, event: Event) -> None:
+        step = int(event["step"])
+        if self.attempt is not None and event["attempt"] != self.attempt and self.has_generation:
+            self.note(f"attempt {event['attempt']}, which is over, published step {step}: not counted.")
+            return
+        self.published.setdefault(step, self.number)
+        self.abandoned.pop(step, None)
+
+    def run_finished(self, event: Event) -> None:
+        if not self._is_of_this_attempt(event):
+            return
+        said = f"the run finished with {event['steps']} steps and {event['samples']} samples"
+        if event["steps"] != len(self.kept) or event["samples"] != self._samples():
+            self.violate(f"{said}, but its lines count {len(self.kept)} and {self._samples()}.")
+        if self.schedule is not None and event["steps"] != self.schedule.steps:
+            self.violate(f"{said}, but {self.schedule.steps} steps were due.")
+        last = self.kept.get(self.next - 1)
+        if last is not None and not _is_about(float(event["loss"]), last.loss):
+            self.violate(f"{said}, but its loss {event['loss']} is {last.loss} in line {last.line}.")
+        if self.weights is None:
+            self.weights = (self.number, event["weights_sha256"])
+        elif self.weights[1] != event["weights_sha256"]:
+            self.violate(f"the run finished again, with other weights than in line {self.weights[0]}.")
+        self.finish_line = self.number
+
+    def verdict(self) -> Verdict:
+        steps_due = None if self.schedule is None else self.schedule.steps
+        violations, notes = list(self.violations), list(self.notes)
+        whole, broken = self._whole_epochs()
+        for epoch in broken:
+            violations.append(f"the digests of epoch {epoch} do not add up to the whole dataset's.")
+        if self.finish_line is None:
+            due = "" if steps_due is None else f" of {steps_due}"
+            notes.append(f"the run has not finished: {len(self.kept)}{due} steps so far.")
+        return Verdict(
+            finished=self.finish_line is not None,
+            steps=len(self.kept),
+            steps_due=steps_due,
+            samples=self._samples(),
+            whole_epochs=len(whole),
+            attempts=self.attempts,
+            generations=self.generations,
+            repeated_lines=self.repeated_lines,
+            steps_redone=len(self.redone),
+            steps_rolled_back=self.steps_rolled_back,
+            violations=tuple(violations),
+            notes=tuple(notes),
+        )
+
+    def _is_of_this_attempt(self, event: Event) -> bool:
+        """Say so, and violate for an older one; a newer one begins here when no launcher announced it."""
+        attempt = int(event["attempt"])
+        if self.attempt is None or attempt > self.attempt:
+            self._leave_attempt(attempt)
+        elif attempt < self.attempt:
+            self.violate(f"{event['event']} of attempt {attempt} in attempt {self.attempt}. Two lineages.")
+            return False
+        return True
+
+    def _leave_attempt(self, entered: int | None) -> None:
+        self.attempt = entered
+        self.has_job = self.has_generation = False
+        self.generation = self.size = self.first_step = self.formed = None
+
+    def _check_start(self, step: int) -> None:
+        self.start_is_published = step in self.published or (step == 0 and not self.published)
+        if self.start_is_published:
+            return
+        if step in self.abandoned:
+            self.violate(f"starts at step {step}, from a branch left behind, line {self.abandoned[step]}.")
+        elif step > max(self.published, default=0) and (self.attempt, step) in self.restored:
+            self.note(f"starts at step {step} without a published line. Did the checkpoint's publisher die?")
+        else:
+            newest = f"step {max(self.published)}" if self.published else "none"
+            self.violate(f"starts at step {step}, where no checkpoint was published. The newest: {newest}.")
+
+    def _roll_back_to(self, step: int) -> None:
+        if step >= self.next:
+            return
+        for later in [kept for kept in self.kept if kept >= step]:
+            self.dropped[later] = self.kept.pop(later)
+            self.steps_rolled_back += 1
+        for later in [published for published in self.published if published > step]:
+            self.abandoned[later] = self.published.pop(later)
+        self.next = step
+        self.finish_line = None
+
+    def _check_world(self, step: _Step, size: int) -> None:
+        if not self.has_job:
+            self.violate(f"step {step.step} comes before attempt {step.attempt} described its job.")
+            self.has_job = True  # once is enough
+        said = f"step {step.step} is of generation {step.generation}"
+        if self.generation is None or step.generation > self.generation:
+            self.violate(f"{said}, which never started.")
+        elif step.generation < self.generation:
+            self.violate(f"{said}, but generation {self.generation} started. Two lineages.")
+        elif size != self.size:
+            self.violate(f"{said} with {size} workers, which has {self.size}.")
+
+    def _check_samples(self, step: _Step) -> None:
+        if self.schedule is None:
+            return
+        if not 0 <= step.step < self.schedule.steps:
+            self.violate(f"step {step.step} is none of the run's {self.schedule.steps} steps.")
+            return
+        if step.step not in self.due:
+            self.due[step.step] = (self.schedule.batch_size(step.step), self.schedule.batch_digest(step.step))
+        samples, digest = self.due[step.step]
+        if step.samples != samples:
+            self.violate(f"step {step.step} counted {step.samples} samples, but {samples} were due.")
+        if step.digest != digest:
+            self.violate(f"step {step.step} has digest {step.digest}, but {digest} was due: other samples.")
+
+    def _check_first(self, step: _Step) -> None:
+        if self.first_step is not None and step.generation == self.generation:
+            if step.step != self.first_step:
+                self.violate(f"step {step.step} comes first, but its generation starts at {self.first_step}.")
+            self.first_step = None
+
+    def _check_repeat(self, step: _Step) -> None:
+        first = self.kept.get(step.step)
+        if first is None or step.step != self.next - 1:
+            self.violate(f"step {step.step} is repeated, but step {self.next - 1} was the last.")
+            return
+        if first.attempt == step.attempt and first.generation >= step.generation:
+            self.violate(f"step {step.step} is repeated by the generation that wrote line {first.line}.")
+        for key in ("samples", "digest", "loss"):
+            now, then = getattr(step, key), getattr(first, key)
+            if not _is_same(now, then):
+                self.violate(f"repeated with {key} {now}, not {then} as in line {first.line}.")
+
+    def _check_order(self, step: _Step) -> None:
+        if step.step > self.next:
+            self.violate(f"step {step.step} comes where step {self.next} is due. Steps are lost.")
+        elif step.step < self.next:
+            self.violate(f"step {step.step} comes again where {self.next} is due. Its samples count twice.")
+        if self.finish_line is not None:
+            self.violate(f"step {step.step} comes after the run finished, in line {self.finish_line}.")
+
+    def _check_against_dropped(self, step: _Step) -> None:
+        """Compare a step done again after a rollback with what it was: the same bits, on like processors."""
+        before = self.dropped.pop(step.step, None)
+        if before is None or self.job is None or self.job["reduce"] != "exact":
+            return
+        if _is_same(step.loss, before.loss):
+            if (
+                step.step + 1 in self.abandoned
+            ):  # the same weights again, so their old checkpoint is of this lineage
+                self.published[step.step + 1] = self.abandoned.pop(step.step + 1)
+            return
+        sentence = f"step {step.step} again with loss {step.loss}, not {before.loss} as in line {before.line}"
+        if self.start_is_published:
+            self.note(f"{sentence}. Not the same bits: do processors, thread counts or kernels differ?")
+        else:
+            self.violate(f"{sentence}, since an unpublished checkpoint. Two lineages.")
+
+    def _samples(self) -> int:
+        return sum(step.samples for step in self.kept.values())
+
+    def _whole_epochs(self) -> tuple[list[int], list[int]]:
+        """Return the epochs with all steps kept: those whose digests add up to the dataset's, and others."""
+        if self.schedule is None:
+            return [], []
+        each = self.schedule.steps_per_epoch
+        digests: Counter[int] = Counter()
+        steps: Counter[int] = Counter()
+        for step in self.kept.values():
+            digests[step.step // each] += step.digest
+            steps[step.step // each] += 1
+        complete = sorted(epoch for epoch, count in steps.items() if count == each)
+        due = _dataset_digest(self.schedule.dataset_size) if complete else 0
+        whole = [epoch for epoch in complete if digests[epoch] == due]
+        return whole, [epoch for epoch in complete if digests[epoch] != due]
+
+
+_READERS = {
+    "run.started": _History.run_started,
+    "attempt.started": _History.attempt_started,
+    "attempt.ended": _History.attempt_ended,
+    "driver.generation_formed": _History.generation_formed,
+    "job.described": _History.job_described,
+    "worker.generation_started": _History.generation_started,
+    "worker.step_redone": _History.step_redone,
+    "worker.step_committed": _History.step_committed,
+    "state.checkpoint_published": _History.checkpoint_published,
+    "run.finished": _History.run_finished,
+}
+
+
+def _parse(number: int, raw: bytes) -> Iterable[Line]:
+    if not raw.strip():
+        return
+    event = _parse_event(raw)
+    if event is None:
+        yield number, None
+        glued = raw.rfind(b'{"time"')
+        event = _parse_event(raw[glued:]) if glued > 0 else None
+    if event is not None:
+        yield number, event
+
+
+def _parse_event(raw: bytes) -> Event | None:
+    try:
+        event = json.loads(raw)
+    except ValueError:  # also where it is no UTF-8
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _is_last_of_attempt(lines: Sequence[Line], index: int) -> bool:
+    """Say whether only the driver's lines follow a torn one before its attempt ends, without success."""
+    for _, event in lines[index + 1 :]:
+        if event is None:
+            return False
+        if event["event"] == "attempt.ended":
+            return bool(event.get("verdict") != "finished")
+        if not event["event"].startswith("driver."):
+            return event["event"] in ("attempt.started", "run.started")
+    return True
+
+
+def _restored_steps(lines: Sequence[Line]) -> set[tuple[int, int]]:
+    events = [event for _, event in lines if event and event["event"] == "state.checkpoint_restored"]
+    pairs = [(event.get("attempt"), event.get("step")) for event in events]
+    return {(attempt, step) for attempt, step in pairs if isinstance(attempt, int) and isinstance(step, int)}
+
+
+def _dataset_digest(size: int) -> int:
+    starts = range(0, size, DIGEST_CHUNK_SAMPLES)
+    stops = [*starts[1:], size]
+    chunks = (np.arange(start, stop, dtype=np.int64) for start, stop in zip(starts, stops, strict=True))
+    return sum(samples_digest(chunk) for chunk in chunks)
+
+
+def _is_same(now: float, then: float) -> bool:
+    return now == then or (math.isnan(now) and math.isnan(then))
+
+
+def _is_about(now: float, then: float) -> bool:
+    return _is_same(now, then) or math.isclose(now, then, rel_tol=1e-4, abs_tol=1e-4)  # one may be rounded
+
+
+def _first(most: int, label: str, sentences: Sequence[str]) -> list[str]:
+    said = [f"{label}: {sentence}" for sentence in sentences[:most]]
+    return said if len(sentences) <= most else [*said, f"{label}: and {len(sentences) - most} more."]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,347 @@
+"""Generations: how this worker enters a world, votes in it, leaves it, and finds its way into the next one.
+
+place (from the driver) → hvd.init() → reconcile → newcomers receive → train … → error or notice → sockets closed →
+hvd.shutdown() → next place
+
+What always holds:
+1. After an error this process's own Gloo sockets are shut first, so that everybody notices within milliseconds
+   (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait for the whole time-out).
+2. `hvd.init()` is entered only with a place that all members have accepted (F1).
+3. The first collective of a generation is the reconcile. Survivors never receive state; newcomers, and only they,
+   receive all of it into scratch memory, check it, and then take it over.
+4. A vote that passes anywhere means that everybody's gradients were reduced (so everybody can apply the step itself).
+5. Generations without progress are bounded.
+
+Why the response cache is off (HOROVOD_CACHE_CAPACITY=0): after an error in one operation Horovod's background thread
+goes on to the next negotiation (operations.cc:310-318). With the cache on that is an allreduce on the same Gloo slot
+as the data, and a late chunk from a peer then breaks an assertion in a thread of Gloo's and aborts a healthy worker
+("op.preamble.length <= op.nbytes": the second victim of notes/peers.md 0.5). Without the cache the negotiation uses
+other slots.
+
+What it does not do: decide who is in the world (membership.py).
+
+Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), notes/horovod-0.28.1.md 1.7 and 2.2.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from elastic_trainer import revive
+from elastic_trainer.config import Launch
+from elastic_trainer.events import Events
+from elastic_trainer.place import Driver, OurDriver, Place
+from state.elastic_state import ElasticState
+from state.layout import LayoutError, byte_ranges, decode
+
+MAX_GENERATIONS_WITHOUT_PROGRESS = 20
+TRANSFER_BYTES = 64 << 20
+"""How many bytes of state go to each newcomer in one collective."""
+POLL_S = 0.0001
+
+
+class WorldChanged(Exception):
+    """The generation ends at a step boundary, as all members have just agreed."""
+
+
+class PeersLost(Exception):
+    """A collective failed or can never end: somebody of this generation is gone."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the vote has told everybody."""
+
+    samples: int
+    digest: int
+    change: bool
+    """Somebody joins or leaves: leave the loop after this step."""
+    stop: bool
+    """The attempt stops after this step, with a checkpoint."""
+    failed_rank: int
+    """The lowest rank whose user code raised; -1: nobody's. Then nobody applies the step."""
+
+
+class World:
+    """One worker's membership in the run, over all generations."""
+
+    def __init__(self, launch: Launch, driver: Driver, events: Events):
+        self.launch, self.driver, self.events = launch, driver, events
+        self.rank, self.size, self.local_rank, self.generation = 0, 1, 0, 0
+        self.place: Place | None = None
+        self._is_up = False
+        self._sockets: list[int] = []
+        self._horovod_was_up = False
+        self._init_since: float | None = None
+        self._live_state: Callable[[], Any] = lambda: None
+
+    # --- the life of a generation ---------------------------------------------------------------------------------
+
+    def run(self, state: ElasticState, body: Callable[[], None], *, restore: Callable[[], str],
+            roll_forward: Callable[[int, int], None], live_state: Callable[[], Any]) -> None:
+        """Run `body` in generation after generation until it returns.
+
+        `restore` gives values to a world in which nobody has any; `roll_forward` applies the prepared step;
+        `live_state` writes what a successor of this process would need. Raises Dismissed, RunOver, and what `body`
+        raises.
+        """
+        self._live_state = live_state
+        self._guard_init()
+        state.bind(receive=lambda: self._transfer(state), hosts_updated=self.driver.wants_change)
+        idle, last_step, left_at = 0, -1, time.monotonic()
+        while True:
+            try:
+                self._enter(self.driver.next_place(state.has_state, state.committed))
+                source = self._reconcile(state, restore, roll_forward)
+                self._say_started(state, source, time.monotonic() - left_at)
+                body()
+                self._leave()
+                return
+            except (HorovodInternalError, PeersLost) as error:
+                left_at = time.monotonic()
+                self._close_sockets()  # first of all: our neighbours notice by it
+                self.events.reach("world.generation_broken", error=str(error))
+                self._leave()
+                state.restore()
+            except WorldChanged:
+                left_at = time.monotonic()
+                self._leave()
+            idle = 0 if state.committed > last_step else idle + 1
+            last_step = state.committed
+            if idle > MAX_GENERATIONS_WITHOUT_PROGRESS:
+                raise RuntimeError(f"{idle} generations in a row finished no step after step {state.committed}; see "
+                                   f"the events world.generation_broken for the errors")
+
+    def _enter(self, place: Place) -> None:
+        self.place = place
+        self.rank, self.size, self.generation = place.rank, place.size, place.generation
+        self.local_rank = place.local_rank
+        self.events.bound.update(generation=self.generation, rank=self.rank, size=self.size)
+        self.events.reach("world.place_taken", step=-1)
+        if self.size == 1:
+            return
+        assert place.rendezvous is not None
+        os.environ.update(
+            HOROVOD_GLOO_RENDEZVOUS_ADDR=place.rendezvous[0], HOROVOD_GLOO_RENDEZVOUS_PORT=str(place.rendezvous[1]),
+            HOROVOD_RANK=str(self.rank), HOROVOD_SIZE=str(self.size),
+            # Each worker is a "host" of its own for Gloo: the contexts "local" and "cross", which nothing here uses,
+            # then have no peers to connect to, which halves the time of init (measured: 350 → 200 ms, 4 ranks).
+            HOROVOD_LOCAL_RANK="0", HOROVOD_LOCAL_SIZE="1", HOROVOD_CROSS_RANK="0", HOROVOD_CROSS_SIZE="1",
+            HOROVOD_CACHE_CAPACITY=os.environ.get("HOROVOD_CACHE_CAPACITY", "0"),
+            HOROVOD_GLOO_TIMEOUT_SECONDS=os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", str(self.launch.limits.gloo_s)),
+            # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
+            HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
+        before = _socket_descriptors()
+        self._init_since = time.monotonic()
+        self.events.reach("world.init_entered", step=-1)
+        hvd.init()  # network: full mesh of Gloo connections
+        self._init_since = None
+        self._horovod_was_up = self._is_up = True
+        self._sockets = sorted(_socket_descriptors() - before)
+        self.events.reach("world.init_left", step=-1)
+
+    def _leave(self) -> None:
+        if self._is_up:
+            self._is_up = False
+            hvd.shutdown()
+        self._sockets = []
+
+    def _guard_init(self) -> None:
+        """Survive the abort that Horovod has in store for everybody in `hvd.init()` when one member dies there."""
+        if not isinstance(self.driver, OurDriver):
+            return  # plain horovodrun would take the restart for a death anyway
+        driver = self.driver
+
+        def start_anew() -> None:
+            driver.revive_soon()
+            self.events.emit("worker.revives", where="init" if self._init_since else "training")
+            revive.start_anew(self._live_state(), self.generation, driver.count + 1)
+
+        def on_broken() -> None:
+            if self._init_since is not None:
+                start_anew()  # the main thread sits in hvd.init() and would be aborted after Gloo's time-out
+            self._close_sockets()
+
+        driver.on_broken = on_broken
+        revive.on_terminate(start_anew)
+
+    def _close_sockets(self) -> None:
+        """Shut our Gloo sockets, so that every pending operation here and at our peers ends now (F2)."""
+        for descriptor in self._sockets:
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # closed already
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def wait(self, handle: int) -> torch.Tensor:
+        """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost.
+
+        Horovod's own wait spins a core, takes the GIL at each turn, and hangs for ever after the enqueue race
+        (mpi_ops_v2.cc:1121-1128, notes 2.2).
+        """
+        broken_since = None
+        while not hvd.poll(handle):
+            time.sleep(POLL_S)
+            if self.driver.is_broken():
+                broken_since = broken_since or time.monotonic()
+                if time.monotonic() - broken_since > 1.0:
+                    raise PeersLost("a collective did not end after its sockets were shut")
+        return hvd.synchronize(handle)
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to sum a tensor over all workers in place."""
+        return hvd.allreduce_async_(tensor, op=hvd.Sum, name=name)
+
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
+        """Send each worker its part of a flat tensor; returns the parts received, by rank."""
+        handle = hvd.alltoall_async(tensor, splits=torch.tensor(splits, dtype=torch.int32), name=name)
+        received = self.wait(handle)
+        return received[0] if isinstance(received, tuple) else received
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return everybody's tensors one behind the other (along the first dimension), by rank."""
+        return self.wait(hvd.allgather_async(tensor, name=name))
+
+    def vote(self, step: int, samples: int, digest: int, has_failed: bool) -> Control:
+        """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
+
+        It completes anywhere only if every member's gradients were reduced. Network: one allreduce of 6 integers.
+        """
+        wants_change, wants_stop = self.driver.wants_change(), self.driver.wants_stop()
+        word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed], dtype=torch.int64)
+        if self.size > 1:
+            self.wait(self.allreduce_start(word, "vote"))
+            assert int(word[0]) == self.size, f"{int(word[0])} of {self.size} voted in step {step}"
+        failed_rank = -1
+        if int(word[5]):  # rare: a second look finds who
+            everyone = torch.tensor([self.rank if has_failed else self.size], dtype=torch.int64)
+            ranks = self.allgather(everyone, "failed") if self.size > 1 else everyone
+            failed_rank = int(ranks.min())
+        return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]), stop=bool(word[4]),
+                       failed_rank=failed_rank)
+
+    def share_text(self, text: str, root: int) -> str:
+        """Give everybody the text of one rank."""
+        if self.size == 1:
+            return text
+        mine = text.encode() if self.rank == root else b""
+        return bytes(self.allgather(torch.tensor(list(mine), dtype=torch.uint8), "text").tolist()).decode()
+
+    # --- reconcile and transfer ---------------------------------------------------------------------------------------
+
+    def _reconcile(self, state: ElasticState, restore: Callable[[], str], roll_forward: Callable[[int, int], None]) -> str:
+        """Agree on the last finished step and give everybody its state; returns where the state came from."""
+        ranks = self._standings(state)
+        source = "memory"
+        if not any(has for _, _, has, _ in ranks):
+            source = restore() if self.rank == 0 else ""  # disk: only at the start of an attempt
+            ranks = self._standings(state)
+        newest, last_vote = max((committed, vote) for committed, _, has, vote in ranks if has)
+        if state.has_state and state.committed == newest - 1 and state.prepared == newest:
+            # Somebody has applied the step, so the vote had passed, so the gradient in our hands is whole.
+            roll_forward(*last_vote)
+            self.events.emit("worker.rolled_forward", step=newest - 1)
+        elif state.has_state:
+            assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
+            if state.prepared > state.committed and self.rank == 0:
+                self.events.emit("worker.step_redone", step=state.committed)
+            state.prepared = state.committed  # all are prepared, nobody has committed: do it again (notes 2.2)
+        givers = [rank for rank, (_, _, has, _) in enumerate(ranks) if has]
+        if len(givers) < self.size:
+            self._givers = givers
+            self._transfer(state)
+        return source
+
+    def _standings(self, state: ElasticState) -> list[tuple[int, int, bool, tuple[int, int]]]:
+        """Exchange (committed, prepared, has_state, totals of the last vote that this worker saw pass)."""
+        mine = torch.tensor([[state.committed, state.prepared, state.has_state, *state.last_vote]], dtype=torch.int64)
+        everyone = self.allgather(mine, "reconcile") if self.size > 1 else mine
+        return [(c, p, bool(h), (samples, digest)) for c, p, h, samples, digest in everyone.tolist()]
+
+    def _transfer(self, state: ElasticState) -> None:
+        """Move the state from all who have it, each its share, to all who do not, and to nobody else.
+
+        Network: the state's bytes once for each newcomer. A death in the middle leaves survivors untouched and
+        newcomers as empty as before.
+        """
+        started, givers = time.monotonic(), self._givers
+        takers = [rank for rank in range(self.size) if rank not in givers]
+        is_giver = self.rank in givers
+        packed = state.packed() if is_giver else None
+        sizes = [len(packed.header), packed.payload_bytes] if packed else [0, 0]
+        header_bytes, payload_bytes = self.allgather(torch.tensor([sizes]), "state.sizes").max(dim=0).values.tolist()
+        self.events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
+        header = self._deal(packed and (lambda low, high: torch.frombuffer(bytearray(packed.header[low:high]),
+                                                                             dtype=torch.uint8)),
+                            header_bytes, givers, takers, "header")
+        payload = self._deal(packed and (lambda low, high: torch.cat([*byte_ranges(packed, low, high),
+                                                                        torch.empty(0, dtype=torch.uint8)])),
+                             payload_bytes, givers, takers, "payload")
+        if not is_giver:
+            try:
+                state.load(decode(bytes(header.numpy().tobytes()), payload))
+            except LayoutError as error:
+                raise RuntimeError(f"the state of this run does not fit what this worker has built: {error}. All "
+                                   f"workers must build the same model and optimizer.") from error
+            self.events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
+                             duration_s=round(time.monotonic() - started, 4))
+        self.events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
+
+    def _deal(self, read: Callable[[int, int], torch.Tensor] | None, total: int, givers: list[int], takers: list[int],
+              name: str) -> torch.Tensor:
+        """Give every taker `total` bytes: each giver sends its share of each piece, with a CRC-32 behind it."""
+        scratch = torch.empty(total if self.rank in takers else 0, dtype=torch.uint8)
+        for start in range(0, total, TRANSFER_BYTES):
+            stop = min(start + TRANSFER_BYTES, total)
+            cuts = [start + (stop - start) * i // len(givers) for i in range(len(givers) + 1)]
+            shares = {giver: (cuts[i], cuts[i + 1]) for i, giver in enumerate(givers)}
+            outgoing, splits = torch.empty(0, dtype=torch.uint8), [0] * self.size
+            if read is not None:
+                piece = read(*shares[self.rank])
+                crc = torch.frombuffer(bytearray(zlib.crc32(piece.numpy()).to_bytes(4, "little")), dtype=torch.uint8)
+                outgoing = torch.cat([piece, crc]).repeat(len(takers))
+                splits = [piece.numel() + 4 if rank in takers else 0 for rank in range(self.size)]
+            incoming = self.alltoall(outgoing, splits, f"state.{name}")
+            at = 0
+            for giver in givers if self.rank in takers else []:
+                low, high = shares[giver]
+                piece, at = incoming[at : at + high - low], at + high - low + 4
+                if zlib.crc32(piece.numpy()).to_bytes(4, "little") != incoming[at - 4 : at].numpy().tobytes():
+                    raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
+                scratch[low:high] = piece
+        return scratch
+
+    def _say_started(self, state: ElasticState, source: str, pause_s: float) -> None:
+        self.driver.note("training", state.committed)
+        self.events.reach("world.generation_entered", step=state.committed)
+        if self.rank == 0:
+            self.events.emit("worker.generation_started", step=state.committed, source=source or "memory",
+                             pause_s=round(pause_s, 4))
+
+
+def _socket_descriptors() -> set[int]:
+    """Return this process's descriptors that are connected or listening TCP sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        found.add(int(name))
+        except OSError:
+            continue  # closed since the listing (the listing's own descriptor is one of them)
+    return found

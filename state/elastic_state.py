@@ -1,0 +1,171 @@
+"""The live state of one worker: model, optimizer, scaler, and the number of the last finished step.
+
+step in flight → here (prepared → committed) → next step; newcomer ← here; checkpoint ← here
+
+What always holds:
+1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
+2. `prepared == committed + 1` only while this worker holds the reduced gradient of step `committed` and knows that
+   everybody else does (the vote has been asked for, not necessarily answered).
+3. A survivor never receives state. Only a worker without (`has_state` false) does, all of it or nothing.
+4. No copy per step, and no pickle: stock `TorchState.save` deep-copies, `sync` steps a fresh optimizer and leaves a
+   newcomer with other weights than it sent, `restore` aliases (F6, F7, F8; horovod/torch/elastic/state.py, 0.28.1).
+
+A user who knows Horovod finds `commit`, `restore`, `sync`, `check_host_updates` and `on_reset` with their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch.elastic as hvd_elastic
+import torch
+from horovod.common.elastic import State
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from state.layout import LayoutError, Packed, pack
+
+
+class ElasticState(hvd_elastic.TorchState):
+    """Model, optimizer and scaler of this worker, and where it stands.
+
+    `gradients` gives access to the reduced gradient (it lives in the reducer's flat buffers): `load_reduced` puts it
+    into the parameters' `.grad` and the buffers' new values into the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
+                 scaler: torch.amp.GradScaler | None = None):
+        object.__setattr__(self, "_handlers", {})  # no handlers: they are what F6, F7 and F8 are about
+        State.__init__(self, bcast_object=None, get_rank=None)
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.committed = 0
+        """Steps that are finished: the number of the step to do next."""
+        self.prepared = 0
+        self.has_state = False
+        """True once this worker holds the run's values (its own from the start, restored, or received)."""
+        self.is_applying = False
+        """True while parameters may be half changed: then this worker's values are worth nothing."""
+        self.loss = float("nan")
+        self.samples = 0
+        self.last_vote = (0, 0)
+        """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
+        self.buffers = dict(model.named_buffers())
+        self._buffers_before: dict[str, torch.Tensor] = {}
+        self._hosts_updated: Callable[[], bool] = lambda: False
+        self._receive: Callable[[], None] = lambda: None
+
+    # --- a step's life -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Keep what a forward pass changes (BatchNorm's buffers), so that `restore` can put it back."""
+        if self.buffers:
+            self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
+
+    def buffers_before(self) -> dict[str, torch.Tensor]:
+        """Return the buffers' values at the step's begin."""
+        return self._buffers_before
+
+    def reset_buffers(self) -> None:
+        """Put the buffers back to the step's begin (each shard starts from the same values)."""
+        for name, before in self._buffers_before.items():
+            self.buffers[name].copy_(before)
+
+    def prepare(self) -> None:
+        """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
+        self.prepared = self.committed + 1
+
+    def commit(self, samples: int = 0, digest: int = 0) -> None:
+        """Make the step in flight final. (Stock `commit` copies everything and broadcasts a pickle; this counts.)"""
+        self.committed += 1
+        self.samples, self.last_vote = self.samples + samples, (samples, digest)
+        self.prepared = self.committed
+        self._buffers_before = {}
+
+    def restore(self) -> None:
+        """Drop what a broken step has changed outside the gradient. (Stock: goes back to the last commit's copy.)"""
+        self.reset_buffers()
+
+    def save(self) -> None:
+        """Do nothing: survivors need no copy, since nothing is changed before everybody can change it."""
+
+    def sync(self) -> None:
+        """Receive the state if this worker has none. (Stock: broadcasts rank 0's to everyone.)"""
+        if not self.has_state:
+            self._receive()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt when the driver has news of hosts. Never asks to skip the sync (F9)."""
+        if self._hosts_updated():
+            raise HostsUpdatedInterrupt(False)
+
+    def bind(self, *, receive: Callable[[], None], hosts_updated: Callable[[], bool]) -> None:
+        """Connect `sync` and `check_host_updates` to the world."""
+        self._receive, self._hosts_updated = receive, hosts_updated
+
+    # --- as bytes --------------------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, Any]:
+        """Return all that is needed to go on, as a tree of live tensors and numbers (nothing is copied)."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups = self.optimizer.param_groups
+        return {
+            "step": self.committed,
+            "samples": self.samples,
+            "loss": self.loss,
+            "last_vote": self.last_vote,
+            "base_rates": [float(rate) for rate in self.base_rates],
+            "parameters": dict(self.model.named_parameters()),
+            "buffers": self.buffers,
+            "optimizer": {
+                "state": {names[id(p)]: self.optimizer.state[p] for g in groups for p in g["params"]
+                          if p in self.optimizer.state},
+                "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+                "members": [[names[id(p)] for p in g["params"]] for g in groups],
+            },
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
+
+    def packed(self) -> Packed:
+        """Return the values as header and tensors, without a copy."""
+        return pack(self.values())
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+        parameters = dict(self.model.named_parameters())
+        for kind, mine in (("parameters", parameters), ("buffers", self.buffers)):
+            theirs = values[kind]
+            if theirs.keys() != mine.keys():
+                odd = sorted(theirs.keys() ^ mine.keys())[:5]
+                raise LayoutError(f"the {kind} are not this model's: {odd} are in only one of the two")
+            for name, tensor in theirs.items():
+                if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
+                    raise LayoutError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} there, but "
+                                      f"{tuple(mine[name].shape)} {mine[name].dtype} in this model")
+        groups = self.optimizer.param_groups
+        by_id = {id(p): name for name, p in parameters.items()}
+        members = [[by_id[id(p)] for p in g["params"]] for g in groups]
+        if values["optimizer"]["members"] != members:
+            raise LayoutError("the optimizer's parameter groups are not this optimizer's")
+        if (values["scaler"] is None) != (self.scaler is None):
+            raise LayoutError("a gradient scaler is in only one of the two")
+        with torch.no_grad():  # from here on nothing can fail but the memory
+            for name, tensor in values["parameters"].items():
+                parameters[name].copy_(tensor)
+            for name, tensor in values["buffers"].items():
+                self.buffers[name].copy_(tensor)
+        self.optimizer.state.clear()
+        for name, entry in values["optimizer"]["state"].items():
+            device = parameters[name].device
+            self.optimizer.state[parameters[name]] = {
+                key: value.to(device) if isinstance(value, torch.Tensor) and key != "step" else value
+                for key, value in entry.items()}
+        for group, theirs in zip(groups, values["optimizer"]["groups"], strict=True):
+            group.update(theirs)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(values["scaler"])
+        self.base_rates = list(values["base_rates"])
+        self.committed = self.prepared = int(values["step"])
+        self.samples, self.loss = int(values["samples"]), float(values["loss"])
+        self.last_vote = tuple(values["last_vote"])
+        self.has_state = True

@@ -1,0 +1,116 @@
+"""Values as bytes: a JSON header and the raw bytes of the tensors, one after the other. No pickle.
+
+model, optimizer, scaler, counters → here → newcomer (over the network), checkpoint (on disk), own successor (revive)
+
+What always holds:
+1. The same values give the same bytes, whatever the world's size was.
+2. `decode` checks every length before it builds anything, and builds only tensors and JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FORMAT = 1
+
+
+class LayoutError(ValueError):
+    """Bytes that are not what their header says."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Values taken apart: `header` (JSON) describes them, `tensors` carry the bytes."""
+
+    header: bytes
+    tensors: list[torch.Tensor]
+
+    @property
+    def payload_bytes(self) -> int:
+        """The number of bytes of all tensors together."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def pack(values: Any) -> Packed:
+    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are not copied."""
+    tensors: list[torch.Tensor] = []
+    described = _describe(values, tensors)
+    shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for t in tensors]
+    return Packed(json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return {"$tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"$dict": [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"$tuple": [_describe(v, tensors) for v in value]}
+    if isinstance(value, list):
+        return [_describe(v, tensors) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be kept: only tensors, numbers, text and containers of them")
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes as a flat uint8 tensor on the CPU (a view where that is possible)."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield, as uint8 tensors, the bytes [start, stop) of the payload."""
+    at = 0
+    for tensor in packed.tensors:
+        size = tensor.numel() * tensor.element_size()
+        lower, upper = max(start, at), min(stop, at + size)
+        if lower < upper:
+            yield byte_view(tensor)[lower - at : upper - at]
+        at += size
+
+
+def decode(header: bytes, payload: torch.Tensor) -> Any:
+    """Build the values from a header and a uint8 payload; the tensors are new. Raises LayoutError."""
+    try:
+        described = json.loads(header)
+        shapes, values, version = described["tensors"], described["values"], described["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LayoutError(f"the header is not one of ours: {error!r}") from error
+    if version != FORMAT:
+        raise LayoutError(f"the header has format {version}; this version reads format {FORMAT}")
+    tensors, at = [], 0
+    for entry in shapes:
+        dtype = getattr(torch, str(entry["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"the header names a dtype that torch does not have: {entry['dtype']!r}")
+        count = 1
+        for extent in entry["shape"]:
+            if not isinstance(extent, int) or extent < 0:
+                raise LayoutError(f"the header names an impossible shape: {entry['shape']!r}")
+            count *= extent
+        size = count * torch.empty(0, dtype=dtype).element_size()
+        if at + size > payload.numel():
+            raise LayoutError(f"the payload ends at byte {payload.numel()}, but the header needs more than {at + size}")
+        tensors.append(payload[at : at + size].clone().view(dtype).reshape(entry["shape"]))
+        at += size
+    if at != payload.numel():
+        raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes {at}")
+    return _build(values, tensors)
+
+
+def _build(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_build(v, tensors) for v in value]
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        if "$tuple" in value:
+            return tuple(_build(v, tensors) for v in value["$tuple"])
+        return {_build(k, tensors): _build(v, tensors) for k, v in value["$dict"]}
+    return value
