@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 EVENTS_FILE = "events.jsonl"
 
 
@@ -41,6 +39,8 @@ class Events:
             try:
                 os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
             except OSError as error:
+                import structlog  # here: it costs a third of a second that every worker would pay at its start
+
                 structlog.get_logger().error("events.write_failed", error=str(error))
                 self._fd = None
         for listener in self.listeners:
@@ -49,7 +49,7 @@ class Events:
     def reach(self, point: str, **facts: Any) -> None:
         """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""
         for listener in self.listeners:
-            listener(point, facts)
+            listener(point, {**self.bound, **facts})
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -71,6 +71,8 @@ class Worker:
     refused_offers: int = 0
     dismissed: bool = False
     step: int = 0
+    ended_by: str = ""
+    """Why we ended it, if we did."""
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"
@@ -189,15 +191,15 @@ class Membership:
     def exited(self, name: str, code: int, now: float) -> str:
         """Take the end of a worker's process; returns in one word how it ended."""
         worker = self.workers[name]
-        before, was_evicted = worker.phase, worker.phase is Phase.GONE
+        before = worker.phase
         worker.phase = Phase.GONE
         if before is Phase.FINISHED and code == EXIT_FINISHED:
             return "finished"
         if code == EXIT_USER_ERROR or (before is Phase.FINISHED and 0 < code < 126):
             self.user_error = self.user_error or f"worker {name} ended with exit code {code} after an error of its own"
             return "user_error"
-        if was_evicted:
-            return "evicted"
+        if worker.ended_by or self.verdict:
+            return worker.ended_by or "stopped"
         host = self.hosts[worker.host]
         if code == EXIT_LEFT:
             host.not_before = now + self.limits.settle_s
@@ -240,6 +242,9 @@ class Membership:
             if worker.phase is Phase.BOOTING:
                 if now - worker.started_at > self.limits.boot_s:
                     actions.append(self._strike(worker, "boot_timeout", now))
+            elif worker.phase is Phase.FINISHED or worker.dismissed or self.is_finished:
+                if now - worker.heard_at > self.limits.exit_s:  # an interpreter that ends says nothing any more
+                    actions.append(self._strike(worker, "exit_timeout", now))
             elif now - worker.heard_at > self.limits.silence_s:
                 actions.append(self._strike(worker, "frozen", now))
             elif worker.refused_offers > MAX_REFUSED_OFFERS:
@@ -250,7 +255,7 @@ class Membership:
         host = self.hosts[worker.host]
         host.failures += 1
         host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
-        worker.phase = Phase.GONE
+        worker.phase, worker.ended_by = Phase.GONE, reason
         return Stop(worker.name, reason, at_once=True)
 
     def _is_wanted(self, worker: Worker) -> bool:
@@ -262,7 +267,7 @@ class Membership:
         for worker in self._alive():
             idle = worker.phase is Phase.BOOTING and worker.generation == 0
             if idle and not self._is_wanted(worker):
-                worker.phase = Phase.GONE
+                worker.phase, worker.ended_by = Phase.GONE, "host_left"
                 actions.append(Stop(worker.name, "host_left", at_once=False))
         return actions
 
@@ -381,7 +386,7 @@ class Membership:
         if self.is_finished:
             told["finished"] = True
         if worker.dismissed or (worker.phase is Phase.STANDBY and not self._is_wanted(worker)):
-            told["leave"] = True
+            worker.dismissed = told["leave"] = True
         if worker.phase is Phase.TRAINING and worker.generation == self.generation:
             told["place"] = {"generation": self.generation, "rank": worker.rank, "size": len(self.members)}
             told["notice"] = self.notice(now)

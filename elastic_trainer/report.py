@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "result.json"
 PHASES = ("booting", "training", "pausing", "restarting", "stopped")
-LOST_REASONS = ("crashed", "frozen", "boot_failed", "boot_timeout")
+LOST_REASONS = ("crashed", "frozen", "evicted", "boot_failed", "boot_timeout")
 
 Event = Mapping[str, Any]
 
@@ -101,7 +101,7 @@ def print_summary(result: Mapping[str, Any], console: Console | None = None) -> 
     console = console or Console()
     table = Table(title=f"run {result['run']}", show_header=False, title_justify="left")
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     for label, text in summary_rows(result):
         table.add_row(label, text)
     console.print(table)
@@ -111,7 +111,7 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Say a result in pairs of a label and a text."""
     books, pauses, wall_s = result["books"], result["pauses"], result["wall_s"]
     spent = [(key.removesuffix("_s"), seconds) for key, seconds in books.items() if seconds]
-    shares = [f"{phase} {seconds:.1f} s ({seconds / wall_s:.0%})" for phase, seconds in spent]
+    shares = [f"{phase} {seconds:.1f} s ({seconds / wall_s:.1%})" for phase, seconds in spent]
     lost = ", ".join(f"{count} {reason}" for reason, count in result["workers_lost"].items())
     rows = [
         ("training", f"{'finished' if result['finished'] else 'not finished'}: {result['steps']} steps"),
@@ -119,7 +119,7 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("loss", "none" if result["loss"] is None else f"{result['loss']:.4f}"),
         ("goodput", f"{result['goodput']:.1%}"),
         ("wall time", f"{wall_s:.1f} s: {', '.join(shares)}"),
-        ("fleet", f"{result['generations']} generations in {result['attempts']} attempts"),
+        ("fleet", f"generations: {result['generations']}, attempts: {result['attempts']}"),
         ("workers lost", lost or "none"),
         ("pauses", f"{len(pauses)}, the longest {max(pauses):.2f} s" if pauses else "none"),
         ("steps done again", f"{result['steps_redone']}"),
@@ -208,6 +208,8 @@ class _Story:
 
     def close(self) -> None:
         """Book what still goes on."""
+        if math.isinf(self.now):
+            return
         if self.world_of is not None:
             self._book("training", self.now)
         self._leave_world()

@@ -80,9 +80,10 @@ class Verdict:
         if self.is_proved:
             due = "" if self.steps_due is None else f" of {self.steps_due}"
             attempts, generations = _count(self.attempts, "attempt"), _count(self.generations, "generation")
+            epochs = _count(self.whole_epochs, "whole epoch") if self.whole_epochs else "no whole epoch yet"
             said = [
                 f"proved: {self.samples} samples in {self.steps}{due} steps, each counted exactly once.",
-                f"proved: {_count(self.whole_epochs, 'whole epoch')} over every sample of the dataset.",
+                f"proved: {epochs}; a whole one has every sample of the dataset once.",
                 f"proved: one lineage through {attempts} and {generations}.",
                 f"done again: {self.steps_redone} in flight, {self.steps_rolled_back} since a checkpoint.",
             ]
@@ -125,7 +126,8 @@ class _Step:
     """What one line says of a committed step."""
 
     line: int
-    attempt: int
+    life: int
+    """Which attempt, counted over all invocations."""
     generation: int
     step: int
     samples: int
@@ -144,6 +146,7 @@ class _History:
     notes: list[str] = field(default_factory=list)
 
     attempt: int | None = None
+    life: int = 0
     announced: set[int] = field(default_factory=set)  # attempts of this invocation
     has_job: bool = False  # this attempt
     has_generation: bool = False  # this attempt
@@ -252,8 +255,8 @@ class _History:
     def step_committed(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        whole = {key: int(event[key]) for key in ("attempt", "generation", "step", "samples", "digest")}
-        step = _Step(line=self.number, loss=float(event["loss"]), **whole)
+        whole = {key: int(event[key]) for key in ("generation", "step", "samples", "digest")}
+        step = _Step(line=self.number, life=self.life, loss=float(event["loss"]), **whole)
         self._check_world(step, int(event["size"]))
         self._check_samples(step)
         if not event.get("repeated"):
@@ -330,6 +333,7 @@ class _History:
 
     def _leave_attempt(self, entered: int | None) -> None:
         self.attempt = entered
+        self.life += 1
         self.has_job = self.has_generation = False
         self.generation = self.size = self.first_step = self.formed = None
 
@@ -358,7 +362,7 @@ class _History:
 
     def _check_world(self, step: _Step, size: int) -> None:
         if not self.has_job:
-            self.violate(f"step {step.step} comes before attempt {step.attempt} described its job.")
+            self.violate(f"step {step.step} comes before attempt {self.attempt} described its job.")
             self.has_job = True  # once is enough
         said = f"step {step.step} is of generation {step.generation}"
         if self.generation is None or step.generation > self.generation:
@@ -393,7 +397,7 @@ class _History:
         if first is None or step.step != self.next - 1:
             self.violate(f"step {step.step} is repeated, but step {self.next - 1} was the last.")
             return
-        if first.attempt == step.attempt and first.generation >= step.generation:
+        if first.life == step.life and first.generation >= step.generation:
             self.violate(f"step {step.step} is repeated by the generation that wrote line {first.line}.")
         for key in ("samples", "digest", "loss"):
             now, then = getattr(step, key), getattr(first, key)

@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -40,7 +41,7 @@ PLAIN_LINE_PART = 0.1
 SPEED_STEPS = 20
 RECENT_EVENTS = 6
 LOCAL_HOSTS = ("localhost", "local-", "127.")
-"""How the name of a host begins whose processes are on this machine."""
+"""How the name of a host begins whose processes are on this machine. Elsewhere a pid is that of our ssh to it."""
 
 Event = Mapping[str, Any]
 
@@ -94,10 +95,10 @@ class Picture:
 
     @property
     def kill_command(self) -> str | None:
-        """The command that kills a live worker: one that stands ready, if any does."""
-        ready = [worker for worker in self.workers.values() if worker.is_ready]
-        living = (ready or list(self.workers.values()))[-1:]
-        return next((_on_host(worker.host, f"kill -9 {worker.pid}") for worker in living), None)
+        """The command that kills a worker: one that stands ready, if any does. None where all are elsewhere."""
+        here = [worker for worker in self.workers.values() if worker.host.startswith(LOCAL_HOSTS)]
+        worker = next((worker for worker in reversed(here) if worker.is_ready), here[-1] if here else None)
+        return None if worker is None else f"kill -9 {worker.pid}"
 
 
 def fold(picture: Picture, event: Event) -> Picture:
@@ -134,6 +135,9 @@ def in_words(event: Event, picture: Picture) -> str | None:
         case "driver.worker_gone":
             ending = _ending(event)
             return ending and f"host {event['host']}: worker {event['pid']} {ending}"
+        case "driver.worker_evicted":
+            worker = picture.workers[event["worker"]]
+            return f"host {worker.host}: worker {worker.pid} given up: {event['reason']}"
         case "worker.generation_started":
             workers = f"generation {event['generation']}: {_count(event['size'], 'worker')}"
             if event["source"] == "memory":
@@ -163,7 +167,7 @@ def panel(picture: Picture) -> Panel:
     facts = _facts(picture)
     table.add_row(*(Text(name, style="dim") for name, _ in facts))
     table.add_row(*(Text(value, style="bold") for _, value in facts))
-    bar = ProgressBar(total=picture.steps_due or 1, completed=picture.steps)
+    bar = Padding(ProgressBar(total=picture.steps_due or 1, completed=picture.steps), 0)
     recent = [Text(words) for words in picture.recent]
     kill = [Text(f"try it: {picture.kill_command}", style="yellow")] if picture.kill_command else []
     title = f"{picture.run}: {picture.phase}"
@@ -242,12 +246,14 @@ class Watch:
             is_last = self._is_stopped.wait(REFRESH_S)
 
     def _print_when_due(self) -> None:
+        if self.picture == self._printed or (self.picture.is_over and self._printed.is_over):
+            return
         is_over = self._is_stopped.is_set() or self.picture.is_over
         is_far = (
             self.picture.steps - self._printed.steps >= (self.picture.steps_due or math.inf) * PLAIN_LINE_PART
         )
         is_long = time.monotonic() - self._printed_at >= PLAIN_LINE_S
-        if (is_over or is_far or is_long) and self.picture != self._printed:
+        if is_over or is_far or is_long:
             self.console.print(plain_line(self.picture), markup=False, highlight=False, soft_wrap=True)
             self._printed, self._printed_at = self.picture, time.monotonic()
 
@@ -270,7 +276,7 @@ def _fold_attempt_started(picture: Picture, event: Event) -> Picture:
 
 
 def _fold_attempt_ended(picture: Picture, event: Event) -> Picture:
-    return replace(picture, phase=_PHASE_AFTER[event["verdict"]], size=0, speed=(), workers={})
+    return replace(picture, phase=_PHASE_AFTER[event["verdict"]], workers={})
 
 
 def _fold_worker_started(picture: Picture, event: Event) -> Picture:
@@ -304,7 +310,8 @@ def _fold_job_described(picture: Picture, event: Event) -> Picture:
 
 def _fold_generation_started(picture: Picture, event: Event) -> Picture:
     generation, size, step = int(event["generation"]), int(event["size"]), int(event["step"])
-    return replace(picture, phase="training", generation=generation, size=size, steps=step)
+    picture = replace(picture, attempt=int(event["attempt"]), generation=generation, size=size)
+    return replace(picture, phase="training", steps=step)
 
 
 def _fold_step_committed(picture: Picture, event: Event) -> Picture:
@@ -354,7 +361,7 @@ def _facts(picture: Picture) -> list[tuple[str, str]]:
 
 
 def _ending(event: Event) -> str | None:
-    """Say how a worker went; None for the usual way at the end of a run."""
+    """Say how a worker went; None where that is nothing new."""
     code = event["exit_code"]
     match event["reason"]:
         case "crashed":
@@ -366,19 +373,15 @@ def _ending(event: Event) -> str | None:
             return f"failed to boot ({_signal_name(code) or f'exit code {code}'})"
         case "boot_timeout":
             return "took too long to boot"
-        case "finished":
+        case "finished" | "evicted":
             return None
-    return str(event["reason"])
+    return str(event["reason"]).replace("_", " ")
 
 
 def _signal_name(exit_code: int | None) -> str | None:
     """Name the signal of an exit code: -9 as Python says it, 137 as a shell does."""
     number = 0 if exit_code is None else -exit_code if exit_code < 0 else exit_code - 128
     return signal.Signals(number).name if number in set(signal.Signals) else None
-
-
-def _on_host(host: str, command: str) -> str:
-    return command if host.startswith(LOCAL_HOSTS) else f"ssh {host} {command}"
 
 
 def _count(number: int, noun: str) -> str:

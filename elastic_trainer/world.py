@@ -128,7 +128,7 @@ class World:
         self.rank, self.size, self.generation = place.rank, place.size, place.generation
         self.local_rank = place.local_rank
         self.events.bound.update(generation=self.generation, rank=self.rank, size=self.size)
-        self.events.reach("world.place_taken", step=-1)
+        self.events.reach("world.place_taken")
         if self.size == 1:
             return
         assert place.rendezvous is not None
@@ -144,12 +144,12 @@ class World:
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         before = _socket_descriptors()
         self._init_since = time.monotonic()
-        self.events.reach("world.init_entered", step=-1)
+        self.events.reach("world.init_entered")
         hvd.init()  # network: full mesh of Gloo connections
         self._init_since = None
         self._horovod_was_up = self._is_up = True
         self._sockets = sorted(_socket_descriptors() - before)
-        self.events.reach("world.init_left", step=-1)
+        self.events.reach("world.init_left")
 
     def _leave(self) -> None:
         if self._is_up:
@@ -257,9 +257,10 @@ class World:
             self.events.emit("worker.rolled_forward", step=newest - 1)
         elif state.has_state:
             assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
-            if state.prepared > state.committed and self.rank == 0:
+            if state.begun > state.committed and self.rank == 0:
                 self.events.emit("worker.step_redone", step=state.committed)
-            state.prepared = state.committed  # all are prepared, nobody has committed: do it again (notes 2.2)
+            # Also when all are prepared and nobody has committed: the gradients are not to be trusted (notes 2.2)
+            state.prepared = state.begun = state.committed
         givers = [rank for rank, (_, _, has, _) in enumerate(ranks) if has]
         if len(givers) < self.size:
             self._givers = givers

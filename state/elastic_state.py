@@ -42,6 +42,8 @@ class ElasticState(hvd_elastic.TorchState):
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.prepared = 0
+        self.begun = 0
+        """Steps begun: one more than `committed` while a step is in flight, and after it broke."""
         self.has_state = False
         """True once this worker holds the run's values (its own from the start, restored, or received)."""
         self.is_applying = False
@@ -59,6 +61,7 @@ class ElasticState(hvd_elastic.TorchState):
 
     def begin(self) -> None:
         """Keep what a forward pass changes (BatchNorm's buffers), so that `restore` can put it back."""
+        self.begun = self.committed + 1
         if self.buffers:
             self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
 

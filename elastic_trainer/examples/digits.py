@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(options.seed)  # every worker builds the same weights
     model = digit_net()
     training, test = digits()
-    steps = options.epochs * -(-len(training) // options.global_batch)
+    steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     result = train(
         model,
         torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9, weight_decay=5e-4),
@@ -36,6 +36,7 @@ def main() -> None:
         global_batch=options.global_batch,
         shards=options.shards,
         epochs=options.epochs,
+        max_steps=options.steps,
         seed=options.seed,
         schedule=cosine(warmup_steps=steps // 10, total_steps=steps),
         checkpoint_every=options.checkpoint_every,
@@ -47,6 +48,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a convolutional net to read scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images")
+    parser.add_argument("--steps", type=int, help="optimizer updates, to end before --epochs do")
     parser.add_argument("--global-batch", type=int, default=64, help="images per step, over all workers")
     parser.add_argument("--shards", type=int, default=8, help="parts of the global batch: the most workers")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="the highest, after the warm-up")

@@ -1,0 +1,53 @@
+# For CPUs:
+#   docker build -t elastic-trainer .
+# For NVIDIA GPUs, with NCCL:
+#   docker build -t elastic-trainer:cuda . \
+#       --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
+#       --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
+# Pip's plain torch brings CUDA's libraries on x86-64. A CPU image without those GBs needs an index that has CPU builds:
+#   --build-arg TORCH_SPEC=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=<that index>
+#
+# Both bases must hold the same Python: .venv is built on the first and run on the second. torch's wheel brings its own
+# CUDA libraries, so the GPU image runs on the plain base. The image starts nothing by itself; give it a command:
+#   docker run --rm elastic-trainer elastic-trainer --help
+# To be a host for horovodrun, a container also runs sshd (/usr/sbin/sshd -D -p 2222 -h <key> works for any user).
+
+ARG BUILD_BASE=python:3.11.14-slim-bookworm
+ARG BASE=python:3.11.14-slim-bookworm
+
+FROM ${BUILD_BASE} AS build
+# What install.sh asks for and cannot bring. Versions come with the pinned base, whose distribution differs by base.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ make \
+    && if ! command -v python3; then apt-get install -y --no-install-recommends python3-dev python3-venv; fi \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/elastic-trainer
+COPY setup.cfg pyproject.toml LICENSE ./
+COPY deploy deploy
+# The sources come last, so that a change in them costs no install; empty packages stand in for them here.
+RUN mkdir -p elastic_trainer/examples discovery state \
+    && touch elastic_trainer/__init__.py elastic_trainer/examples/__init__.py discovery/__init__.py state/__init__.py
+ARG TORCH_SPEC=torch==2.13.0
+ARG PIP_EXTRA_INDEX_URL
+# pip's downloads and the built Horovod stay with the builder, not in the image.
+RUN --mount=type=cache,target=/root/.cache deploy/install.sh
+
+FROM ${BASE}
+# ssh: how horovodrun reaches other hosts.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends openssh-client openssh-server \
+    && if ! command -v python3; then apt-get install -y --no-install-recommends python3; fi \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && useradd --create-home --uid 10001 --shell /bin/bash trainer
+WORKDIR /opt/elastic-trainer
+COPY --from=build /opt/elastic-trainer ./
+COPY horovodrun_elastic.sh ./
+COPY elastic_trainer elastic_trainer
+COPY discovery discovery
+COPY state state
+ENV PATH=/opt/elastic-trainer/.venv/bin:$PATH \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+CMD ["elastic-trainer", "--help"]

@@ -1,0 +1,295 @@
+#!/usr/bin/env bash
+# deploy/install.sh [--dev]      --dev adds the test tools
+#
+# The one set-up: makes .venv with pinned packages, Horovod built from source and this project, editable.
+# Scripts, CI, tests/run and the Dockerfile → here → .venv.
+#
+# What always holds:
+# 1. A second call does nothing and costs milliseconds: a stamp in .venv holds a hash of what decides its contents.
+# 2. What is missing on the machine is said before anything is done, all of it at once.
+# 3. Horovod is built once per torch, Python and platform. Its wheel is kept in the user's cache, where it appears whole.
+# 4. Two calls at once wait for each other. Neither root nor ssh is needed. Everything said goes to stderr.
+#
+# Environment:
+#   ELASTIC_TRAINER_VENV   where the virtual environment goes (.venv at the project root)
+#   TORCH_SPEC             the torch to ask pip for (torch==2.13.0); e.g. torch==2.13.0+cpu, with pip's own
+#                          PIP_EXTRA_INDEX_URL naming an index that has it
+#   PYTHON                 the Python to make the environment with (the first of python3, python3.14 … 3.11 that will)
+#   XDG_CACHE_HOME         the wheel is kept in elastic-trainer/wheels under it (~/.cache)
+#
+# Source: Horovod sets C++14 where torch >= 2.1 needs C++17: github.com/horovod/horovod, issue 3996, pull 3998
+# (merged after 0.28.1, the last release).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${ELASTIC_TRAINER_VENV:-$root/.venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
+cache=~/.cache
+cache=${XDG_CACHE_HOME:-$cache}/elastic-trainer/wheels
+constraints=$root/deploy/constraints.txt
+
+horovod=0.28.1
+horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+recipe=1                               # one more when build_horovod() changes: old wheels are then left alone
+space_needed_mib=6144
+
+say() { printf 'install: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+extras=examples
+case ${1-} in
+    '') ;;
+    --dev) extras=examples,dev ;;
+    *) die "unknown argument $1. Usage: deploy/install.sh [--dev]" ;;
+esac
+
+# ---- 1. the second call ----
+
+fingerprint() {
+    {
+        printf '%s\n' "$root" "$venv"
+        cat "$venv/pyvenv.cfg" "$constraints" "$root/setup.cfg" "$root/pyproject.toml" "$root/deploy/install.sh"
+    } | sha256sum
+}
+
+is_installed() {   # the dev environment holds the plain one too
+    [[ -x $venv/bin/python && -f $venv/pyvenv.cfg ]] || return 1
+    local now stamp written spec
+    now=$(fingerprint)
+    for stamp in "$venv/.installed-examples,dev" "$venv/.installed-$extras"; do
+        [[ -f $stamp ]] || continue
+        { read -r written && read -r spec; } <"$stamp" || continue
+        [[ $written == "$now" && ${TORCH_SPEC:-$spec} == "$spec" ]] && return 0
+    done
+    return 1
+}
+
+if is_installed; then exit 0; fi
+
+# ---- 2. what the machine lacks ----
+
+missing=()
+python=
+
+lacks() { missing+=("$*"); }   # the fact, the remedy
+
+is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+# Moved or copied environments count as absent: the scripts in them point at where they were.
+is_venv_usable() {
+    [[ -x $venv/bin/python ]] && is_python_new_enough "$venv/bin/python" &&
+        "$venv/bin/python" -c 'import pip' 2>/dev/null && grep -qF "$venv" "$venv/bin/activate" 2>/dev/null
+}
+
+find_python() {
+    if is_venv_usable; then
+        python=$venv/bin/python
+        return
+    fi
+    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    if [[ ${PYTHON-} ]]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        if is_python_new_enough "$candidate"; then
+            python=$(command -v "$candidate")
+            "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+                lacks "$python has no venv module." "Install it, e.g. apt-get install python3-venv."
+            return
+        fi
+    done
+    lacks "Python 3.11 or newer is missing (tried ${candidates[*]})." \
+        "Install one, or name it: PYTHON=/path/to/python3.11 deploy/install.sh."
+}
+
+platform() {
+    "$python" -c 'import platform, sys, sysconfig
+print(sys.implementation.cache_tag, sysconfig.get_platform(), "".join(platform.libc_ver()), sep="-")'
+}
+
+is_some_wheel_kept() { compgen -G "$cache/*-$(platform)-*/horovod-$horovod-*.whl" >/dev/null; }
+
+check_build_tools() {
+    command -v "${CXX:-c++}" >/dev/null ||
+        lacks "A C++ compiler (${CXX:-c++}) is missing, and Horovod is built from source." \
+            "Install one, e.g. apt-get install g++."
+    command -v make >/dev/null ||
+        lacks "make is missing, and Horovod is built from source." "Install it, e.g. apt-get install make."
+    "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        lacks "The headers of $python are missing, and Horovod is built from source." \
+            "Install them, e.g. apt-get install python3-dev."
+}
+
+check_folder() {   # folder, what for, the variable that moves it
+    local folder=$1 free_mib
+    while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
+    [[ -w $folder ]] || lacks "$folder ($2) cannot be written by $(id -un)." "Set $3 to a folder that can."
+    free_mib=$(df -Pm "$folder" | awk 'NR == 2 {print $4}')
+    ((free_mib >= space_needed_mib)) ||
+        lacks "$folder ($2) has $free_mib MiB free, where $space_needed_mib MiB are needed." \
+            "Free some, or set $3 to a folder on another disk."
+}
+
+stop_if_missing() {
+    ((${#missing[@]} == 0)) && return
+    local sentence
+    for sentence in "${missing[@]}"; do say "$sentence"; done
+    exit 1
+}
+
+for tool in flock sha256sum tar; do
+    command -v "$tool" >/dev/null || lacks "$tool is missing." "Install it, e.g. apt-get install util-linux coreutils tar."
+done
+find_python
+if [[ $python ]] && ! is_some_wheel_kept; then check_build_tools; fi
+# An environment that already holds torch needs little more.
+if compgen -G "$venv/lib/python3*/site-packages/torch/version.py" >/dev/null; then space_needed_mib=1024; fi
+check_folder "$(dirname "$venv")" "for the virtual environment" ELASTIC_TRAINER_VENV
+check_folder "$cache" "for the built Horovod" XDG_CACHE_HOME
+stop_if_missing
+
+# ---- 3. the environment ----
+
+take_lock() { flock -n "$1" || { say "waiting for another install to finish"; flock "$1"; }; }   # file descriptor
+
+mkdir -p "$cache" "$(dirname "$venv")"
+exec 8>"$venv.lock"
+take_lock 8
+if is_installed; then exit 0; fi      # by the one we waited for
+
+if ! is_venv_usable; then
+    say "making $venv with $python"
+    "$python" -m venv --clear "$venv"
+    python=$venv/bin/python
+fi
+rm -f "$venv"/.installed-*
+log=$venv/install.log
+: >"$log"
+
+run() {
+    printf '+ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1 || { tail -n 25 "$log" >&2; die "failed: $*. The lines above end its log, $log"; }
+}
+
+pip() { run "$python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+pip install --constraint "$constraints" pip setuptools
+# First and alone, by its plain spec: next to other packages pip would be free to look for another build.
+spec=${TORCH_SPEC:-torch==2.13.0}
+say "installing $spec"
+pip install --constraint "$constraints" "$spec"
+
+# ---- 4. Horovod ----
+
+read -r torch_version torch_cuda < <("$python" -W ignore -c \
+    'import torch; print(torch.__version__, torch.version.cuda or "none")')
+
+# Where torch looks for it too (torch.utils.cpp_extension), so that Horovod and we agree.
+cuda_home() {
+    local home=${CUDA_HOME:-}
+    [[ $home ]] || home=$(dirname "$(dirname "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")
+    [[ -x $home/bin/nvcc ]] && printf '%s' "$home"
+}
+
+is_nccl_here() {
+    local folder
+    for folder in "${HOROVOD_NCCL_HOME:-/usr}/include" "${HOROVOD_NCCL_INCLUDE:-/usr/include}" "$1/include"; do
+        [[ -f $folder/nccl.h ]] && return 0
+    done
+    return 1
+}
+
+gpu=gloo                               # gloo: CPU tensors only · cuda: GPU tensors too, through the CPU · nccl
+if [[ $torch_cuda != none ]]; then
+    if home=$(cuda_home); then
+        export HOROVOD_CUDA_HOME=$home
+        gpu=cuda
+        if is_nccl_here "$home"; then gpu=nccl; fi
+    fi
+    [[ $gpu == nccl ]] ||
+        say "torch is built for CUDA $torch_cuda but nvcc or nccl.h is missing, so Horovod is built without NCCL." \
+            "To have it, install the CUDA toolkit and libnccl-dev, delete $venv and run this again."
+fi
+
+cmake_for_horovod() {   # the machine's, if Horovod can use it: 3.13 or newer, but not 4
+    local version
+    version=$(cmake --version 2>/dev/null | awk 'NR == 1 {print $3}') || true
+    case $version in
+        3.[0-9].* | 3.1[0-2].*) ;;
+        3.*) command -v cmake; return ;;
+    esac
+    pip install --constraint "$constraints" cmake
+    printf '%s\n' "$venv/bin/cmake"
+}
+
+replace() {   # in a file, literally: what, by what
+    local text
+    text=$(<"$1")
+    [[ $text == *"$2"* ]] || die "$1 has no '$2', so it is not the Horovod $horovod this was written for."
+    printf '%s\n' "${text//"$2"/"$3"}" >"$1"
+}
+
+mend_sources() {
+    replace "$1/CMakeLists.txt" 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 17)'
+    replace "$1/horovod/torch/CMakeLists.txt" 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 17)'
+    # It takes the path of its sources for a regular expression. With a + in that path, as in the name of our cache's
+    # folders, the library lands outside the package and the wheel looks whole but holds no usable Horovod.
+    # shellcheck disable=SC2016  # CMake's variable
+    replace "$1/cmake/Utilities.cmake" 'REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?"' 'REPLACE "${PROJECT_SOURCE_DIR}/"'
+}
+
+is_whole() {   # the wheel: Horovod builds "successfully" without its library too
+    "$python" -c 'import sys, zipfile
+names = zipfile.ZipFile(sys.argv[1]).namelist()
+sys.exit(not any(name.startswith("horovod/torch/mpi_lib_v2.") for name in names))' "$1"
+}
+
+build_horovod() {   # the folder that keeps the wheel
+    local work cmake wheel operations=
+    work=$(mktemp -d "$1/.build.XXXXXX")
+    printf 'horovod==%s --hash=sha256:%s\n' "$horovod" "$horovod_sha256" >"$work/wanted.txt"
+    pip download --no-deps --no-build-isolation --no-binary horovod --dest "$work" --requirement "$work/wanted.txt"
+    tar -xzf "$work/horovod-$horovod.tar.gz" -C "$work"
+    mend_sources "$work/horovod-$horovod"
+    cmake=$(cmake_for_horovod)
+    [[ $gpu == nccl ]] && operations=NCCL
+    say "building Horovod $horovod for torch $torch_version ($gpu); about 4 minutes on 2 cores"
+    MAKEFLAGS=${MAKEFLAGS:--j$(nproc)} HOROVOD_CMAKE=$cmake HOROVOD_GPU_OPERATIONS=$operations \
+        HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_CPU_OPERATIONS=GLOO \
+        HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+        pip wheel --use-pep517 --no-deps --no-build-isolation --no-cache-dir \
+        --wheel-dir "$work/out" "$work/horovod-$horovod"
+    for wheel in "$work"/out/horovod-"$horovod"-*.whl; do
+        is_whole "$wheel" || die "Horovod was built without its library for torch. The log: $log"
+        mv "$wheel" "$1/"
+    done
+    rm -rf "$work"
+}
+
+kept=$cache/torch-$torch_version-$(platform)-$gpu-$recipe
+wheel() { compgen -G "$kept/horovod-$horovod-*.whl"; }
+
+mkdir -p "$kept"
+exec 9>"$kept/lock"
+take_lock 9
+if ! wheel >/dev/null; then
+    rm -rf "$kept"/.build.*            # of a build that was killed
+    check_build_tools
+    stop_if_missing
+    build_horovod "$kept"
+fi
+# Always anew: a Horovod built for another torch bears the same version.
+pip install --force-reinstall --no-deps "$(wheel)"
+exec 9>&-
+
+# ---- 5. the rest ----
+
+say "installing the project and what it needs"
+pip install --constraint "$constraints" --no-build-isolation --editable "${root}[$extras]"
+rm -rf "$root/elastic_trainer.egg-info"    # left by the build; with it our metadata would be found twice
+# import horovod.torch alone only prints that there is no library.
+"$python" -c 'from horovod.torch.mpi_ops import gloo_built; assert gloo_built()' >>"$log" 2>&1 ||
+    { tail -n 25 "$log" >&2; die "the kept Horovod cannot be loaded. Delete $kept and run this again."; }
+pip check
+
+printf '%s\n%s\n' "$(fingerprint)" "$spec" >"$venv/.installed-$extras"
+say "done: $venv"

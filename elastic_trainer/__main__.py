@@ -1,0 +1,139 @@
+"""The command line.
+
+    elastic-trainer run demo [--example gpt|digits] [--steps N] [--workers N] …
+    elastic-trainer run [horovodrun options] -- python my_train.py …
+    elastic-trainer verify|watch|report runs/NAME
+
+`./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from elastic_trainer.config import REDUCERS, ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ("gpt", "digits")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="elastic-trainer", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="train: the demo, or your own script after --", add_help=False)
+    for name, what in (("verify", "prove from the events that nothing was lost or repeated"),
+                       ("watch", "show the progress of a run"), ("report", "show the summary of a run")):
+        commands.add_parser(name, help=what).add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+    try:
+        if argv[:1] == ["run"]:
+            return run(argv[1:])
+        chosen = parser.parse_args(argv)
+        if not chosen.run_dir.is_dir():
+            raise ConfigError(f"there is no folder {chosen.run_dir}. Name a run's folder, e.g. runs/NAME.")
+        return {"verify": _verify, "watch": _watch, "report": _report}[chosen.command](chosen.run_dir)
+    except ConfigError as error:
+        print(f"elastic-trainer: {error}", file=sys.stderr)
+        return 2
+
+
+def run(argv: list[str]) -> int:
+    """Train to the end, in as many attempts as it takes; returns the exit code."""
+    from elastic_trainer.attempts import supervise
+    from elastic_trainer.report import print_summary, summarize
+    from elastic_trainer.events import read_events
+    from elastic_trainer.watch import Watch
+
+    ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(
+        prog="./horovodrun_elastic.sh", allow_abbrev=False,
+        usage="%(prog)s [demo] [options]\n       %(prog)s [options] [horovodrun options] -- python my_train.py …",
+        epilog="All other options go to horovodrun, e.g. --host-discovery-script ./hosts.sh -np 4 --min-np 2.")
+    parser.add_argument("--run", metavar="NAME", help="the run's name; the same name again resumes it (runs/NAME)")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
+    parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE", "exact"),
+                        help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="local workers, when no hosts are given (%(default)s)")
+    parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left (%(default)s)")
+    parser.add_argument("--example", choices=EXAMPLES, default="gpt", help="demo: what to train (%(default)s)")
+    parser.add_argument("--steps", type=int, help="demo: how many steps")
+    parser.add_argument("--seed", type=int, help="demo: the seed")
+    options, horovodrun_options = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
+    is_demo = not command
+    if is_demo and horovodrun_options:
+        parser.error(f"unknown: {' '.join(horovodrun_options)} (horovodrun's options need a command after --)")
+    if not 1 <= options.min_workers <= options.workers:
+        raise ConfigError(f"--min-workers is {options.min_workers} and --workers {options.workers}. Use 1 ≤ min ≤ workers.")
+
+    name = options.run or f"{options.example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = (options.runs_dir / name).resolve()
+    if is_demo:
+        command = [sys.executable, "-m", f"elastic_trainer.examples.{options.example}"]
+        for flag in ("steps", "seed"):
+            if getattr(options, flag) is not None:
+                command += [f"--{flag}", str(getattr(options, flag))]
+    if not any(o.startswith(("--host-discovery-script", "-H", "--hosts")) for o in horovodrun_options):
+        horovodrun_options = [*local_hosts(run_dir, options.workers), *horovodrun_options]
+        if not any(o in ("-np", "--num-proc") for o in horovodrun_options):
+            horovodrun_options += ["-np", str(options.workers), "--min-np", str(options.min_workers)]
+    os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
+
+    started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce}
+    print(f"run {name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it with --run {name}", flush=True)
+    watch = Watch(run_dir)
+    log_path = run_dir / "output.log"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "a") as log:
+        if is_demo:
+            watch.start()
+        exit_code = supervise(run_dir, horovodrun_options, command, started, output=log if is_demo else None)
+        if is_demo:
+            watch.stop()
+    if exit_code not in (0, 130) and is_demo:
+        print(f"the last lines of {log_path}:", *log_path.read_text(errors="replace").splitlines()[-25:], sep="\n",
+              file=sys.stderr)
+    print_summary(summarize(read_events(run_dir)))
+    return exit_code
+
+
+def local_hosts(run_dir: Path, workers: int) -> list[str]:
+    """Write a hosts file of loopback addresses, each a host of its own, and return horovodrun's option for it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    hosts = run_dir / "hosts"
+    hosts.write_text("".join(f"127.0.0.{number}:1\n" for number in range(1, workers + 1)))
+    script = [sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(hosts)]
+    return ["--host-discovery-script", shlex.join(script)]
+
+
+def _verify(run_dir: Path) -> int:
+    from elastic_trainer.verify import verify
+
+    verdict = verify(run_dir)
+    print(*verdict.sentences(), sep="\n")
+    return 0 if verdict.is_proved else 1
+
+
+def _watch(run_dir: Path) -> int:
+    from elastic_trainer.watch import watch
+
+    watch(run_dir)
+    return 0
+
+
+def _report(run_dir: Path) -> int:
+    from elastic_trainer.events import read_events
+    from elastic_trainer.report import print_summary, summarize
+
+    print_summary(summarize(read_events(run_dir)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Attempt after attempt until the run is finished: what `./horovodrun_elastic.sh` does when it has set up.
+
+command line → here → driver (one attempt) → … → result.json
+
+What always holds:
+1. A new attempt starts only when no worker of the one before it is left: a zombie would train on beside it.
+2. It goes on until the run is finished, the error is the user's own, or attempts without progress reach a limit.
+3. A stop from outside (Ctrl-C, SIGTERM) is passed on, and the run can be resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR
+from elastic_trainer.events import Events, read_events
+
+MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
+MAX_BACK_OFF_S = 60.0
+ORPHANS_S = 20.0
+"""How long workers have to notice that their driver is dead, before they are killed."""
+EXIT_BAD_COMMAND = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Next:
+    """What to do after an attempt: start another after `delay_s`, or stop with `exit_code`."""
+
+    verdict: str
+    exit_code: int | None = None
+    delay_s: float = 0.0
+
+
+def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress: int) -> Next:
+    """Decide what follows an attempt that ended with `exit_code` (negative: a signal's number)."""
+    if exit_code == EXIT_FINISHED:
+        return Next("finished", EXIT_FINISHED)
+    if was_interrupted:
+        return Next("interrupted", EXIT_INTERRUPTED)
+    if exit_code in (EXIT_USER_ERROR, EXIT_BAD_COMMAND):
+        return Next("user_error", exit_code)
+    if attempts_without_progress >= MAX_ATTEMPTS_WITHOUT_PROGRESS:
+        return Next("failed", 1)
+    return Next("failed", None, min(MAX_BACK_OFF_S, 2.0 ** attempts_without_progress - 1.0))
+
+
+def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
+              output: IO[Any] | None = None) -> int:
+    """Run attempts of `horovodrun_options command` until `decide_next` says stop; returns the exit code."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    before = read_events(run_dir)
+    attempt = max([e.get("attempt", 0) for e in before], default=0)
+    _end_orphans(before)  # of an earlier supervisor that was killed
+    events = Events(run_dir, run=run_dir.name)
+    events.emit("run.started", attempt=attempt + 1, options=options)
+    stopped = False
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        if process and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    idle = 0
+    while True:
+        attempt += 1
+        # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
+        env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
+                            "ELASTIC_TRAINER_KEY": secrets.token_hex(32)}
+        events.emit("attempt.started", attempt=attempt)
+        process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
+                                   env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
+                                   start_new_session=True)  # Ctrl-C is ours to pass on, once
+        exit_code = process.wait()
+        told = read_events(run_dir)
+        _end_orphans(told)
+        progressed = any(e["event"] == "worker.step_committed" and e["attempt"] == attempt and not e.get("repeated")
+                         for e in told)
+        idle = 0 if progressed else idle + 1
+        following = decide_next(exit_code, stopped, idle)
+        events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
+        if following.exit_code is not None:
+            return following.exit_code
+        deadline = time.monotonic() + following.delay_s
+        while time.monotonic() < deadline and not stopped:
+            time.sleep(0.1)
+        if stopped:
+            return EXIT_INTERRUPTED
+
+
+def _end_orphans(events: list[dict[str, Any]]) -> None:
+    """Wait until the workers that earlier attempts started on this machine are gone; kill those that stay."""
+    started = {e["worker"]: e["pid"] for e in events if e["event"] == "driver.worker_started"}
+    for event in events:
+        if event["event"] == "driver.worker_gone":
+            started.pop(event["worker"], None)
+    # A frozen driver holds its workers back from noticing; by now it is nobody's.
+    deadline = time.monotonic() + ORPHANS_S
+    left = {name: pid for name, pid in started.items() if is_worker(pid, name)}
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = {name: pid for name, pid in left.items() if is_worker(pid, name)}
+    for name, pid in left.items():
+        if is_worker(pid, name):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_worker(pid: int, name: str) -> bool:
+    """True if the process `pid` is the worker `name` (pids are used again; its environment says who it is)."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"ELASTIC_TRAINER_WORKER={name}".encode() in environment

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# ./horovodrun_elastic.sh                                  set-up, then the demo: train, and kill workers at will
+# ./horovodrun_elastic.sh [options] -- python my_train.py  your own script on local workers
+# ./horovodrun_elastic.sh [horovodrun options] -- python my_train.py
+#
+# Command line → deploy/install.sh → elastic_trainer/__main__.py (attempts) → elastic_trainer/driver.py (horovodrun, mended)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+"$here/deploy/install.sh"
+venv=${ELASTIC_TRAINER_VENV:-$here/.venv}
+export PATH="$venv/bin:$PATH"      # `python` after -- is the one that has torch and horovod
+exec "$venv/bin/python" -m elastic_trainer run "$@"

@@ -1,0 +1,94 @@
+"""Run: .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
+
+What this measures: the seconds and the memory it takes to know which samples come next, for a worker that
+starts and then lives through one resize. Ours is at a billion samples, the peer at 10 million.
+- ours: construct the Schedule, then the samples of all shards of a step in mid-epoch (the resize: nothing
+  is rebuilt) and of the epoch's last
+- peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half the epoch, one reset() as a
+  resize makes it (0.28.1 makes two), and start to iterate
+
+Where it stands: schedule, Horovod's sampler → here → stdout. Each arm is a fresh process with one repetition,
+cold, as at a real start. Time starts after the imports. Memory is the growth of the process's peak since then
+(VmHWM less the VmRSS before, so what the imports had let go again counts too).
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+OURS_SAMPLES, PEER_SAMPLES = 10**9, 10**7
+GLOBAL_BATCH, SHARDS = 4096, 16
+
+T = TypeVar("T")
+
+
+def ours() -> dict[str, float]:
+    from elastic_trainer.schedule import Schedule
+
+    def construct() -> Schedule:
+        return Schedule(dataset_size=OURS_SAMPLES, global_batch=GLOBAL_BATCH, shards=SHARDS, epochs=2, seed=1)
+
+    def samples(step: int) -> int:
+        return sum(schedule.shard_samples(step, shard).size for shard in range(SHARDS))
+
+    before = status_mb("VmRSS")
+    schedule, construct_s = timed(construct)
+    middle, last = schedule.steps_per_epoch // 2, schedule.steps_per_epoch - 1
+    at_middle, middle_s = timed(lambda: samples(middle))
+    at_last, last_s = timed(lambda: samples(last))
+    _, warm_s = timed(lambda: samples(middle + 1))
+    assert at_middle == GLOBAL_BATCH and at_last == OURS_SAMPLES % GLOBAL_BATCH
+    return {
+        "s": construct_s + middle_s + last_s,
+        "mb": status_mb("VmHWM") - before,
+        "warm_shard_us": warm_s / SHARDS * 1e6,
+    }
+
+
+def peer() -> dict[str, float]:
+    import horovod.torch as hvd
+    from horovod.torch.elastic.sampler import ElasticSampler
+
+    hvd.init()
+    before = status_mb("VmRSS")
+    sampler, construct_s = timed(lambda: ElasticSampler(range(PEER_SAMPLES)))
+    sampler.record_batch(0, PEER_SAMPLES // 2)
+    _, reset_s = timed(sampler.reset)
+    _, iterate_s = timed(lambda: next(iter(sampler)))
+    assert len(sampler) == PEER_SAMPLES // 2
+    return {
+        "s": construct_s + reset_s + iterate_s,
+        "mb": status_mb("VmHWM") - before,
+        "construct_s": construct_s,
+        "reset_s": reset_s,
+        "iterate_s": iterate_s,
+    }
+
+
+def timed(act: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    result = act()
+    return result, time.perf_counter() - start
+
+
+def status_mb(key: str) -> float:
+    """Read one line of /proc/self/status: VmRSS is the memory now, VmHWM its peak. Source: proc(5)."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024 / 1e6
+
+
+def in_fresh_process(arm: str) -> dict[str, float]:
+    done = subprocess.run([sys.executable, __file__, arm], stdout=subprocess.PIPE, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    return {f"{arm}_{key}": float(f"{value:.4g}") for key, value in measured.items()}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps({"ours": ours, "peer": peer}[sys.argv[1]]()))
+    else:
+        sizes = {"ours_samples": OURS_SAMPLES, "peer_samples": PEER_SAMPLES, "global_batch": GLOBAL_BATCH}
+        print(json.dumps(in_fresh_process("ours") | in_fresh_process("peer") | sizes))

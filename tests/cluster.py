@@ -1,0 +1,171 @@
+"""A real cluster on this machine: the mended horovodrun, real worker processes, hosts that come and go.
+
+Hosts are loopback addresses (127.0.0.1, 127.0.0.2, …): each a host of its own to horovodrun, without root or ssh.
+Nothing here sleeps and hopes: everything waits for an event in the run's diary, with a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from faults import Plan
+
+from elastic_trainer.events import read_events
+from elastic_trainer.verify import verify
+
+TESTS = Path(__file__).resolve().parent
+JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
+DEADLINE_S = 150.0
+POLL_S = 0.02
+HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
+
+
+class Cluster:
+    """One run, with everything it started; use as a context manager."""
+
+    def __init__(self, folder: Path, *, hosts: int = 4, start_with: int | None = None, min_workers: int = 2,
+                 job: Sequence[str] = (), plan: Plan | None = None, supervised: bool = True,
+                 options: Sequence[str] = (), command: Sequence[str] | None = None):
+        self.folder, self.run_dir = folder, folder / "runs" / "run"
+        self.plan = plan or Plan()
+        self.hosts_file = folder / "hosts"
+        self.all_hosts = [f"127.0.0.{number}" for number in range(1, hosts + 1)]
+        start_with = start_with or hosts
+        self.set_hosts(self.all_hosts[:start_with])
+        self.command = [
+            sys.executable, "-m", "elastic_trainer", "run", "--run", "run", "--runs-dir", str(folder / "runs"),
+            "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
+            "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
+        self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        for name, pid in self.live_pids().items():
+            if is_worker(pid, name):
+                os.kill(pid, signal.SIGKILL)
+
+    def start(self) -> None:
+        """Start the run, or resume it."""
+        self.process = subprocess.Popen(self.command, env=self.env, cwd=self.folder, start_new_session=True,
+                                        stdout=open(self.folder / "output.log", "ab"), stderr=subprocess.STDOUT)
+
+    # --- what a test does ---------------------------------------------------------------------------------------------
+
+    def set_hosts(self, hosts: Sequence[str]) -> None:
+        """Replace the hosts file whole."""
+        new = self.hosts_file.with_suffix(".new")
+        new.write_text("".join(f"{host}:1\n" for host in hosts))
+        new.replace(self.hosts_file)
+
+    def signal_worker(self, host: str, number: int) -> int:
+        """Send a signal to the worker on a host; returns its pid."""
+        name, pid = next((n, p) for n, p in self.live_pids().items() if n.split("/")[0] == host)
+        assert is_worker(pid, name)
+        os.kill(pid, number)
+        return pid
+
+    def driver_pid(self) -> int:
+        """Return the pid of the driver (the supervisor's only child that runs it)."""
+        assert self.process
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children
+                    if b"elastic_trainer.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for the end of the run; returns the exit code."""
+        assert self.process
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end in {deadline_s:.0f} s; {self.story()}") from None
+
+    # --- what a test sees ---------------------------------------------------------------------------------------------
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Return the diary, or its events of one name."""
+        return [e for e in read_events(self.run_dir) if name in (None, e["event"])]
+
+    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+        """Wait until `seen()` is true and return it."""
+        deadline = time.monotonic() + deadline_s
+        while not (result := seen()):
+            assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s; {self.story()}"
+            assert self.process is None or self.process.poll() is None, f"the run ended before {what}; {self.story()}"
+            time.sleep(POLL_S)
+        return result
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is committed."""
+        self.wait_for(f"step {step}", lambda: any(e["step"] >= step for e in self.events("worker.step_committed")))
+
+    def wait_for_world(self, size: int, after: int = 0) -> int:
+        """Wait until a generation of this size has started after generation `after`; returns its number."""
+        return int(self.wait_for(f"world of {size}", lambda: [
+            e["generation"] for e in self.events("worker.generation_started")
+            if e["size"] == size and e["generation"] > after])[-1])
+
+    def wait_until_fired(self, count: int | None = None) -> None:
+        """Wait until the plan's faults (or so many of them) have fired."""
+        self.wait_for("fault", lambda: len(self.fired()) >= (len(self.plan.faults) if count is None else count))
+
+    def fired(self) -> list[dict[str, Any]]:
+        """Return what fired."""
+        return [json.loads(p.read_text() or "{}") for p in sorted(self.folder.glob("fired-*"))]
+
+    def live_pids(self) -> dict[str, int]:
+        """Return the pids of the workers that were started and are not known to be gone."""
+        live = {e["worker"]: e["pid"] for e in self.events("driver.worker_started")}
+        for event in self.events("driver.worker_gone"):
+            live.pop(event["worker"], None)
+        return live
+
+    def lost(self) -> list[dict[str, Any]]:
+        """Return the workers that ended in any other way than finished, left on request, or stopped with the attempt."""
+        return [e for e in self.events("driver.worker_gone") if e["reason"] not in HEALTHY_ENDS]
+
+    def story(self) -> str:
+        """Return what a person needs to see when a test fails."""
+        told = [json.dumps({k: v for k, v in e.items() if k not in ("run", "time")})[:300] for e in self.events()
+                if e["event"] != "worker.step_committed"]
+        log = self.folder / "output.log"
+        return "\n".join(["the story:", *told[-40:], "the output:",
+                          *(log.read_text(errors="replace").splitlines()[-30:] if log.exists() else [])])
+
+    def assert_nothing_lost(self, twin: str, *, victims: int, revived: bool = False) -> dict[str, Any]:
+        """Assert the three laws: every planned fault fired, no healthy worker died, same bits, each sample once."""
+        assert len(self.fired()) == len(self.plan.faults), f"{self.plan.faults} fired: {self.fired()}; {self.story()}"
+        assert len(self.lost()) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
+        revivals = self.events("worker.revives")
+        assert all(e["where"] == "init" for e in revivals), self.story()
+        assert bool(revivals) <= revived, self.story()
+        verdict = verify(self.run_dir)
+        assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
+        result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
+        assert result["weights_sha256"] == twin, self.story()
+        return result
+
+
+def is_worker(pid: int, name: str) -> bool:
+    """True if the process is the worker of this name."""
+    try:
+        return f"ELASTIC_TRAINER_WORKER={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

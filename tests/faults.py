@@ -1,0 +1,114 @@
+"""The vocabulary of faults: what happens to which worker, at which point of the protocol.
+
+    Plan().kill(host="127.0.0.2", at="step.voted", step=7).freeze(host="127.0.0.3", at="step.prepared", step=12)
+
+A plan travels to the workers as JSON; there it listens to the engine's own events (`train(listeners=[…])`). Every
+fault fires once in the whole run, whoever asks, and leaves a file behind that says so: tests assert that it did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left", "world.transfer_started",
+          "world.transfer_ended", "world.generation_entered", "step.prepared", "step.voted", "step.applied", "data")
+
+
+@dataclass
+class Plan:
+    """Faults to inject, in any order."""
+
+    faults: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, do: str, *, at: str, host: str | None = None, step: int | None = None, generation: int | None = None,
+            **facts: Any) -> Plan:
+        """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with these facts."""
+        assert at in POINTS, at
+        wanted = {k: v for k, v in {"step": step, "generation": generation, **facts}.items() if v is not None}
+        self.faults.append({"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults)})
+        return self
+
+    def kill(self, **where: Any) -> Plan:
+        """SIGKILL."""
+        return self.add("kill", **where)
+
+    def freeze(self, **where: Any) -> Plan:
+        """SIGSTOP: the process is there, holds its sockets, and says nothing."""
+        return self.add("freeze", **where)
+
+    def to_json(self) -> str:
+        """Return the plan as it travels in the environment."""
+        return json.dumps(self.faults)
+
+
+class Injector:
+    """In the worker: listens, and does to this process what the plan says."""
+
+    def __init__(self, plan: str, folder: Path, host: str):
+        self.faults, self.folder, self.host = json.loads(plan), folder, host
+
+    def __call__(self, point: str, facts: dict[str, Any]) -> None:
+        for fault in self.faults:
+            is_here = fault["at"] == point and fault["host"] in (None, self.host)
+            if is_here and all(facts.get(k) == v for k, v in fault["facts"].items()) and self._claim(fault, facts):
+                self._do(fault["do"])
+
+    def _claim(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
+        try:
+            with open(self.folder / f"fired-{fault['number']}", "x") as file:
+                json.dump({"host": self.host, "pid": os.getpid(), **{k: str(v) for k, v in facts.items()}}, file)
+            return True
+        except FileExistsError:
+            return False
+
+    def _do(self, do: str) -> None:
+        match do:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "crash":
+                sys.exit(1)
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "raise":
+                raise ValueError("a bad sample, as planned")
+            case "kill_in_init":
+                threading.Thread(target=_kill_when_listening, daemon=True).start()
+            case "child_holds_stdout":
+                subprocess.Popen(["sleep", "600"], start_new_session=True)  # not in the group that is killed with us
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _:
+                raise AssertionError(do)
+
+
+def _kill_when_listening() -> None:
+    """SIGKILL this process when Gloo has opened its listening socket: in the middle of `hvd.init()`."""
+    def listening() -> set[str]:
+        inodes = {line.split()[9] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+                  if line.split()[3] == "0A"}
+        mine = set()
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{name}")
+            except OSError:
+                continue
+            if target.startswith("socket:[") and target[8:-1] in inodes:
+                mine.add(target)
+        return mine
+
+    while not listening():
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)

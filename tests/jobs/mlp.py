@@ -1,0 +1,63 @@
+"""The job of the fault tests: small, but with BatchNorm, dropout, clipping, a schedule and short last batches.
+
+    python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
+
+It is an ordinary training script; the faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from faults import Injector  # noqa: E402
+
+injector = None
+if "ELASTIC_TEST_PLAN" in os.environ:
+    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]),
+                        os.environ.get("HOROVOD_HOSTNAME", ""))
+    injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
+
+import torch  # noqa: E402
+
+from elastic_trainer import cosine, train  # noqa: E402
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least")
+parser.add_argument("--checkpoint-every", type=int, default=20)
+parser.add_argument("--reduce")
+options = parser.parse_args()
+
+
+class Samples(torch.utils.data.Dataset):
+    """1003 random points with the class that their largest coordinate gives them."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.points = torch.randn(1003, 20, generator=generator)
+        self.classes = self.points[:, :4].argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        time.sleep(options.step_s)
+        if injector:
+            injector("data", {"worker_step": len(numbers)})
+        noise = 0.01 * torch.randn(len(numbers), 20)  # augmentation: must follow the shard's seed, not the worker
+        return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
+
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Dropout(0.1),
+                            torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+result = train(model, optimizer, Samples(), global_batch=64, shards=8, epochs=1000, seed=3, max_steps=options.steps,
+               loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+               schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,
+               checkpoint_every=options.checkpoint_every, reduce=options.reduce,
+               listeners=[injector] if injector else None)
+print("weights", result.weights_sha256)

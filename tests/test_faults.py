@@ -1,0 +1,272 @@
+"""Every kind of death, for real: real horovodrun, real processes, at least four ranks.
+
+Each test asserts the same laws (`Cluster.assert_nothing_lost`): the fault fired, no healthy worker died, every sample
+counted exactly once, steps never went back, one lineage, and the weights equal the undisturbed twin's bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, is_worker
+from faults import Plan
+
+Twin = Callable[..., str]
+FEW = ("--steps", "40")
+SLOW = ("--steps", "120", "--step-s", "0.05")
+"""Slow enough that hosts can come and go while it runs."""
+
+
+def host(rank: int) -> str:
+    """The host that has this rank while nobody has left."""
+    return f"127.0.0.{rank + 1}"
+
+
+@pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"), (0, "step.voted"),
+                                             (2, "step.voted"), (0, "step.applied"), (1, "data")])
+def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int, point: str) -> None:
+    """SIGKILL in the backward pass, before the vote, between vote and apply, or after apply costs one step at most."""
+    plan = Plan().kill(host=host(rank), at=point, step=None if point == "data" else 12)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+    assert result["steps_redone"] <= 1
+    assert result["attempts"] == 1
+
+
+def test_loses_nothing_when_two_workers_are_killed_at_once(tmp_path: Path, twin_of: Twin) -> None:
+    """Half of the world dies in the same step, rank 0 among it."""
+    plan = Plan().kill(host=host(0), at="step.voted", step=12).kill(host=host(3), at="step.voted", step=12)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+    assert result["steps_redone"] <= 1
+
+
+def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path, twin_of: Twin) -> None:
+    """A second death after the place in the new generation was taken: admission or init absorbs it."""
+    plan = Plan().kill(host=host(1), at="step.prepared", step=12).kill(host=host(2), at="world.init_left", generation=2)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*FEW), victims=2, revived=True)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+    """SIGSTOP: sockets stay open and nothing is said; the beats' silence ends it (F3), nobody else."""
+    with Cluster(tmp_path, job=FEW, plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+        assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"]
+    assert result["steps_redone"] <= 1
+
+
+def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
+    """SIGTERM is a wish to leave: no step is done again, and the exit code is 75."""
+    with Cluster(tmp_path, job=FEW, plan=Plan().add("terminate", host=host(0), at="step.prepared", step=12)) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
+        left = [e for e in cluster.events("driver.worker_gone") if e["reason"] == "left"]
+    assert [e["exit_code"] for e in left] == [75]
+    assert result["steps_redone"] == 0
+
+
+def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_of: Twin) -> None:
+    """A newcomer that dies before it stands ready costs no generation; its host gets another chance."""
+    plan = Plan().add("crash", host=host(4), at="boot")
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        generation = cluster.wait_for_world(5)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+    assert generation == 2
+    assert result["steps_redone"] == 0
+
+
+def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
+    """A newcomer that never stands ready is never in any generation, and is stopped when the run is over."""
+    plan = Plan().add("hang", host=host(4), at="boot")
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["generations"] == 1
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path, twin_of: Twin, generation: int) -> None:
+    """Horovod aborts all who are in `hvd.init()` (F1); they come back with the same pid and their live state."""
+    plan = Plan().add("kill_in_init", host=host(2), at="world.init_entered", generation=generation)
+    if generation == 2:
+        plan.kill(host=host(0), at="step.voted", step=12)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=generation, revived=True)
+        assert cluster.events("worker.revives"), cluster.story()
+    assert result["attempts"] == 1
+    assert result["steps_redone"] <= 1
+
+
+@pytest.mark.parametrize("victim", ["giver", "receiver"])
+def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, victim: str) -> None:
+    """Survivors' state is never written by a transfer, and a newcomer takes all of it or nothing."""
+    dying = host(1) if victim == "giver" else host(4)
+    plan = Plan().kill(host=dying, at="world.transfer_started", generation=2, is_giver=victim == "giver")
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+
+
+def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: Path, twin_of: Twin) -> None:
+    """Two of four die, the rest wait for a third; one of them dies while it waits; the last one still holds the state."""
+    plan = Plan().kill(host=host(0), at="step.voted", step=12).kill(host=host(1), at="step.voted", step=12)
+    with Cluster(tmp_path, job=SLOW, min_workers=3, plan=plan) as cluster:
+        cluster.wait_until_fired()
+        cluster.wait_for("two deaths", lambda: len(cluster.events("driver.worker_gone")) == 2)
+        cluster.signal_worker(host(2), signal.SIGKILL)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=3)
+    assert result["attempts"] == 1
+    assert result["steps_redone"] <= 1
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+    """A host that leaves the list goes at a step boundary, also when it is rank 0's."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts([h for h in cluster.all_hosts if h != host(rank)])
+        cluster.wait_for_world(3)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["steps_redone"] == 0
+
+
+def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of: Twin) -> None:
+    """One host joins and leaves within a second and is never in the world; then it joins for good."""
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for("newcomer", lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_started")))
+        cluster.set_hosts(cluster.all_hosts[:4])
+        cluster.wait_for("its end", lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_gone")))
+        cluster.set_hosts(cluster.all_hosts)
+        generation = cluster.wait_for_world(5)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert generation == 2
+    assert result["steps_redone"] == 0
+
+
+def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp_path: Path, twin_of: Twin) -> None:
+    """Nobody may work, so all wait, alive, with their state; then they go on as if nothing had been."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(3)
+        workers = cluster.live_pids()
+        cluster.set_hosts([])
+        cluster.wait_for("the pause", lambda: len(cluster.events("driver.host_removed")) == 4)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for_world(4, after=1)
+        assert cluster.live_pids() == workers
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["steps_redone"] == 0
+
+
+def test_hands_the_state_over_when_the_whole_list_is_swapped(tmp_path: Path, twin_of: Twin) -> None:
+    """Not one host of the old list is in the new one (Horovod: "No hosts from previous set remaining")."""
+    with Cluster(tmp_path, hosts=6, start_with=3, job=("--steps", "150", "--step-s", "0.05")) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts[3:])
+        cluster.wait_for("the new ones alone", lambda: any(
+            set(e["hosts"]) == set(cluster.all_hosts[3:]) for e in cluster.events("driver.generation_formed")))
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of("--steps", "150", "--step-s", "0.05"), victims=0)
+    assert result["attempts"] == 1
+    assert result["steps_redone"] == 0
+
+
+def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: Twin) -> None:
+    """Unknown is never empty: with the discovery down, a death is recovered from as ever."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(3)
+        broken = Path(f"{cluster.hosts_file}.broken")
+        broken.touch()
+        cluster.wait_for("failed discovery", lambda: cluster.events("driver.discovery_failed"))
+        cluster.signal_worker(host(1), signal.SIGKILL)
+        cluster.wait_for_world(3)
+        broken.unlink()
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+
+
+def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path, twin_of: Twin) -> None:
+    """Workers notice, finish their step, write it down and stop; the next attempt goes on from there."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(7)
+        cluster_driver = cluster.driver_pid()
+        import os
+        os.kill(cluster_driver, signal.SIGKILL)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+        assert cluster.events("state.checkpoint_restored"), cluster.story()
+    assert result["attempts"] == 2
+    assert result["steps_redone"] == 0
+
+
+def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_of: Twin) -> None:
+    """All workers, the driver and the supervisor die at once; the same command goes on from the checkpoint."""
+    import os
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        workers, driver = cluster.live_pids(), cluster.driver_pid()
+        assert cluster.process
+        for pid in (cluster.process.pid, driver, *workers.values()):
+            os.kill(pid, signal.SIGKILL)
+        cluster.process.wait()
+        assert not any(is_worker(pid, name) for name, pid in workers.items())
+        cluster.start()
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+        assert cluster.events("state.checkpoint_restored"), cluster.story()
+    assert result["attempts"] == 2
+
+
+def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_path: Path, twin_of: Twin) -> None:
+    """Nobody holds the state any more: the attempt ends, and the next one restores the checkpoint, unattended."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        for rank in range(4):
+            cluster.signal_worker(host(rank), signal.SIGKILL)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=4)
+    assert result["attempts"] == 2
+
+
+def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin) -> None:
+    """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit is what counts."""
+    plan = Plan().add("child_holds_stdout", host=host(2), at="step.prepared", step=12)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+
+
+def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Path) -> None:
+    """A user's own exception is never retried and reaches every rank; a dead host always is."""
+    with Cluster(tmp_path, job=SLOW, plan=Plan().add("raise", host=host(2), at="data")) as cluster:
+        assert cluster.wait() == 70
+        attempts, failed = cluster.events("attempt.ended"), cluster.events("worker.failed")
+        assert [e["verdict"] for e in attempts] == ["user_error"], cluster.story()
+        assert len(failed) == 4, cluster.story()
+        assert all("a bad sample, as planned" in e["error"] for e in failed)
+        assert "a bad sample, as planned" in (tmp_path / "output.log").read_text()

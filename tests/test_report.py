@@ -1,0 +1,314 @@
+"""The laws of `report` and `watch`: what is summed up and shown follows from the events."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from elastic_trainer.report import print_summary, summarize, write_result
+from elastic_trainer.watch import RECENT_EVENTS, Picture, Tail, Watch, fold, panel, plain_line
+
+Event = dict[str, Any]
+
+
+def event(time: float, name: str, *, attempt: int = 1, **facts: Any) -> Event:
+    return {"time": time, "event": name, "run": "x", "attempt": attempt, **facts}
+
+
+def step(time: float, number: int, *, attempt: int = 1, generation: int = 1, **facts: Any) -> Event:
+    place = {"attempt": attempt, "generation": generation, "size": 2}
+    said = {"samples": 8, "digest": 1, "loss": 3.0 - number, "lr": 0.1, "step_s": 1.0} | facts
+    return event(time, "worker.step_committed", step=number, **place, **said)
+
+
+def generation(time: float, number: int, at: int, source: str, pause_s: float, *, attempt: int = 1) -> Event:
+    place = {"attempt": attempt, "generation": number, "size": 2, "rank": 0}
+    return event(time, "worker.generation_started", step=at, source=source, pause_s=pause_s, **place)
+
+
+JOB = {"dataset_size": 80, "global_batch": 8, "shards": 2, "epochs": 1, "seed": 0, "max_steps": None}
+RUN = [
+    event(0.0, "run.started", options={}),
+    event(1.0, "attempt.started"),
+    event(1.0, "driver.worker_started", host="local-1", slot=0, worker="local-1/0/1", pid=41),
+    event(1.0, "driver.worker_started", host="local-2", slot=0, worker="local-2/0/1", pid=42),
+    event(4.0, "driver.worker_ready", worker="local-1/0/1", boot_s=3.0),
+    event(5.0, "driver.worker_ready", worker="local-2/0/1", boot_s=4.0),
+    event(
+        5.0, "driver.generation_formed", generation=1, size=2, hosts=["local-1", "local-2"], reason="start"
+    ),
+    generation(6.0, 1, 0, "fresh", 5.0),
+    event(6.0, "job.described", **JOB, reduce="exact"),
+    step(7.0, 0),
+    step(8.0, 1),
+    event(8.5, "state.checkpoint_published", step=2, bytes=8, duration_s=0.1),
+    step(9.0, 2),
+    # step 3 is in flight for half a second, then worker 42 dies, and the pause is 0.4 s
+    event(
+        9.6,
+        "driver.worker_gone",
+        worker="local-2/0/1",
+        host="local-2",
+        pid=42,
+        exit_code=-9,
+        reason="crashed",
+    ),
+    event(9.8, "worker.step_redone", generation=2, step=3),
+    generation(9.9, 2, 3, "memory", 0.4),
+    step(9.9, 2, generation=2, step_s=0.0, repeated=True),
+    step(11.0, 3, generation=2),
+    event(
+        12.0,
+        "driver.worker_gone",
+        worker="local-1/0/1",
+        host="local-1",
+        pid=41,
+        exit_code=137,
+        reason="crashed",
+    ),
+    event(12.0, "attempt.ended", exit_code=1, verdict="failed"),
+    event(13.0, "attempt.started", attempt=2),
+    generation(16.0, 1, 2, "checkpoint", 2.0, attempt=2),
+    step(17.0, 2, attempt=2),
+    step(18.0, 3, attempt=2),
+    event(19.0, "run.finished", attempt=2, steps=4, samples=32, loss=0.0, weights_sha256="5a"),
+    event(25.0, "attempt.ended", attempt=2, exit_code=0, verdict="finished"),
+]
+
+
+def test_result_counts_the_kept_history() -> None:
+    """Steps and samples are those of the finish; what was done again is counted apart."""
+    result = summarize(RUN)
+    assert {key: result[key] for key in ("steps", "samples", "loss", "weights_sha256", "finished")} == {
+        "steps": 4,
+        "samples": 32,
+        "loss": 0.0,
+        "weights_sha256": "5a",
+        "finished": True,
+    }
+    assert (result["attempts"], result["generations"]) == (2, 3)
+    assert (result["steps_redone"], result["steps_rolled_back"]) == (1 + 2, 2)
+    assert result["pauses"] == [0.4] and result["workers_lost"] == {"crashed": 2}
+
+
+def test_books_close_and_say_what_every_second_went_into() -> None:
+    """Booting until the first generation, pauses as measured, restarting from the last step to the next world."""
+    result = summarize(RUN)
+    assert result["wall_s"] == 19.0
+    assert result["books"] == {
+        "booting_s": 6.0,
+        "training_s": 3.5 + 1.1 + 3.0,
+        "pausing_s": 0.4,
+        "restarting_s": 1.0 + 4.0,
+        "stopped_s": 0.0,
+    }
+    assert result["goodput"] == round(
+        4.0 / 13.0, 4
+    )  # steps 0 to 3, once each, of the 13 s since the first world
+
+
+def test_hosts_account_for_their_workers() -> None:
+    """Each host's seconds are those of its workers, booting and then working."""
+    assert summarize(RUN)["hosts"] == {
+        "local-1": {"workers": 1, "booting_s": 3.0, "working_s": 8.0},
+        "local-2": {"workers": 1, "booting_s": 4.0, "working_s": 4.6},
+    }
+
+
+def test_time_between_invocations_is_nobodys() -> None:
+    """A run that a person stopped over night is not slower for it."""
+    night = 50_000.0
+    stopped = [*RUN[:13], event(9.5, "attempt.ended", exit_code=0, verdict="interrupted")]
+    later = [item | {"time": item["time"] + night} for item in RUN[20:]]
+    result = summarize([*stopped, event(night + 12.0, "run.started", options={}), *later])
+    assert result["books"]["stopped_s"] == night + 12.0 - 9.5
+    assert sum(result["books"].values()) == pytest.approx(result["wall_s"])
+    assert result["goodput"] > 0.2
+
+
+def test_an_unfinished_run_is_summed_up_to_its_last_event() -> None:
+    """A result can be asked for at any time."""
+    result = summarize(RUN[:18])
+    assert (result["finished"], result["steps"], result["samples"], result["loss"]) == (False, 4, 32, 0.0)
+    assert result["weights_sha256"] is None and result["wall_s"] == 11.0
+    nothing = summarize([])
+    assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0, None)
+
+
+@given(st.lists(st.sampled_from(RUN)), st.lists(st.floats(0, 100), min_size=40, max_size=40))
+def test_books_close_and_goodput_is_a_part_whatever_the_events(
+    events: list[Event], times: list[float]
+) -> None:
+    """Even of events that make no sense and clocks that go back: the parts sum to the whole."""
+    result = summarize([item | {"time": time} for item, time in zip(events, times, strict=False)])
+    assert sum(result["books"].values()) == pytest.approx(result["wall_s"], abs=0.01)
+    assert 0.0 <= result["goodput"] <= 1.0
+    assert all(seconds >= 0.0 for seconds in result["books"].values())
+
+
+def write(folder: Path, events: list[Event]) -> Path:
+    (folder / "events.jsonl").write_text("".join(json.dumps(item) + "\n" for item in events))
+    return folder
+
+
+def test_result_is_written_whole(tmp_path: Path) -> None:
+    """result.json is what summarize() says, and nothing is left beside it."""
+    result = write_result(write(tmp_path, RUN))
+    assert json.loads((tmp_path / "result.json").read_text()) == result == summarize(RUN)
+    assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "result.json"}
+
+
+@pytest.mark.parametrize("events", [RUN, RUN[:9], []])
+def test_summary_is_readable_at_any_time(events: list[Event]) -> None:
+    """The table stands for a finished, a starting and an empty run."""
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(summarize(events), console)
+    assert "goodput" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# --- watch --------------------------------------------------------------------------------------------------------
+
+
+def picture_of(events: list[Event]) -> Picture:
+    picture = Picture()
+    for item in events:
+        picture = fold(picture, item)
+    return picture
+
+
+def words(events: list[Event]) -> list[str]:
+    """Return what a picture says of the last of the events, without the clock."""
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", said) for said in picture_of(events).recent]
+
+
+def test_picture_shows_where_training_is() -> None:
+    """Step, loss, speed, ETA and fleet are those of the last events."""
+    picture = picture_of(RUN[:13])
+    assert (picture.phase, picture.steps, picture.steps_due, picture.loss) == ("training", 3, 10, 1.0)
+    assert (picture.attempt, picture.generation, picture.size) == (1, 1, 2)
+    assert picture.samples_per_s == 8.0 and picture.eta_s == 7.0
+
+
+def test_picture_follows_a_restart_back_to_its_checkpoint() -> None:
+    """Steps that a restart dropped are not shown as done."""
+    assert picture_of(RUN[:21]).phase == "restarting"
+    assert picture_of(RUN[:21]).workers == {}
+    picture = picture_of(RUN[:22])
+    assert (picture.phase, picture.steps, picture.attempt) == ("training", 2, 2)
+
+
+def test_picture_pauses_while_a_generation_forms() -> None:
+    """Between two generations nobody trains."""
+    formed = event(9.7, "driver.generation_formed", generation=2, size=1, hosts=["local-1"], reason="lost")
+    assert picture_of([*RUN[:14], formed]).phase == "pausing"
+
+
+def test_picture_is_over_when_the_run_is() -> None:
+    """A finish, the user's own error and a stop end it; a failed attempt does not."""
+    assert picture_of(RUN).phase == "finished"
+    for verdict, is_over in (
+        ("finished", True),
+        ("user_error", True),
+        ("interrupted", True),
+        ("failed", False),
+    ):
+        assert picture_of([event(0.0, "attempt.ended", exit_code=1, verdict=verdict)]).is_over is is_over
+
+
+def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
+    """One that boots is named only where there is no other, one that is gone or elsewhere never."""
+    assert picture_of(RUN[:2]).kill_command is None
+    assert picture_of(RUN[:4]).kill_command == "kill -9 42"
+    assert picture_of(RUN[:5]).kill_command == "kill -9 41"
+    assert picture_of(RUN[:6]).kill_command == "kill -9 42"
+    assert picture_of(RUN[:14]).kill_command == "kill -9 41"
+    remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1", pid=43)
+    assert picture_of([remote]).kill_command is None
+
+
+def test_events_are_said_in_words() -> None:
+    """A person reads what happened, the newest last, and no more than fits."""
+    assert words(RUN[13:17])[-1] == "generation 2: 2 workers, paused 0.40 s"
+    assert words(RUN[:14])[-1] == "host local-2: worker 42 killed (SIGKILL)"
+    assert words(RUN[18:19]) == ["host local-1: worker 41 killed (SIGKILL)"]
+    assert words(RUN[:6])[-1] == "host local-2: worker 42 ready after 4.0 s"
+    assert words(RUN[:22])[-1] == "generation 1: 2 workers, starts from the checkpoint of step 2"
+    assert words(RUN)[-2] == "finished: 4 steps, 32 samples, loss 0.0000"
+    assert len(words(RUN)) == RECENT_EVENTS
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "said"),
+    [
+        ("crashed", 1, "crashed (exit code 1)"),
+        ("crashed", -11, "killed (SIGSEGV)"),
+        ("frozen", None, "was silent for too long and is given up"),
+        ("boot_failed", 2, "failed to boot (exit code 2)"),
+        ("boot_timeout", None, "took too long to boot"),
+        ("left", 75, "left"),
+    ],
+)
+def test_each_end_of_a_worker_has_its_words(reason: str, exit_code: int | None, said: str) -> None:
+    """How a worker went is told apart."""
+    gone = event(
+        0.0, "driver.worker_gone", worker="a/0/1", host="a", pid=7, exit_code=exit_code, reason=reason
+    )
+    assert words([gone]) == [f"host a: worker 7 {said}"]
+
+
+def test_an_event_that_makes_no_sense_changes_nothing() -> None:
+    """A watcher never dies of what it reads."""
+    picture = picture_of(RUN[:13])
+    for odd in (
+        {},
+        {"event": "worker.step_committed"},
+        {"event": "driver.worker_ready", "worker": "?"},
+        {"event": 3},
+    ):
+        assert fold(picture, odd) == picture
+
+
+@pytest.mark.parametrize("until", range(0, len(RUN) + 1, 3))
+def test_every_picture_can_be_shown(until: int) -> None:
+    """From before the first event to after the last there is a panel and a line."""
+    picture = picture_of(RUN[:until])
+    console = Console(file=io.StringIO(), width=100)
+    console.print(panel(picture))
+    assert picture.phase in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "samples/s" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert picture.phase in plain_line(picture)
+
+
+def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
+    """A line that is still being written comes when it is whole; a torn one is passed over."""
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert list(tail.events()) == []
+    path.write_text('{"event": "a"}\n{"event"')
+    assert list(tail.events()) == [{"event": "a"}]
+    with path.open("a") as file:
+        file.write(': "b"}\n{"ev\n[]\n{"event": "c"}\n')
+    assert list(tail.events()) == [{"event": "b"}, {"event": "c"}]
+    assert list(tail.events()) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: bool) -> None:
+    """Whatever was written before stop() is shown, as a panel or as a plain line."""
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+    watch = Watch(write(tmp_path, RUN), console)
+    watch.start()
+    watch.wait()
+    watch.stop()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert watch.picture.is_over and "finished" in shown and "4/10" in shown
+    if not is_terminal:
+        assert len(shown.splitlines()) == 1

@@ -1,0 +1,339 @@
+"""The laws of schedule: what happens at a step follows from job and step. Numbers as in its head comment."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule import (
+    MAX_GLOBAL_BATCH,
+    Schedule,
+    aligned_subtrees,
+    constant,
+    cosine,
+    linear_decay,
+    owned_shards,
+    permute,
+    samples_digest,
+)
+
+BILLION = Schedule(dataset_size=10**9, global_batch=4096, shards=16, epochs=3, seed=7)
+
+
+@some.composite
+def small_schedules(draw):
+    global_batch = draw(some.integers(1, 50))
+    return Schedule(
+        dataset_size=draw(some.integers(1, 200)),
+        global_batch=global_batch,
+        shards=draw(some.integers(1, global_batch)),
+        epochs=draw(some.integers(1, 3)),
+        seed=draw(some.integers(0, 2**64 - 1)),
+    )
+
+
+def permutation(size, key=0):
+    return permute(np.arange(size), size, key)
+
+
+def chi_square_sigmas(counts):
+    """How many standard deviations the counts are away from what equal chances give."""
+    freedom = counts.size - 1
+    return (((counts - counts.mean()) ** 2).sum() / counts.mean() - freedom) / math.sqrt(2 * freedom)
+
+
+# ---- the permutation
+
+
+def test_every_place_is_taken_once_when_size_is_anything_from_1_to_3000():
+    """The permutation is a bijection on range(size)."""
+    for size in range(1, 3001):
+        assert (np.bincount(permutation(size, key=size), minlength=size) == 1).all(), size
+
+
+@pytest.mark.parametrize("size", [4095, 4096, 4097, 2**16, 2**18 + 1, 1_281_167])
+def test_every_place_is_taken_once_when_size_is_at_an_edge(size):
+    """It stays one where the number of rounds changes, at squares and beside them."""
+    assert (np.bincount(permutation(size, key=3), minlength=size) == 1).all()
+
+
+@pytest.mark.parametrize("size", [10**9, 10**9 + 7, 2**32, 2**40 - 1, 2**40, 2**48])
+def test_no_place_is_taken_twice_when_size_is_a_billion_and_more(size):
+    """Positions from the start, the middle and the end go to different places, all of them in range(size)."""
+    middle = size // 2
+    positions = np.concatenate([np.arange(start, start + 30_000) for start in (0, middle, size - 30_000)])
+    places = permute(positions, size, key=11)
+    assert 0 <= places.min() and places.max() < size
+    assert np.unique(places).size == positions.size
+
+
+@given(some.integers(1, 2**48), some.integers(0, 2**64 - 1), some.data())
+def test_a_position_has_one_place_when_asked_alone_or_in_company(size, key, data):
+    """A place depends on the position, the size and the key, not on what else is asked for (law 1)."""
+    positions = np.array(data.draw(some.lists(some.integers(0, size - 1), max_size=8)), dtype=np.int64)
+    together = permute(positions, size, key)
+    assert together.dtype == np.int64
+    alone = [permute(positions[i : i + 1], size, key) for i in range(positions.size)]
+    assert [place for one in alone for place in one.tolist()] == together.tolist()
+
+
+def test_bits_stay_the_same_when_numpy_or_the_machine_changes():
+    """A run goes on over an upgrade only if places, seeds and digests are these literal values (law 5)."""
+    assert permutation(10, key=1).tolist() == [1, 3, 7, 9, 4, 2, 0, 8, 5, 6]
+    assert permute(np.array([0, 1, 10**9 - 1]), 10**9, 2**64 - 1).tolist() == [877482834, 768345563, 33787519]
+    assert BILLION.shard_samples(123_456, 5)[:3].tolist() == [504441045, 314395197, 729487399]
+    assert BILLION.shard_seed(123_456, 5) == 7334135087408159076
+    assert BILLION.batch_digest(123_456) == 2277664892342191
+
+
+def test_inputs_are_untouched_when_permuted_or_digested():
+    """The functions are pure: they work on copies."""
+    positions = np.arange(100)
+    permute(positions, 100, 5)
+    samples_digest(positions)
+    assert (positions == np.arange(100)).all()
+
+
+@pytest.mark.parametrize("position", [-1, 10])
+def test_it_refuses_when_a_position_is_outside_the_dataset(position):
+    """A position outside range(size) is our mistake; without the check it could walk for ever."""
+    with pytest.raises(AssertionError, match="outside"):
+        permute(np.array([position]), 10, 0)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 13])
+def test_pairs_of_places_are_equally_likely_when_the_size_is_small(size):
+    """Over many keys neighbours land on each ordered pair of places equally often, within 5 sigma."""
+    places = np.array([permutation(size, key) for key in range(2500)])
+    off_diagonal = ~np.eye(size, dtype=bool)
+    for left, right in ((0, 1), (size // 2, size // 2 + 1), (size - 2, size - 1)):
+        counts = np.bincount(places[:, left] * size + places[:, right], minlength=size * size)
+        assert abs(chi_square_sigmas(counts.reshape(size, size)[off_diagonal])) < 5, (left, right)
+
+
+@pytest.mark.parametrize("size", [4096, 10**6, 10**9, 2**40])
+def test_no_structure_shows_when_neighbours_are_compared(size):
+    """Places, distances between neighbours, rows and columns and low bits look like a fair shuffle's."""
+    places = permute(np.arange(min(size, 200_000)), size, key=17)
+    columns = -(-size // (math.isqrt(size - 1) + 1))
+    seen = {"low bits of neighbours": np.bincount(places[:-1] % 8 * 8 + places[1:] % 8)}
+    if size > places.size:
+        seen["places"] = np.histogram(places, bins=np.linspace(0, size, 101))[0]
+    for apart in {1, 2, min(columns, 1000)}:
+        distances = (places[apart:] - places[:-apart]) % size
+        seen[f"distance over {apart}"] = np.histogram(distances, bins=np.linspace(0, size, 101))[0]
+    assert {what: s for what, counts in seen.items() if (s := chi_square_sigmas(counts)) > 5} == {}
+
+
+def test_orders_are_unrelated_when_epoch_or_seed_changes():
+    """Another epoch, or another seed, is another order: about one position in common, as by chance."""
+    job = dict(dataset_size=2000, global_batch=2000, shards=1, epochs=3)
+    schedules = [Schedule(**job, seed=seed) for seed in (0, 1, 2**63)]
+    orders = [schedule.shard_samples(epoch, 0) for schedule in schedules for epoch in range(3)]
+    for i, one in enumerate(orders):
+        assert all((one == other).sum() < 10 for other in orders[:i])
+
+
+# ---- steps, batches, shards
+
+
+@given(small_schedules())
+def test_every_sample_counts_once_when_an_epoch_is_walked_by_shards(schedule):
+    """The shards of an epoch's steps are the dataset, each sample once, the short last batch too (law 3)."""
+    for epoch in range(schedule.epochs):
+        steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
+        assert {schedule.epoch(step) for step in steps} == {epoch}
+        parts = [schedule.shard_samples(step, shard) for step in steps for shard in range(schedule.shards)]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(schedule.dataset_size))
+
+
+@given(small_schedules(), some.integers(0, 1000))
+def test_shards_are_the_batch_when_a_step_is_split(schedule, step):
+    """The shards of a step are neighbours, differ by at most one sample, and together are the batch."""
+    parts = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
+    start = step % schedule.steps_per_epoch * schedule.global_batch
+    batch = range(start, start + schedule.batch_size(step))
+    assert [position for part in parts for position in part] == list(batch)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sum(schedule.shard_weight(step, shard) for shard in range(schedule.shards)) == pytest.approx(1)
+
+
+def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
+    """10 samples in batches of 4 are steps of 4, 4 and 2, in every epoch."""
+    schedule = Schedule(dataset_size=10, global_batch=4, shards=3, epochs=2, seed=0)
+    assert schedule.steps == 6
+    assert [schedule.batch_size(step) for step in range(6)] == [4, 4, 2, 4, 4, 2]
+    assert [len(schedule.shard_samples(2, shard)) for shard in range(3)] == [0, 1, 1]
+    assert [schedule.shard_weight(2, shard) for shard in range(3)] == [0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, 6), (4, 4), (6, 6), (100, 6)])
+def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, steps):
+    """`steps` is the smaller of the epochs' steps and max_steps."""
+    schedule = Schedule(dataset_size=10, global_batch=4, shards=1, epochs=2, seed=0, max_steps=max_steps)
+    assert schedule.steps == steps
+
+
+def test_seeds_are_distinct_when_step_shard_or_seed_differs():
+    """No two shards of any steps, under neighbouring seeds, share a random seed; all fit 63 bits."""
+    job = dict(dataset_size=64, global_batch=32, shards=32, epochs=1)
+    schedules = [Schedule(**job, seed=seed) for seed in range(3)]
+    seeds = {s.shard_seed(step, shard) for s in schedules for step in range(200) for shard in range(32)}
+    assert len(seeds) == 3 * 200 * 32
+    assert 0 <= min(seeds) and max(seeds) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dataset_size", 0),
+        ("dataset_size", 1e6),
+        ("dataset_size", 2**48 + 1),
+        ("global_batch", -4),
+        ("global_batch", MAX_GLOBAL_BATCH + 1),
+        ("shards", 0),
+        ("shards", 9),
+        ("epochs", 0),
+        ("epochs", True),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("max_steps", 0),
+    ],
+)
+def test_the_key_is_named_when_a_number_is_wrong(key, value):
+    """A bad number ends at start-up, with the key and the value in the message."""
+    job = {"dataset_size": 100, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0, key: value}
+    with pytest.raises(ConfigError, match=rf"^{key} is {value}"):
+        Schedule(**job)
+
+
+# ---- the digest
+
+
+@given(small_schedules(), some.integers(0, 1000), some.integers(1, 60))
+def test_digests_of_owners_total_the_batch_when_the_world_has_any_size(schedule, step, size):
+    """What the ranks' digests add up to is the batch's digest, for every world size (law 2)."""
+    owned = [owned_shards(rank, size, schedule.shards) for rank in range(size)]
+    parts = [schedule.shard_samples(step, shard) for shards in owned for shard in shards]
+    assert sum(samples_digest(part) for part in parts) == schedule.batch_digest(step)
+
+
+def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
+    """Any one sample missing, counted twice, or replaced by a neighbour or a stranger changes the digest."""
+    batch = BILLION.shard_samples(1000, 3)
+    whole = samples_digest(batch)
+    for i in range(batch.size):
+        swapped = batch.copy()
+        swapped[i] = batch[i - 1] + 1
+        assert whole not in {
+            samples_digest(np.delete(batch, i)),
+            samples_digest(np.append(batch, batch[i])),
+            samples_digest(swapped),
+        }
+
+
+def test_the_digest_is_the_same_when_the_order_changes():
+    """A digest says which samples counted, not in which order; of none it is 0."""
+    batch = BILLION.shard_samples(1000, 3)
+    assert samples_digest(batch[::-1]) == samples_digest(batch)
+    assert samples_digest(batch[:0]) == 0
+
+
+def test_the_digest_fits_int64_when_the_batch_is_the_largest_allowed():
+    """The vote totals digests in an int64, so 2**22 samples of at most 40 bits must fit."""
+    digests = [samples_digest(np.array([sample])) for sample in range(2000)]
+    assert 2**39 < max(digests) < 2**40
+    assert MAX_GLOBAL_BATCH * (2**40 - 1) < 2**63
+
+
+# ---- who owns what
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 8, 12, 16, 63, 64])
+def test_every_shard_has_one_owner_when_the_world_has_any_size(shards):
+    """For each world size, also beyond the shards, the ranks own each shard once, in order, none too many."""
+    for size in range(1, 2 * shards + 3):
+        owned = [owned_shards(rank, size, shards) for rank in range(size)]
+        assert [shard for part in owned for shard in part] == list(range(shards))
+        assert max(map(len, owned)) == -(-shards // size)
+
+
+@given(some.integers(1, 200), some.data())
+def test_subtrees_are_the_owned_shards_when_cut_at_the_trees_nodes(shards, data):
+    """The subtrees, in order, are what is owned; each is a node of the tree, and none is cut in two."""
+    start = data.draw(some.integers(0, shards))
+    owned = range(start, data.draw(some.integers(start, shards)))
+    parts = aligned_subtrees(owned, shards)
+    nodes = {range(k, min(k + 2**j, shards)) for j in range(9) for k in range(0, shards, 2**j)}
+    assert [shard for part in parts for shard in part] == list(owned)
+    assert set(parts) <= nodes
+    inside = [node for node in nodes if node.start in owned and node[-1] in owned]
+    assert all(any(set(node) <= set(part) for part in parts) for node in inside)
+
+
+@pytest.mark.parametrize(
+    ("owned", "shards", "parts"),
+    [
+        (range(0, 8), 8, [range(0, 8)]),
+        (range(0, 6), 6, [range(0, 6)]),
+        (range(2, 6), 6, [range(2, 4), range(4, 6)]),
+        (range(3, 6), 8, [range(3, 4), range(4, 6)]),
+        (range(4, 5), 5, [range(4, 5)]),
+        (range(3, 3), 8, []),
+        (range(0, 1), 1, [range(0, 1)]),
+    ],
+)
+def test_subtrees_are_the_largest_when_written_out(owned, shards, parts):
+    """The cut of a few ranges, as one would draw it."""
+    assert aligned_subtrees(owned, shards) == parts
+
+
+# ---- the learning rate
+
+
+@pytest.mark.parametrize("curve", [cosine, linear_decay])
+@settings(max_examples=50)
+@given(warmup=some.integers(0, 50), more=some.integers(1, 200), floor=some.floats(0, 1))
+def test_the_rate_rises_then_falls_to_the_floor_when_warmed_up(curve, warmup, more, floor):
+    """Up to 1 by equal parts of the warm-up, down to `floor` at total_steps, and there it stays."""
+    rate = curve(warmup_steps=warmup, total_steps=warmup + more, floor=floor)
+    rising = [rate(step) for step in range(warmup)]
+    falling = [rate(step) for step in range(warmup, warmup + more + 3)]
+    assert rising == [(step + 1) / warmup for step in range(warmup)]
+    assert falling[0] == pytest.approx(1)
+    assert falling[more:] == pytest.approx([floor] * 3)
+    assert all(a >= b - 1e-12 for a, b in pairwise(falling))
+
+
+def test_the_rate_is_the_middle_when_half_the_fall_is_over():
+    """Half-way both curves are in the middle of 1 and the floor; a quarter in, cosine is still higher."""
+    of_cosine = cosine(warmup_steps=10, total_steps=110, floor=0.2)
+    of_linear = linear_decay(warmup_steps=10, total_steps=110, floor=0.2)
+    assert of_cosine(60) == pytest.approx(0.6) and of_linear(60) == pytest.approx(0.6)
+    assert of_linear(35) == pytest.approx(0.8)
+    assert of_cosine(35) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
+
+
+def test_the_rate_never_moves_when_constant():
+    """`constant` leaves the base learning rate as it is."""
+    assert [constant()(step) for step in (0, 1, 10**9)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "numbers"),
+    [
+        ("warmup_steps", {"warmup_steps": 10, "total_steps": 10}),
+        ("warmup_steps", {"warmup_steps": -1, "total_steps": 10}),
+        ("total_steps", {"warmup_steps": 0, "total_steps": 0}),
+        ("floor", {"warmup_steps": 0, "total_steps": 10, "floor": 1.5}),
+        ("floor", {"warmup_steps": 0, "total_steps": 10, "floor": math.nan}),
+    ],
+)
+def test_the_key_is_named_when_a_curve_is_impossible(key, numbers):
+    """A curve that cannot be drawn ends at start-up, with the key in the message."""
+    with pytest.raises(ConfigError, match=f"^{key} is "):
+        cosine(**numbers)

@@ -1,0 +1,705 @@
+"""The laws of `verify`: honest histories pass, and whatever a run must not do is seen in its events.
+
+`Story` writes the events that a run would, kills and restarts included; `DOCTORED` lists what is then done to them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.verify import judge, read_lines, verify
+
+Event = dict[str, Any]
+SCHEDULE = Schedule(
+    dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7
+)  # 2 epochs of 7 steps, the last of 2
+
+
+class Story:
+    """Write the events of a run, as an honest one would."""
+
+    def __init__(self, schedule: Schedule = SCHEDULE, *, reduce: str = "exact"):
+        self.schedule, self.reduce = schedule, reduce
+        self.events: list[Event] = []
+        self.attempt = self.generation = self.size = 0
+        self.steps = 0
+        self.published: set[int] = set()
+        self.say("run.started", options={})
+
+    def say(self, event: str, **facts: Any) -> None:
+        bound = {"time": 1000.0 + len(self.events), "event": event, "run": "x", "attempt": self.attempt}
+        self.events.append(bound | facts)
+
+    def start(self, size: int, *, checkpoint: bool = True) -> None:
+        """Begin an attempt; where there is a checkpoint, from its newest."""
+        self.attempt, self.generation = self.attempt + 1, 0
+        self.say("attempt.started")
+        self.steps = max(self.published, default=0)
+        if self.steps:
+            self.say("state.checkpoint_restored", step=self.steps)
+        self._generation(size, "checkpoint" if self.steps else "fresh")
+
+    def lose_one(self, size: int, *, redone: bool = True) -> None:
+        """Go on as a new generation. The new rank 0 repeats the last line, or writes it first."""
+        self.say("driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason="crashed")
+        self._generation(size, "memory", redone=redone)
+
+    def lose_all(self, verdict: str = "failed") -> None:
+        self.say("driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason="crashed")
+        self.say("attempt.ended", exit_code=1, verdict=verdict)
+
+    def train(self, steps: int) -> None:
+        for _ in range(min(steps, self.schedule.steps - self.steps)):
+            self.steps += 1
+            self.say_committed()
+
+    def publish(self) -> None:
+        self.published.add(self.steps)
+        self.say("state.checkpoint_published", step=self.steps, bytes=8, duration_s=0.1)
+
+    def finish(self) -> list[Event]:
+        self.train(self.schedule.steps)
+        samples = sum(self.schedule.batch_size(step) for step in range(self.steps))
+        self.say(
+            "run.finished",
+            steps=self.steps,
+            samples=samples,
+            loss=loss(self.steps - 1),
+            weights_sha256="5a5a",
+        )
+        self.say("attempt.ended", exit_code=0, verdict="finished")
+        return self.events
+
+    def say_committed(self, **more: Any) -> None:
+        step = self.steps - 1
+        samples, digest = self.schedule.batch_size(step), self.schedule.batch_digest(step)
+        facts = {"generation": self.generation, "size": self.size, "step": step, "samples": samples}
+        facts |= {"digest": digest, "loss": loss(step), "lr": 0.1, "step_s": 0.5}
+        self.say("worker.step_committed", **facts, **more)
+
+    def _generation(self, size: int, source: str, *, redone: bool = False) -> None:
+        self.generation, self.size = self.generation + 1, size
+        place = {"generation": self.generation, "size": size}
+        self.say("driver.generation_formed", **place, hosts=[], reason="lost")
+        if redone:
+            self.say("worker.step_redone", generation=self.generation, step=self.steps)
+        self.say("worker.generation_started", **place, rank=0, step=self.steps, source=source, pause_s=0.2)
+        keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
+        self.say("job.described", **{key: getattr(self.schedule, key) for key in keys}, reduce=self.reduce)
+        if self.steps:
+            self.say_committed(repeated=True)
+
+
+def loss(step: int) -> float:
+    return 2.0 / (step + 1)
+
+
+def eventful() -> list[Event]:
+    """Two attempts: a death in the middle of step 4, the death of all after step 8, a restart from step 6."""
+    story = Story()
+    story.start(3)
+    story.train(3)
+    story.publish()
+    story.train(1)
+    story.lose_one(2)
+    story.train(2)
+    story.publish()
+    story.train(3)
+    story.lose_all()
+    story.start(2)
+    story.train(4)
+    story.lose_one(4)
+    return story.finish()
+
+
+def any_story(choice: random.Random) -> Story:
+    """Return a run with random kills, lost lines, checkpoints, restarts and stops."""
+    sizes = {"dataset_size": choice.randint(1, 60), "global_batch": (batch := choice.randint(1, 16))}
+    schedule = Schedule(
+        **sizes, shards=choice.randint(1, batch), epochs=choice.randint(1, 3), seed=choice.randint(0, 9)
+    )
+    story = Story(schedule)
+    story.start(choice.randint(1, 5))
+    for _ in range(choice.randint(0, 12)):
+        match choice.choice(["train", "train", "publish", "lose_one", "lose_line", "lose_all", "stop"]):
+            case "train":
+                story.train(choice.randint(1, 6))
+            case "publish" if story.steps:
+                story.publish()
+            case "lose_one":
+                story.lose_one(choice.randint(1, 5), redone=choice.random() < 0.5)
+            case "lose_line" if story.steps < schedule.steps:
+                story.steps += 1  # committed by all, and rank 0 died before it could write so
+                story.lose_one(choice.randint(1, 5), redone=False)
+            case "lose_all":
+                story.lose_all()
+                story.start(choice.randint(1, 5))
+            case "stop" if story.steps:
+                story.publish()
+                story.lose_all("interrupted")
+                story.say("run.started", options={})
+                story.start(choice.randint(1, 5))
+    return story
+
+
+def judged(events: list[Event | None]) -> Any:
+    return judge(list(enumerate(events, start=1)))
+
+
+def find(events: list[Event], name: str, nth: int = 0, **facts: Any) -> int:
+    """Return where the nth event of this name and these facts stands."""
+    found = [
+        index
+        for index, event in enumerate(events)
+        if event["event"] == name and all(event.get(key) == value for key, value in facts.items())
+    ]
+    return found[nth]
+
+
+def step_line(events: list[Event], step: int, nth: int = 0, **facts: Any) -> int:
+    return find(events, "worker.step_committed", nth, step=step, repeated=None, **facts)
+
+
+# --- honest histories pass ----------------------------------------------------------------------------------------
+
+
+def test_proves_every_sample_when_nothing_happens() -> None:
+    """A quiet run is proved whole: all steps, all samples, both epochs, nothing to note."""
+    story = Story()
+    story.start(2)
+    verdict = judged(story.finish())
+    assert verdict.is_proved and verdict.finished and verdict.notes == ()
+    assert (verdict.steps, verdict.samples, verdict.whole_epochs) == (14, 100, 2)
+
+
+def test_proves_every_sample_when_workers_and_attempts_die() -> None:
+    """Kills, redone steps and a restart from a checkpoint leave every sample counted once in the kept history."""
+    verdict = judged(eventful())
+    assert verdict.violations == () and verdict.notes == ()
+    assert (verdict.steps, verdict.samples, verdict.whole_epochs) == (14, 100, 2)
+    assert (verdict.attempts, verdict.generations) == (2, 4)
+    assert (verdict.steps_rolled_back, verdict.steps_redone, verdict.repeated_lines) == (3, 2, 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_proves_every_sample_when_anything_honest_happens(choice: random.Random) -> None:
+    """Whatever an honest run goes through, nothing is held against it, finished or not."""
+    story = any_story(choice)
+    verdict = judged(story.events)
+    assert verdict.violations == ()
+    assert verdict.steps == story.steps and not verdict.finished
+    verdict = judged(story.finish())
+    assert verdict.violations == () and verdict.notes == ()
+    assert verdict.finished and verdict.whole_epochs == story.schedule.epochs
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.randoms(use_true_random=False), st.sampled_from(["samples", "digest", "step", "generation", "attempt"])
+)
+def test_catches_any_number_that_is_off_by_one_in_any_step_line(choice: random.Random, key: str) -> None:
+    """No step line of any history can say another number without being caught."""
+    events = any_story(choice).finish()
+    line = choice.choice([event for event in events if event["event"] == "worker.step_committed"])
+    line[key] += choice.choice([-1, 1])
+    assert not judged(events).is_proved
+
+
+def test_catches_a_step_line_that_is_not_there_in_any_history() -> None:
+    """A line can only miss where a repeated one says the same."""
+    for seed in range(20):
+        events = any_story(random.Random(seed)).finish()
+        steps = [index for index, event in enumerate(events) if event["event"] == "worker.step_committed"]
+        for here, following in zip(steps, steps[1:], strict=False):
+            if events[following]["step"] == events[here]["step"] + 1 and not events[here].get("repeated"):
+                assert not judged(events[:here] + events[here + 1 :]).is_proved
+
+
+def test_proves_a_run_of_several_invocations_when_each_counts_its_attempts_from_one() -> None:
+    """Attempts count up within one invocation; a new one may begin again."""
+    story = Story()
+    story.start(2)
+    story.train(5)
+    story.publish()
+    story.lose_all("interrupted")
+    story.say("run.started", options={})
+    story.attempt = 0
+    story.start(2)
+    assert judged(story.finish()).violations == ()
+
+
+def test_proves_a_run_without_our_launcher() -> None:
+    """Plain horovodrun writes no attempt and no driver lines; what rank 0 says is enough."""
+    quiet = [
+        event
+        for event in eventful()
+        if event["event"].startswith(("worker.", "job.", "run.finished", "state."))
+    ]
+    assert judged(quiet).violations == ()
+
+
+def test_proves_a_restart_from_nothing_when_no_checkpoint_was_published() -> None:
+    """Training starts at 0 again while there is no checkpoint."""
+    story = Story()
+    story.start(2)
+    story.train(5)
+    story.lose_all()
+    story.start(2)
+    verdict = judged(story.finish())
+    assert verdict.violations == () and verdict.steps_rolled_back == 5
+
+
+def test_proves_a_finish_that_is_said_twice_when_rank_0_died_after_the_first() -> None:
+    """The finish and the last line may be said again by the next rank 0, with the same words."""
+    story = Story()
+    story.start(3)
+    events = story.finish()
+    ended, finished = events.pop(), events[-1]
+    story.lose_one(2)
+    events += [finished, ended]
+    assert judged(events).violations == ()
+
+
+def test_notes_a_checkpoint_without_a_line_when_its_publisher_died_in_between() -> None:
+    """A restored checkpoint that is newer than all published ones is believed: its steps show the same losses."""
+    events = eventful()
+    del events[find(events, "state.checkpoint_published", step=6)]
+    verdict = judged(events)
+    assert verdict.violations == () and "publisher" in verdict.notes[0]
+
+
+def test_proves_a_restart_from_an_older_branch_when_the_same_bits_were_made_again() -> None:
+    """A checkpoint of a branch that was left is of this lineage again once its steps came again with equal losses."""
+    story = Story()
+    story.start(2)
+    story.train(4)
+    story.publish()
+    story.train(4)
+    story.publish()
+    story.published = {4}  # the newer one is refused
+    story.lose_all()
+    story.start(2)
+    story.train(5)
+    story.lose_all()
+    story.published = {4, 8}  # and readable again
+    story.start(2)
+    assert judged(story.finish()).violations == ()
+
+
+def test_notes_other_losses_when_steps_are_done_again_on_unlike_processors() -> None:
+    """Other bits after a rollback break no promise about samples: a note, and none in ring mode."""
+    for reduce, notes in (("exact", 1), ("ring", 0)):
+        events = eventful()
+        for event in events:
+            if event["event"] == "job.described":
+                event["reduce"] = reduce
+        events[step_line(events, 7, nth=1)]["loss"] += 0.01
+        verdict = judged(events)
+        assert verdict.violations == () and len(verdict.notes) == notes
+
+
+def test_notes_a_run_that_goes_on() -> None:
+    """A run without a finish is no violation; what is there is proved."""
+    events = eventful()
+    verdict = judged(events[: step_line(events, 7, nth=1)])
+    assert verdict.is_proved and not verdict.finished
+    assert verdict.notes == ("the run has not finished: 7 of 14 steps so far.",)
+
+
+# --- what is doctored is caught -----------------------------------------------------------------------------------
+
+
+def drop(events: list[Event], index: int) -> None:
+    del events[index]
+
+
+def drop_a_step(events: list[Event]) -> None:
+    drop(events, step_line(events, 1))
+
+
+def drop_the_last_step(events: list[Event]) -> None:
+    drop(events, step_line(events, 13))
+
+
+def drop_the_first_step(events: list[Event]) -> None:
+    drop(events, step_line(events, 0))
+
+
+def write_a_step_twice(events: list[Event]) -> None:
+    at = step_line(events, 7)
+    events.insert(at, dict(events[at]))
+
+
+def swap_two_steps(events: list[Event]) -> None:
+    one, two = step_line(events, 1), step_line(events, 2)
+    events[one], events[two] = events[two], events[one]
+
+
+def digest_off_by_one(events: list[Event]) -> None:
+    events[step_line(events, 2)]["digest"] += 1
+
+
+def digests_of_two_steps_exchanged(events: list[Event]) -> None:
+    one, two = events[step_line(events, 1)], events[step_line(events, 2)]
+    one["digest"], two["digest"] = two["digest"], one["digest"]
+
+
+def one_sample_less(events: list[Event]) -> None:
+    events[step_line(events, 2)]["samples"] -= 1
+
+
+def short_last_batch_padded(events: list[Event]) -> None:
+    events[step_line(events, 13)]["samples"] = 8
+
+
+def go_back_without_a_word(events: list[Event]) -> None:
+    at = step_line(events, 8)
+    again = [dict(events[step_line(events, step)]) for step in (6, 7, 8)]
+    events[at + 1 : at + 1] = again
+
+
+def survivors_go_back(events: list[Event]) -> None:
+    start = find(events, "worker.generation_started", generation=2, attempt=1)
+    events[start]["step"] = 3
+    again = dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2}
+    events.insert(step_line(events, 4), again)
+    del events[find(events, "worker.step_committed", repeated=True)]
+
+
+def checkpoint_restored_within_an_attempt(events: list[Event]) -> None:
+    start = find(events, "worker.generation_started", generation=2, attempt=1)
+    events[start] |= {"step": 3, "source": "checkpoint"}
+    events.insert(step_line(events, 4), dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2})
+    del events[find(events, "worker.step_committed", repeated=True)]
+
+
+def two_rank_0_write_at_once(events: list[Event]) -> None:
+    for step in (5, 7, 8):
+        at = step_line(events, step)
+        events.insert(at + 1, dict(events[at]) | {"loss": events[at]["loss"] + 0.1})
+
+
+def older_generation_writes_after_newer(events: list[Event]) -> None:
+    events[step_line(events, 5)] |= {"generation": 1, "size": 3}
+
+
+def older_attempt_writes_after_newer(events: list[Event]) -> None:
+    at = step_line(events, 9)
+    events.insert(at, dict(events[step_line(events, 8)]))
+
+
+def generation_that_never_started(events: list[Event]) -> None:
+    events[step_line(events, 5)]["generation"] = 3
+
+
+def generation_started_again(events: list[Event]) -> None:
+    events[find(events, "worker.generation_started", generation=2, attempt=2)]["generation"] = 1
+
+
+def driver_forms_an_old_generation(events: list[Event]) -> None:
+    events[find(events, "driver.generation_formed", generation=2, attempt=2)]["generation"] = 1
+
+
+def attempt_started_twice(events: list[Event]) -> None:
+    at = find(events, "attempt.started", attempt=2)
+    events.insert(at, dict(events[at]))
+
+
+def world_of_another_size(events: list[Event]) -> None:
+    events[step_line(events, 5)]["size"] = 3
+
+
+def resumed_where_nothing_was_published(events: list[Event]) -> None:
+    del events[find(events, "state.checkpoint_published", step=6)]
+    del events[find(events, "state.checkpoint_restored", step=6)]
+
+
+def resumed_between_two_checkpoints(events: list[Event]) -> None:
+    events[find(events, "state.checkpoint_published", step=6)]["step"] = 7
+
+
+def resumed_from_a_branch_left_behind(events: list[Event]) -> None:
+    """Attempt 2 goes back behind step 6 with other bits (ring), and attempt 3 takes the old weights of step 6."""
+    story = Story(reduce="ring")
+    story.start(2)
+    story.train(3)
+    story.publish()
+    story.train(3)
+    story.publish()
+    story.lose_all()
+    story.published = {3}
+    story.start(2)
+    story.train(5)
+    story.lose_all()
+    story.published = {3, 6}
+    story.start(2)
+    events[:] = story.finish()
+
+
+def started_afresh_although_checkpoints_exist(events: list[Event]) -> None:
+    story = Story()
+    story.start(2)
+    story.train(6)
+    story.publish()
+    story.lose_all()
+    story.published.clear()
+    story.start(2)
+    events[:] = story.finish()
+
+
+def strangers_checkpoint(events: list[Event]) -> None:
+    """Another run's checkpoint, without a published line: its steps show other losses."""
+    del events[find(events, "state.checkpoint_published", step=6)]
+    events[step_line(events, 6, nth=1)]["loss"] += 0.25
+
+
+def history_that_begins_in_the_middle(events: list[Event]) -> None:
+    del events[: find(events, "attempt.started", attempt=2)]
+
+
+def no_finish(events: list[Event]) -> None:
+    drop(events, find(events, "run.finished"))
+
+
+def finish_with_fewer_steps(events: list[Event]) -> None:
+    del events[step_line(events, 13)]
+    events[find(events, "run.finished")] |= {"steps": 13, "samples": 98, "loss": loss(12)}
+
+
+def finish_with_other_samples(events: list[Event]) -> None:
+    events[find(events, "run.finished")]["samples"] += 1
+
+
+def finish_with_another_loss(events: list[Event]) -> None:
+    events[find(events, "run.finished")]["loss"] += 0.5
+
+
+def finished_twice_with_other_weights(events: list[Event]) -> None:
+    at = find(events, "run.finished")
+    events.insert(at, dict(events[at]) | {"weights_sha256": "a5a5"})
+
+
+def steps_after_the_finish(events: list[Event]) -> None:
+    events.append(dict(events[step_line(events, 13)]))
+
+
+def loss_edited_in_a_repeat(events: list[Event]) -> None:
+    events[find(events, "worker.step_committed", repeated=True)]["loss"] += 1e-6
+
+
+def digest_edited_in_a_repeat(events: list[Event]) -> None:
+    events[find(events, "worker.step_committed", repeated=True)]["digest"] += 1
+
+
+def repeat_of_an_older_step(events: list[Event]) -> None:
+    at = find(events, "worker.step_committed", repeated=True)
+    events[at] = dict(events[step_line(events, 2)]) | {"generation": 2, "size": 2, "repeated": True}
+
+
+def repeat_by_its_own_generation(events: list[Event]) -> None:
+    at = step_line(events, 7)
+    events.insert(at + 1, dict(events[at]) | {"repeated": True})
+
+
+def seed_changed_between_attempts(events: list[Event]) -> None:
+    events[find(events, "job.described", attempt=2)]["seed"] = 8
+
+
+def batch_changed_between_attempts(events: list[Event]) -> None:
+    for event in events:
+        if event["event"] == "job.described" and event["attempt"] == 2:
+            event["global_batch"] = 16
+
+
+def job_not_described(events: list[Event]) -> None:
+    events[:] = [event for event in events if event["event"] != "job.described" or event["attempt"] == 1]
+
+
+def job_without_a_schedule(events: list[Event]) -> None:
+    for event in events:
+        if event["event"] == "job.described":
+            event["shards"] = 0
+
+
+def another_seed_trained(events: list[Event]) -> None:
+    for event in events:
+        if event["event"] == "job.described":
+            event["seed"] = 8
+
+
+def committed_step_done_again(events: list[Event]) -> None:
+    events[find(events, "worker.step_redone")]["step"] = 2
+
+
+def more_steps_than_due(events: list[Event]) -> None:
+    at = step_line(events, 13)
+    events.insert(at + 1, dict(events[at]) | {"step": 14})
+
+
+def step_without_a_digest(events: list[Event]) -> None:
+    del events[step_line(events, 2)]["digest"]
+
+
+def attempt_that_finished_too_early(events: list[Event]) -> None:
+    events[find(events, "attempt.ended", verdict="failed")]["verdict"] = "finished"
+
+
+DOCTORED = [
+    (drop_a_step, "step 2 comes where step 1 is due"),
+    (drop_the_last_step, "14 steps and 100 samples, but its lines count 13 and 98"),
+    (drop_the_first_step, "step 1 comes where step 0 is due"),
+    (write_a_step_twice, "step 7 comes again where 8 is due"),
+    (swap_two_steps, "step 2 comes where step 1 is due"),
+    (digest_off_by_one, "step 2 has digest"),
+    (digests_of_two_steps_exchanged, "step 1 has digest"),
+    (one_sample_less, "step 2 counted 7 samples, but 8 were due"),
+    (short_last_batch_padded, "step 13 counted 8 samples, but 2 were due"),
+    (go_back_without_a_word, "step 6 comes again where 9 is due"),
+    (survivors_go_back, "goes back to step 3 within an attempt"),
+    (checkpoint_restored_within_an_attempt, "goes back to step 3 within an attempt"),
+    (two_rank_0_write_at_once, "step 5 comes again where 6 is due"),
+    (older_generation_writes_after_newer, "step 5 is of generation 1, but generation 2 started"),
+    (older_attempt_writes_after_newer, "worker.step_committed of attempt 1 in attempt 2"),
+    (generation_that_never_started, "step 5 is of generation 3, which never started"),
+    (generation_started_again, "generation 1 starts after generation 1"),
+    (driver_forms_an_old_generation, "the driver formed generation 1 after 1"),
+    (attempt_started_twice, "attempt 2 starts after attempt 2"),
+    (world_of_another_size, "with 3 workers, which has 2"),
+    (resumed_where_nothing_was_published, "starts at step 6, where no checkpoint was published"),
+    (resumed_between_two_checkpoints, "starts at step 6, where no checkpoint was published"),
+    (resumed_from_a_branch_left_behind, "starts at step 6, from a branch left behind"),
+    (started_afresh_although_checkpoints_exist, "starts at step 0, where no checkpoint was published"),
+    (strangers_checkpoint, "since an unpublished checkpoint"),
+    (history_that_begins_in_the_middle, "starts at step 6, but step 0 never came"),
+    (no_finish, "ended as finished without a run.finished line"),
+    (finish_with_fewer_steps, "but 14 steps were due"),
+    (finish_with_other_samples, "101 samples, but its lines count 14 and 100"),
+    (finish_with_another_loss, "but its loss"),
+    (finished_twice_with_other_weights, "with other weights"),
+    (steps_after_the_finish, "comes after the run finished"),
+    (loss_edited_in_a_repeat, "repeated with loss"),
+    (digest_edited_in_a_repeat, "repeated with digest"),
+    (repeat_of_an_older_step, "step 2 is repeated, but step 3 was the last"),
+    (repeat_by_its_own_generation, "is repeated by the generation"),
+    (seed_changed_between_attempts, "the job's seed is 8, but 7"),
+    (batch_changed_between_attempts, "the job's global_batch is 16, but 8"),
+    (job_not_described, "before attempt 2 described its job"),
+    (job_without_a_schedule, "the job has no schedule"),
+    (another_seed_trained, "step 0 has digest"),
+    (committed_step_done_again, "step 2 is done again, but step 4 was in flight"),
+    (more_steps_than_due, "step 14 is none of the run's 14 steps"),
+    (step_without_a_digest, "makes no sense"),
+    (attempt_that_finished_too_early, "ended as finished without a run.finished line"),
+]
+
+
+@pytest.mark.parametrize(("doctor", "sentence"), DOCTORED, ids=[doctor.__name__ for doctor, _ in DOCTORED])
+def test_catches_what_is_doctored(doctor: Callable[[list[Event]], None], sentence: str) -> None:
+    """What a run must not do is a violation whose sentence says so and names the line."""
+    events = [dict(event) for event in eventful()]
+    doctor(events)
+    violations = judged(events).violations
+    assert any(sentence in violation for violation in violations), violations
+    assert all(violation.startswith(("line ", "the digests")) for violation in violations)
+
+
+def test_names_the_line_that_is_wrong() -> None:
+    """A person finds the place: the number is that of the line in the file, from 1."""
+    events = eventful()
+    at = step_line(events, 2)
+    events[at]["samples"] -= 1
+    assert judged(events).violations[0] == f"line {at + 1}: step 2 counted 7 samples, but 8 were due."
+
+
+def test_whole_epoch_digest_catches_what_two_wrong_steps_would_hide() -> None:
+    """An epoch's digests must add up to the dataset's, whatever order the schedule says."""
+    events = eventful()
+    events[step_line(events, 1)]["digest"] += 5
+    assert any("epoch 0 do not add up" in violation for violation in judged(events).violations)
+
+
+def test_says_what_was_proved_and_what_was_violated() -> None:
+    """A verdict speaks in sentences, and not in more than a screen of them."""
+    assert (
+        judged(eventful()).sentences()[0]
+        == "proved: 100 samples in 14 of 14 steps, each counted exactly once."
+    )
+    events = eventful()
+    another_seed_trained(events)
+    said = judged(events).sentences(most=3)
+    assert len(said) == 4 and said[-1].startswith("violated: and ")
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, events: list[Event], *, torn_at: int | None = None, glued: bool = False) -> Path:
+    lines = [json.dumps(event) for event in events]
+    if torn_at is not None:
+        lines[torn_at] = lines[torn_at][:60]
+        if glued:
+            lines[torn_at : torn_at + 2] = ["".join(lines[torn_at : torn_at + 2])]
+    (folder / "events.jsonl").write_text("\n".join(lines) + ("" if torn_at == len(events) - 1 else "\n"))
+    return folder
+
+
+def test_reads_the_folder_of_a_run(tmp_path: Path) -> None:
+    """verify() judges the file as judge() judges its events."""
+    assert verify(write(tmp_path, eventful())) == judged(eventful())
+
+
+def test_notes_a_torn_last_line_when_its_writer_was_killed(tmp_path: Path) -> None:
+    """The last line of a run that did not finish may be torn."""
+    events = eventful()
+    events = events[: step_line(events, 10, attempt=2) + 1]
+    verdict = verify(write(tmp_path, events, torn_at=len(events) - 1))
+    assert verdict.is_proved and "torn" in verdict.notes[0] and verdict.steps == 10
+
+
+@pytest.mark.parametrize("glued", [False, True])
+def test_notes_a_torn_last_line_of_an_attempt_when_another_follows(tmp_path: Path, glued: bool) -> None:
+    """The next event may stand on the same line, because a killed writer leaves no line end; it is read as well."""
+    events = eventful()
+    verdict = verify(write(tmp_path, events, torn_at=step_line(events, 8), glued=glued))
+    assert verdict.is_proved and "torn" in verdict.notes[0] and verdict.steps == 14
+
+
+def test_catches_a_torn_line_when_it_is_not_an_attempts_last(tmp_path: Path) -> None:
+    """Elsewhere nobody knows what a torn line said."""
+    events = eventful()
+    for step in (1, 7, 13):
+        violations = verify(write(tmp_path, events, torn_at=step_line(events, step))).violations
+        assert any("torn" in violation for violation in violations)
+
+
+def test_catches_a_torn_finish(tmp_path: Path) -> None:
+    """A run whose finish cannot be read did not finish."""
+    events = eventful()[:-1]
+    verdict = verify(write(tmp_path, events, torn_at=len(events) - 1))
+    assert not verdict.finished and verdict.steps == 14
+
+
+def test_passes_over_blank_lines_and_reads_what_is_no_text(tmp_path: Path) -> None:
+    """Bytes that are no JSON object are a torn line, never an error."""
+    (tmp_path / "events.jsonl").write_bytes(b'\n{"time": 1, "event": "run.started"}\n\xff\xfe\n[1]\n')
+    assert [(number, event is None) for number, event in read_lines(tmp_path)] == [
+        (2, False),
+        (3, True),
+        (4, True),
+    ]
+
+
+def test_raises_when_there_are_no_events(tmp_path: Path) -> None:
+    """Unknown is never empty: a folder without events proves nothing."""
+    with pytest.raises(FileNotFoundError):
+        verify(tmp_path)
