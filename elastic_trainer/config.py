@@ -43,7 +43,7 @@ class Limits:
     """Horovod's own time-out for a collective: only a back-stop, the beats are faster."""
     driver_lost_s: float = 3.0
     """A worker that could not reach its driver for this long stops (and keeps what it knows)."""
-    exit_s: float = 120.0
+    exit_s: float = 60.0
     """From a worker's last word, after it has finished or was let go, until its process must have ended."""
     stop_grace_s: float = 5.0
     """Between SIGTERM and SIGKILL for a worker that is told to stop."""

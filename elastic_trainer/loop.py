@@ -278,6 +278,7 @@ class Trainer:
         job.loss(job.model, batch).backward()
         job.model.train(was_training)
         self.state.reset_buffers()
+        self.state.begun = self.state.committed
         for parameter in self.flat.parameters:
             parameter.grad = None
         self.flat.bind(self.flat.sums)

@@ -259,7 +259,7 @@ class Membership:
         return Stop(worker.name, reason, at_once=True)
 
     def _is_wanted(self, worker: Worker) -> bool:
-        return worker.slot < self.listed.get(worker.host, 0) and not worker.drains
+        return not worker.dismissed and worker.slot < self.listed.get(worker.host, 0) and not worker.drains
 
     def _dismiss(self) -> list[Action]:
         """Stop those who are in no generation and whose host is not listed any more."""
@@ -278,7 +278,7 @@ class Membership:
             if not [w for w in self._current() if w.phase in (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)]:
                 return End("finished", "")
             return None
-        if self.state_exists and not any(w.holds_state for w in self._alive()):
+        if self.state_exists and not any(w.holds_state and not w.dismissed for w in self._alive()):
             return End("failed", "no living worker holds the state any more; the next attempt starts from the checkpoint")
         return None
 
@@ -344,7 +344,7 @@ class Membership:
                 return self._wait(now)
             reason = "death" if len(current) < len(self.members) else "change"
             if self.state_exists and not any(w.holds_state for w in candidates):
-                candidates += [w for w in current if w.holds_state][:1]  # hands the state over, and leaves after that
+                candidates += [w for w in current if w.holds_state and not w.dismissed][:1]  # hands the state over, and leaves after that
         self.waits_since = None
         self.rounds += 1
         self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)

@@ -84,6 +84,8 @@ class Flat:
                 parameter.grad = sums[dtype][start:stop].view(parameter.shape)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
 
     def collect(self) -> None:
         """Add the gradients of 16-bit parameters, which cannot be views, to the sums."""

@@ -1,0 +1,137 @@
+"""How long a death costs: SIGKILL of a random rank out of 4, until the next finished step.
+
+    .venv/bin/python tests/bench/recovery.py [--kills 10] [--peer-kills 3]
+
+Ours: one run; a worker is killed, the world goes on with 3, its host gets a new worker, and when 4 train again the
+next one is killed. The peer: stock horovodrun with `hvd.elastic.run` and `TorchState` at its defaults, a fresh job for
+each kill (it bans the host). Same model, same machine, one after the other.
+
+Last line: one JSON object with median_s, peer_median_s, ratio, second_victims, steps_redone_max.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from cluster import Cluster  # noqa: E402
+
+PEER_HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
+"""Four names of this machine that Horovod takes for four hosts."""
+PEER_DEADLINE_S = 120.0
+
+
+def ours(folder: Path, kills: int, chance: random.Random) -> dict[str, list[float]]:
+    """Return the seconds from each kill to the next finished step, and what else it cost."""
+    seconds, redone, extra = [], [], []
+    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
+    with Cluster(folder, command=job, min_workers=1) as cluster:
+        generation = 0
+        for _ in range(kills):
+            generation = cluster.wait_for_world(4, after=generation)
+            first = cluster.events("worker.step_committed")[-1:]
+            cluster.wait_for_step((first[0]["step"] if first else 0) + 3)
+            gone_before = len(cluster.events("driver.worker_gone"))
+            killed_at = time.time()
+            victim = chance.choice(cluster.all_hosts)
+            cluster.signal_worker(victim, signal.SIGKILL)
+
+            def after_the_kill(since: float = killed_at, old: int = generation) -> list[dict[str, float]]:
+                return [e for e in cluster.events("worker.step_committed")
+                        if e["generation"] > old and not e.get("repeated") and e["time"] > since]
+
+            cluster.wait_for("a step after the kill", after_the_kill)
+            seconds.append(after_the_kill()[0]["time"] - killed_at)
+            redone.append(len([e for e in cluster.events("worker.step_redone") if e["time"] > killed_at]))
+            extra.append(len(cluster.events("driver.worker_gone")) - gone_before - 1)
+            revived = [e for e in cluster.events("worker.revives") if e["time"] > killed_at]
+            extra[-1] += len(revived)
+            generation += 1
+            print(f"ours: rank on {victim} killed, next step after {seconds[-1]:.3f} s", flush=True)
+    return {"seconds": seconds, "redone": redone, "second_victims": extra}
+
+
+def peer(folder: Path, chance: random.Random) -> tuple[float, int]:
+    """Run one stock job, kill one rank; return the seconds to the next finished step and healthy workers lost."""
+    log, hosts = folder / "steps", folder / "hosts"
+    hosts.write_text("".join(f"{h}:1\n" for h in PEER_HOSTS))
+    script = folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2",
+               "--host-discovery-script", str(script), "--network-interfaces", "lo",
+               sys.executable, str(HERE / "jobs" / "stock.py"), str(log), "1000000"]
+    process = subprocess.Popen(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
+                               start_new_session=True)
+
+    def lines() -> list[list[str]]:
+        return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+    def wait(seen: object, deadline_s: float) -> object:
+        deadline = time.monotonic() + deadline_s
+        while not (found := seen()) and time.monotonic() < deadline and process.poll() is None:  # type: ignore[operator]
+            time.sleep(0.02)
+        return found
+
+    pids: set[int] = set()
+    try:
+        assert wait(lambda: any(int(s) >= 5 for _, _, _, s, _ in lines()), 180), (folder / "output").read_text()
+        pids = {int(pid) for *_, pid in lines()}
+        victim = chance.choice(sorted(pids))
+        killed_at = time.time()
+        os.kill(victim, signal.SIGKILL)
+        after = wait(lambda: [float(t) for t, _, size, _, _ in lines() if float(t) > killed_at + 0.05 and size != "4"],
+                     PEER_DEADLINE_S)
+        seconds = after[0] - killed_at if after else float("inf")  # type: ignore[index]
+        lost = sum(not Path(f"/proc/{pid}").exists() for pid in pids) - 1
+        return seconds, lost
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists() and b"stock.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Run both arms and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--peer-kills", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        mine = ours(Path(folder), options.kills, chance)
+    theirs = []
+    for number in range(options.peer_kills):
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.append(peer(Path(folder), chance))
+            print(f"peer: kill {number + 1}, next step after {theirs[-1][0]:.3f} s, {theirs[-1][1]} healthy lost",
+                  flush=True)
+    median_s = statistics.median(mine["seconds"])
+    peer_median_s = statistics.median(seconds for seconds, _ in theirs)
+    print(json.dumps({
+        "median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3),
+        "ratio": round(median_s / peer_median_s, 4), "second_victims": sum(mine["second_victims"]),
+        "steps_redone_max": max(mine["redone"]), "seconds": [round(s, 3) for s in mine["seconds"]],
+        "peer_seconds": [round(s, 3) for s, _ in theirs], "peer_second_victims": sum(lost for _, lost in theirs),
+        "met": median_s < 1.0 and median_s < peer_median_s / 10 and not sum(mine["second_victims"])}))
+
+
+if __name__ == "__main__":
+    main()

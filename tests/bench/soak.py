@@ -1,0 +1,106 @@
+"""A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
+
+    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 60]
+
+A fault is due each --steps-per-fault steps, so that the run always ends by itself after the last one. Compared with
+the twin: the same job alone, undisturbed, in one process.
+
+Last line: one JSON object with faults, second_victims, bits_equal, evict_max_s, finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from cluster import JOB, Cluster  # noqa: E402
+
+from elastic_trainer.verify import verify  # noqa: E402
+
+MOST, FEWEST = 6, 4
+KINDS = ("kill", "freeze", "leave", "join")
+
+
+def main() -> None:
+    """Run the soak and its twin and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--steps-per-fault", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = soak(options.keep or Path(folder), options)
+    print(json.dumps(result))
+
+
+def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """Return what the run was like."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
+    frozen: dict[str, float] = {}
+    steps = options.steps_per_fault * (options.faults + 1)
+    job = ["--steps", str(steps), "--checkpoint-every", "500"]
+    with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1) as cluster:
+        listed = list(cluster.all_hosts[:FEWEST])
+        for number in range(1, options.faults + 1):
+            cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
+            workers = {name.split("/")[0]: name for name in training(cluster)}
+            kind = chance.choice(KINDS)
+            absent = [h for h in cluster.all_hosts if h not in listed]
+            if kind == "join" and not absent:
+                kind = "leave"
+            if kind == "leave" and len(listed) <= FEWEST:
+                kind = "join" if absent else "kill"
+            if kind in ("kill", "freeze") and len(workers) < 3:
+                kind = "join" if absent else "kill"
+            if kind == "join":
+                listed.append(chance.choice(absent))
+                cluster.set_hosts(listed)
+            elif kind == "leave":
+                listed.remove(chance.choice(listed))
+                cluster.set_hosts(listed)
+            else:
+                host = chance.choice(sorted(workers))
+                struck.add(workers[host])
+                frozen |= {workers[host]: time.time()} if kind == "freeze" else {}
+                cluster.signal_worker(host, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            done[kind] += 1
+            print(f"fault {number}: {kind}, {len(workers)} train", flush=True)
+        exit_code = cluster.wait(1800)
+        evictions = {e["worker"]: e["time"] for e in cluster.events("driver.worker_evicted")}
+        victims = [e for e in cluster.lost() if e["worker"] not in struck]
+        revivals = cluster.events("worker.revives")
+        verdict = verify(cluster.run_dir)
+        result = json.loads((cluster.run_dir / "result.json").read_text())
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
+    return {
+        "faults": sum(done.values()), "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
+        "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+        "evict_max_s": round(max((evictions[w] - t for w, t in frozen.items() if w in evictions), default=0.0), 2),
+        "finished": exit_code == 0, "verified": verdict.is_proved, "kinds": dict(done), "steps": result["steps"],
+        "revived_in_init": len(revivals), "generations": result["generations"], "attempts": result["attempts"],
+        "steps_redone": result["steps_redone"], "wall_s": result["wall_s"], "goodput": result["goodput"],
+        "victims": [{k: e[k] for k in ("worker", "exit_code", "reason")} for e in victims]}
+
+
+def training(cluster: Cluster) -> list[str]:
+    """Return the living workers of the newest generation."""
+    formed = cluster.events("driver.generation_formed")
+    return [name for name in (formed[-1]["workers"] if formed else []) if name in cluster.live_pids()]
+
+
+if __name__ == "__main__":
+    main()

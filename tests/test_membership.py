@@ -1,0 +1,263 @@
+"""The driver's decisions, without processes: a simulated fleet on a clock of our own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from elastic_trainer.config import Limits
+from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+
+
+@dataclass
+class Fleet:
+    """Workers that do what they are told, unless a test says otherwise."""
+
+    membership: Membership
+    now: float = 100.0
+    acted: list[Action] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    boots: bool = True
+    state: set[str] = field(default_factory=set)
+
+    def say(self, name: str, phase: str, **words: object) -> None:
+        worker = self.membership.workers[name]
+        self.counts[name] = self.counts.get(name, 0) + 1
+        generation = words.pop("generation", worker.generation)
+        self.membership.reported(name, self.counts[name], self.now, phase=phase, generation=generation,
+                                 holds_state=name in self.state, **words)  # type: ignore[arg-type]
+
+    def turn(self, seconds: float = 0.1) -> list[Action]:
+        self.now += seconds
+        actions: list[Action] = []
+        while more := self.membership.decide(self.now):
+            actions += more
+        self.acted += actions
+        return actions
+
+    def live(self) -> None:
+        """One round of words: everybody that is not silent does the next sensible thing."""
+        self.turn()
+        for name, worker in list(self.membership.workers.items()):
+            if worker.phase is Phase.GONE or name in self.silent:
+                continue
+            told = self.membership.told(name, self.now)
+            if "over" in told:
+                continue
+            if worker.phase is Phase.BOOTING and self.boots:
+                self.say(name, "waiting" if worker.generation else "standby")
+            elif told.get("leave"):
+                self.membership.exited(name, 75, self.now)
+            elif worker.phase is Phase.TRAINING:
+                self.state.add(name)
+                self.say(name, "waiting" if told["notice"] or told["dead"] else "training")
+            elif worker.phase in (Phase.STANDBY, Phase.WAITING):
+                self.say(name, worker.phase.value, accepted=told.get("offer", 0))
+        self.turn(0)
+
+    def run(self, rounds: int = 12, seconds: float = 0.0) -> None:
+        for _ in range(max(rounds, int(seconds / 0.1))):
+            self.live()
+
+    def world(self) -> list[str]:
+        return [self.membership.workers[m].host for m in self.membership.members
+                if self.membership.workers[m].phase is not Phase.GONE]
+
+    def worker_on(self, host: str) -> str:
+        return next(n for n, w in self.membership.workers.items() if w.host == host and w.phase is not Phase.GONE)
+
+
+def fleet(hosts: str = "abcd", *, first: int | None = None, least: int = 1, most: int | None = None) -> Fleet:
+    membership = Membership(first_workers=first or len(hosts), min_workers=least, max_workers=most)
+    membership.hosts_listed({h: 1 for h in hosts})
+    return Fleet(membership)
+
+
+def test_forms_a_world_of_all_when_all_stand_ready() -> None:
+    """The first generation has every host, in the order of the list."""
+    f = fleet()
+    f.run()
+    assert f.world() == ["a", "b", "c", "d"]
+    assert [a.generation for a in f.acted if isinstance(a, Form)] == [1]
+
+
+def test_forms_nothing_when_one_member_does_not_accept() -> None:
+    """Nobody enters init while somebody is known to be missing (F1)."""
+    f = fleet()
+    f.turn()
+    for name in list(f.membership.workers):
+        f.say(name, "standby")
+    f.turn()
+    assert f.membership.offer
+    for name in list(f.membership.workers)[:3]:
+        f.say(name, "standby", accepted=f.membership.offer.round)
+    f.turn()
+    assert not any(isinstance(a, Form) for a in f.acted)
+
+
+def test_goes_on_without_the_dead_when_a_member_exits() -> None:
+    """Survivors keep their order; the host gets a new worker after its back-off."""
+    f = fleet()
+    f.run()
+    f.membership.exited(f.worker_on("b"), -9, f.now)
+    f.run(4)
+    assert f.world() == ["a", "c", "d"]
+    f.run(seconds=5)
+    assert f.world() == ["a", "c", "d", "b"]
+
+
+def test_evicts_when_a_member_is_silent() -> None:
+    """Silence ends a slot, whether or not its process ever ends (F3)."""
+    f = fleet()
+    f.run()
+    frozen = f.worker_on("c")
+    f.silent.add(frozen)
+    for _ in range(60):
+        f.live()
+    assert Stop(frozen, "frozen", at_once=True) in f.acted
+    assert f.world()[:3] == ["a", "b", "d"]
+
+
+def test_nobody_waits_when_a_newcomer_boots_for_ever() -> None:
+    """A newcomer is in no generation before it stands ready; in the end it is killed."""
+    f = fleet("abc")
+    f.run()
+    f.boots = False
+    f.membership.hosts_listed({h: 1 for h in "abcx"})
+    f.run(30)
+    assert f.membership.generation == 1
+    f.now += Limits().boot_s
+    for name in f.membership.members:
+        f.say(name, "training")
+    assert any(isinstance(a, Stop) and a.reason == "boot_timeout" for a in f.turn())
+
+
+def test_forms_one_generation_when_several_join() -> None:
+    """Newcomers wait for one another, so that ten hosts cost one pause."""
+    f = fleet("abcd")
+    f.run()
+    f.membership.hosts_listed({h: 1 for h in "abcdefghij"})
+    f.run()
+    assert f.world() == list("abcdefghij")
+    assert f.membership.generation == 2
+
+
+def test_leaves_the_rest_ready_when_there_are_more_than_max_workers() -> None:
+    """Spare workers stand by and step in at once when a member dies."""
+    f = fleet("abcde", first=3, most=3)
+    f.run()
+    assert f.world() == ["a", "b", "c"]
+    assert f.membership.generation == 1
+    f.membership.exited(f.worker_on("a"), -9, f.now)
+    f.run(4)
+    assert f.world() == ["b", "c", "d"]
+
+
+def test_waits_with_the_state_when_the_list_is_empty() -> None:
+    """Nobody is sent away while nobody may work."""
+    f = fleet()
+    f.run()
+    members = f.membership.members
+    f.membership.hosts_listed({})
+    f.run()
+    assert all(f.membership.workers[m].phase is Phase.WAITING for m in members)
+    f.membership.hosts_listed({h: 1 for h in "abcd"})
+    f.run()
+    assert f.membership.members == members
+
+
+def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
+    """One old member stays for one generation, hands its state over, and leaves."""
+    f = fleet("ab")
+    f.run()
+    f.membership.hosts_listed({h: 1 for h in "xy"})
+    f.run(20)
+    assert f.world() == ["x", "y"]
+    formed = [a for a in f.acted if isinstance(a, Form)]
+    assert len(formed) == 3
+    assert f.membership.verdict is None
+
+
+def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
+    """Then only the store has it, and the next attempt restores it."""
+    f = fleet()
+    f.run()
+    for m in f.membership.members:
+        f.membership.exited(m, -9, f.now)
+    assert any(isinstance(a, End) and a.verdict == "failed" for a in f.turn())
+
+
+def test_ends_as_user_error_when_the_script_crashes_everywhere_at_the_start() -> None:
+    """Exit code 1 before train(), on every host, in an attempt that has not begun: nothing to retry."""
+    f = fleet("ab")
+    f.turn()
+    for name in list(f.membership.workers):
+        f.membership.exited(name, 1, f.now)
+    assert any(isinstance(a, End) and a.verdict == "user_error" for a in f.turn())
+
+
+def test_changes_nothing_when_an_old_word_is_played_back() -> None:
+    """A word with a number that was heard before is ignored, also for the heartbeat."""
+    f = fleet()
+    f.run()
+    name = f.worker_on("a")
+    heard = f.membership.workers[name].heard_at
+    f.now += 3
+    f.membership.reported(name, 1, f.now, phase="waiting", generation=1)
+    assert f.membership.workers[name].phase is Phase.TRAINING
+    assert f.membership.workers[name].heard_at == heard
+
+
+def test_comes_back_into_the_round_when_a_member_revives_itself() -> None:
+    """While a member starts anew in place, the round waits for it: it may hold the only state."""
+    f = fleet("abc")
+    f.run()
+    f.say(f.worker_on("b"), "reviving")
+    f.membership.exited(f.worker_on("c"), -9, f.now)
+    f.boots = False
+    f.run(5)
+    assert f.membership.generation == 1
+    f.boots = True
+    f.run(5)
+    assert f.membership.generation == 2
+    assert f.world() == ["a", "b"]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
+    """Random deaths, freezes, joins, leaves and lost words: as long as one holder of the state lives, a world with
+    it forms again, and two generations never overlap."""
+    chance = random.Random(seed)
+    f = fleet("abcd", least=1)
+    f.run()
+    hosts = set("abcd")
+    for _ in range(30):
+        alive = [n for n in f.membership.members if f.membership.workers[n].phase is not Phase.GONE]
+        match chance.randrange(5):
+            case 0 if len(alive) > 1:
+                f.membership.exited(chance.choice(alive), chance.choice([-9, -6, 1]), f.now)
+            case 1 if len(alive) > 1:
+                f.silent.add(chance.choice(alive))
+            case 2:
+                hosts.add(chance.choice("abcdefgh"))
+            case 3 if len(hosts) > 1:
+                hosts.discard(chance.choice(sorted(hosts)))
+            case 4:
+                f.now += chance.random() * 4
+                for name in f.counts:
+                    if name not in f.silent and f.membership.workers[name].phase is Phase.TRAINING:
+                        f.say(name, "training")
+        f.membership.hosts_listed({h: 1 for h in sorted(hosts)})
+        f.run(chance.randrange(4))
+        if f.membership.verdict:
+            assert not any(w.holds_state and not w.dismissed for w in f.membership.workers.values()
+                           if w.phase is not Phase.GONE)
+            return
+    f.run(seconds=100)
+    if f.membership.verdict is None:
+        assert set(f.world()) == hosts
+        formed = [a.generation for a in f.acted if isinstance(a, Form)]
+        assert formed == sorted(set(formed))

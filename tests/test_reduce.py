@@ -1,0 +1,138 @@
+"""Both reducers, in worlds of threads: the engine's own code over collectives that need no network."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.reduce import ExactReducer, Flat, RingReducer, tree_sum
+from elastic_trainer.schedule import aligned_subtrees, owned_shards
+
+
+class Hub:
+    """What the members of a simulated world share."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier, self.board = size, threading.Barrier(size), {}
+
+
+class Member:
+    """One member's collectives."""
+
+    def __init__(self, hub: Hub, rank: int):
+        self.hub, self.rank, self.size = hub, rank, hub.size
+
+    def _share(self, name: str, value: Any) -> list[Any]:
+        self.hub.board[name, self.rank] = value
+        self.hub.barrier.wait(30)
+        shared = [self.hub.board[name, rank] for rank in range(self.size)]
+        self.hub.barrier.wait(30)
+        return shared
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
+        return (tensor, name)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        tensor, name = handle
+        everyone = self._share(name, tensor.clone())
+        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
+        return tensor
+
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
+        parts = self._share(name, list(tensor.split(splits)))
+        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat(self._share(name, tensor.clone()))
+
+
+def in_worlds(size: int, act: Any) -> list[Any]:
+    """Run `act(member)` in one thread for each rank and return the results; an exception is raised here."""
+    hub, results, errors = Hub(size), [None] * size, []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(Member(hub, rank))
+        except BaseException as error:
+            errors.append(error)
+            hub.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
+    """Reduce random per-shard gradients in a world of `size`; the same numbers for every world."""
+
+    def act(member: Member) -> dict[torch.dtype, torch.Tensor]:
+        parameters = [torch.nn.Parameter(torch.zeros(7, 3)), torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+                      torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)), torch.nn.Parameter(torch.zeros(1))]
+        buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
+        flat = Flat(parameters, buffers, torch.device("cpu"))
+        reducer = ExactReducer(flat, shards) if kind == "exact" else RingReducer(flat, shards)
+        for step in range(steps):
+            mine = reducer.begin(member)
+            for shard in mine:
+                done = reducer.shard(shard, is_last=shard == mine.stop - 1)
+                generator = torch.Generator().manual_seed(1000 * step + shard)
+                numbers = [torch.randn(p.shape, generator=generator) * 10 ** (shard % 5) for p in parameters]
+                if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
+                    reducer.overlap(member)
+                sum((p * n.to(p.dtype)).sum().double() for p, n in zip(parameters, numbers, strict=True)).backward()
+                after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
+                flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers, after)
+                done()
+            reducer.finish(member)
+        changed = {name: b.clone() for name, b in buffers.items()}
+        flat.apply_statistics(buffers, changed)
+        assert int(changed["count"]) == 1
+        return {d: t[: flat.lengths[d]].clone() for d, t in flat.sums.items()} | {
+            torch.int64: torch.cat([p.grad.double().reshape(-1) for p in parameters])}
+
+    return in_worlds(size, act)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 6, 8, 13])
+def test_exact_has_the_same_bits_when_the_world_has_any_size(shards: int) -> None:
+    """Sums in the order of a fixed tree do not depend on who does which part, also with more workers than shards."""
+    alone = reduced("exact", 1, shards)[0]
+    for size in (2, 3, 4, 5, 7):
+        for result in reduced("exact", size, shards):
+            assert all(torch.equal(result[d], alone[d]) for d in alone), (size, shards)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ring_has_the_same_sum_when_the_world_has_any_size(size: int) -> None:
+    """The same gradient up to rounding, the same on every rank to the bit."""
+    alone = reduced("exact", 1, 8)[0]
+    results = reduced("ring", size, 8)
+    for result in results:
+        assert all(torch.equal(result[d], results[0][d]) for d in result)
+        assert all(torch.allclose(result[d].double(), alone[d].double(), rtol=2e-2) for d in result)
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(shards: int, size: int) -> None:
+    """Subtrees of all workers add up, in tree order, to what one worker gets from the leaves."""
+    leaves = {(s, s + 1): torch.randn(3, generator=torch.Generator().manual_seed(s)) for s in range(shards)}
+    whole = tree_sum({k: v.clone() for k, v in leaves.items()}, shards)
+    pieces = {}
+    for rank in range(size):
+        for tree in aligned_subtrees(owned_shards(rank, size, shards), shards):
+            span = 1 << (len(tree) - 1).bit_length()
+            inside = {(s - tree.start, s - tree.start + 1): leaves[s, s + 1].clone() for s in tree}
+            assert len(tree) <= span
+            pieces[tree.start, tree.stop] = tree_sum(inside, len(tree))
+    assert torch.equal(tree_sum(pieces, shards), whole)

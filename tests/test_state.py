@@ -1,0 +1,212 @@
+"""What survives: bytes of values, the live state, objects in a folder, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from state.checkpoint import KEEP_LAST, MANIFESTS, Checkpoints
+from state.elastic_state import ElasticState
+from state.layout import LayoutError, byte_ranges, decode, pack
+from state.store import FolderStore, StoreUnavailable
+
+
+def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
+    """A live state after a few steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+    state = ElasticState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
+    state.has_state = True
+    for _ in range(steps):
+        model(torch.randn(8, 4)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit(8, 1)
+    return state
+
+
+def bytes_of(state: ElasticState) -> bytes:
+    packed = state.packed()
+    return packed.header + b"".join(bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+
+
+def payload(packed: Any) -> torch.Tensor:
+    return torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop"])
+def test_a_newcomer_has_the_same_bytes_when_it_has_received_the_state(optimizer: str) -> None:
+    """Weights, moments, counters and groups, also into an optimizer that never stepped (F6, F7)."""
+    giver, taker = trained(3, optimizer=optimizer), trained(0, optimizer=optimizer)
+    packed = giver.packed()
+    taker.load(decode(packed.header, payload(packed)))
+    assert bytes_of(taker) == bytes_of(giver)
+    for state in (giver, taker):  # and goes on to the same bytes: nothing is aliased, nothing is missing
+        torch.manual_seed(5)
+        state.model(torch.randn(8, 4)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    weights = [list(s.model.parameters()) for s in (giver, taker)]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_nothing_is_changed_when_the_state_is_another_models() -> None:
+    """All values are taken over, or none."""
+    taker = trained(0, width=9)
+    before, packed = bytes_of(taker), trained().packed()
+    with pytest.raises(LayoutError, match="in this model"):
+        taker.load(decode(packed.header, payload(packed)))
+    assert bytes_of(taker) == before
+    assert taker.has_state
+
+
+@pytest.mark.parametrize("spoil", ["short", "long", "header", "shape", "dtype"])
+def test_refuses_bytes_when_they_are_not_what_the_header_says(spoil: str) -> None:
+    """Every length is checked before anything is built."""
+    packed = pack({"a": torch.arange(10), "b": [1, (2.5, None)]})
+    header, data = packed.header, payload(packed)
+    match spoil:
+        case "short":
+            data = data[:-1]
+        case "long":
+            data = torch.cat([data, data])
+        case "header":
+            header = header[:-3]
+        case "shape":
+            header = header.replace(b"[10]", b"[-1]")
+        case "dtype":
+            header = header.replace(b"int64", b"save")
+    with pytest.raises(LayoutError):
+        decode(header, data)
+
+
+def test_values_come_back_when_packed() -> None:
+    """Tuples stay tuples, integer keys stay integers, empty and 0-dimensional tensors stay what they are."""
+    values = {"t": (1, "x", None, True, 2.5), 3: [torch.tensor(7.0), torch.empty(0, 4)], "b": torch.ones(3).bfloat16(),
+              "inf": float("inf")}
+    packed = pack(values)
+    back = decode(packed.header, payload(packed))
+    assert back["t"] == values["t"] and back["inf"] == float("inf")
+    assert back[3][0].shape == () and back[3][1].shape == (0, 4)
+    assert torch.equal(back["b"], values["b"])
+    with pytest.raises(TypeError, match="function"):
+        pack({"f": lambda: None})
+
+
+def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
+    """Put if absent: one of many racing creators, and its bytes are whole."""
+    store, won = FolderStore(tmp_path), []
+
+    def put(number: int) -> None:
+        if store.put_if_absent("log/1.json", [bytes([number]) * 1000]):
+            won.append(number)
+
+    threads = [threading.Thread(target=put, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.get("log/1.json") == bytes(won) * 1000
+    assert store.list("log") == ["log/1.json"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
+def test_refuses_a_name_when_it_leaves_the_store(tmp_path: Path, name: str) -> None:
+    """A name from a manifest never escapes the store's folder."""
+    with pytest.raises(ValueError, match="no name"):
+        FolderStore(tmp_path).get(name)
+
+
+class Events(list[tuple[str, dict[str, Any]]]):
+    """Events as they are emitted."""
+
+    def emit(self, event: str, **facts: Any) -> None:
+        self.append((event, facts))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self]
+
+
+def test_restores_the_newest_when_all_are_whole(tmp_path: Path) -> None:
+    """What is restored has the bytes that were there when the checkpoint was asked for."""
+    events, state = Events(), trained(1)
+    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
+    for _ in range(5):
+        state.commit(8, 1)
+        with torch.no_grad():
+            next(state.model.parameters()).add_(1)
+        checkpoints.write(state, wait=True)
+    fresh = trained(0)
+    assert Checkpoints(FolderStore(tmp_path), events.emit).restore(fresh) == 6
+    assert bytes_of(fresh) == bytes_of(state)
+    assert len(list((tmp_path / MANIFESTS).iterdir())) == KEEP_LAST
+    assert len({p.parent for p in (tmp_path / "parts").rglob("*.bin")}) == KEEP_LAST
+
+
+def test_keeps_the_bytes_when_training_goes_on_during_the_write(tmp_path: Path) -> None:
+    """The snapshot is a copy: what changes after the pause is not in the checkpoint."""
+    state, events = trained(1), Events()
+    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
+    before = bytes_of(state)
+    checkpoints.write(state)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    checkpoints.finish()
+    fresh = trained(0)
+    checkpoints.restore(fresh)
+    assert bytes_of(fresh) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str) -> None:
+    """A checkpoint with a part that is not whole is passed over, and said so."""
+    state, events = trained(1), Events()
+    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
+    checkpoints.write(state, wait=True)
+    state.commit(8, 1)
+    checkpoints.write(state, wait=True)
+    part = next((tmp_path / "parts").glob("000000000002-*/00000.bin"))
+    manifest = tmp_path / MANIFESTS / "000000000002.json"
+    match damage:
+        case "flip":
+            part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
+        case "truncate":
+            part.write_bytes(part.read_bytes()[:-4])
+        case "remove":
+            part.unlink()
+        case "manifest":
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"header": "{}"}))
+    assert checkpoints.restore(trained(0)) == 1
+    assert "state.checkpoint_refused" in events.names()
+
+
+def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: Path) -> None:
+    """Another model's run folder is an error with a remedy, not a new start."""
+    events = Events()
+    Checkpoints(FolderStore(tmp_path), events.emit).write(trained(1), wait=True)
+    with pytest.raises(LayoutError, match="another name"):
+        Checkpoints(FolderStore(tmp_path), events.emit).restore(trained(0, width=9))
+
+
+class FullStore(FolderStore):
+    """A store that takes parts but no manifest."""
+
+    def put_if_absent(self, name: str, chunks: Any) -> bool:
+        if name.startswith(MANIFESTS):
+            raise StoreUnavailable("no space left, as planned")
+        return super().put_if_absent(name, chunks)
+
+
+def test_nothing_is_published_and_training_goes_on_when_the_writer_dies_before_the_manifest(tmp_path: Path) -> None:
+    """Parts without a manifest are no checkpoint; the failure is said, and does not raise."""
+    events, state = Events(), trained(1)
+    Checkpoints(FullStore(tmp_path), events.emit).write(state, wait=True)
+    assert events.names() == ["state.checkpoint_failed"]
+    assert Checkpoints(FolderStore(tmp_path), events.emit).restore(state) is None
