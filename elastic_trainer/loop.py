@@ -128,7 +128,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
     except Exception:
         events.emit("worker.failed", error=traceback.format_exc())
-        driver.fail(traceback.format_exc())
+        driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then only its host failed
         raise
 
 

@@ -33,6 +33,8 @@ MAX_BACK_OFF_S = 60.0
 STEADY_S = 30.0
 """A worker that lived this long in the world wipes its host's failures out."""
 MAX_REFUSED_OFFERS = 3
+FAILED_STARTS = 3
+"""When a listed host has failed so often, the first generation no longer waits for it."""
 
 
 class Phase(str, Enum):
@@ -336,7 +338,9 @@ class Membership:
             return []  # somebody still trains, or revives itself and will be back with its state
         candidates = self._candidates()
         if self.generation == 0:
-            if len(candidates) < self.first_workers or not self._are_settled(candidates, now):
+            hopeless = any(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
+            enough = self.min_workers if hopeless else self.first_workers
+            if len(candidates) < enough or not self._are_settled(candidates, now):
                 return self._wait(now)
             reason = "start"
         else:

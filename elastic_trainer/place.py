@@ -210,8 +210,10 @@ class OurDriver:
             self._lost = True
 
     def fail(self, error: str) -> None:
-        """Report the user's own exception: it ends the run everywhere."""
-        self._tell(error=error)
+        """Report the user's own exception: it ends the run everywhere. Not before this worker stood ready: what fails
+        while it boots may be its host's fault, and must not take the others with it."""
+        if self._beating.is_alive():
+            self._tell(error=error)
 
     def finish(self, step: int) -> None:
         """Report that the last vote has passed."""

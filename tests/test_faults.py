@@ -6,6 +6,7 @@ counted exactly once, steps never went back, one lineage, and the weights equal 
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ def host(rank: int) -> str:
                                              (2, "step.voted"), (0, "step.applied"), (1, "data")])
 def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int, point: str) -> None:
     """SIGKILL in the backward pass, before the vote, between vote and apply, or after apply costs one step at most."""
-    plan = Plan().kill(host=host(rank), at=point, step=None if point == "data" else 12)
+    where = {"reads": 20} if point == "data" else {"step": 12}
+    plan = Plan().kill(host=host(rank), at=point, **where)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.wait() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
@@ -86,6 +88,17 @@ def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_o
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
     assert generation == 2
     assert result["steps_redone"] == 0
+
+
+def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path, twin_of: Twin) -> None:
+    """What the user's code raises before a worker stands ready may be its host's fault: it takes nobody with it."""
+    plan = Plan().add("raise", host=host(4), at="data", reads=1)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
 def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
@@ -185,13 +198,13 @@ def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp
 
 def test_hands_the_state_over_when_the_whole_list_is_swapped(tmp_path: Path, twin_of: Twin) -> None:
     """Not one host of the old list is in the new one (Horovod: "No hosts from previous set remaining")."""
-    with Cluster(tmp_path, hosts=6, start_with=3, job=("--steps", "150", "--step-s", "0.05")) as cluster:
+    with Cluster(tmp_path, hosts=8, start_with=4, job=SLOW) as cluster:
         cluster.wait_for_step(3)
-        cluster.set_hosts(cluster.all_hosts[3:])
+        cluster.set_hosts(cluster.all_hosts[4:])
         cluster.wait_for("the new ones alone", lambda: any(
-            set(e["hosts"]) == set(cluster.all_hosts[3:]) for e in cluster.events("driver.generation_formed")))
+            set(e["hosts"]) == set(cluster.all_hosts[4:]) for e in cluster.events("driver.generation_formed")))
         assert cluster.wait() == 0
-        result = cluster.assert_nothing_lost(twin_of("--steps", "150", "--step-s", "0.05"), victims=0)
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["attempts"] == 1
     assert result["steps_redone"] == 0
 
@@ -215,7 +228,6 @@ def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path,
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         cluster_driver = cluster.driver_pid()
-        import os
         os.kill(cluster_driver, signal.SIGKILL)
         assert cluster.wait() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
@@ -226,7 +238,6 @@ def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path,
 
 def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_of: Twin) -> None:
     """All workers, the driver and the supervisor die at once; the same command goes on from the checkpoint."""
-    import os
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         workers, driver = cluster.live_pids(), cluster.driver_pid()
@@ -263,7 +274,7 @@ def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, tw
 
 def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Path) -> None:
     """A user's own exception is never retried and reaches every rank; a dead host always is."""
-    with Cluster(tmp_path, job=SLOW, plan=Plan().add("raise", host=host(2), at="data")) as cluster:
+    with Cluster(tmp_path, job=SLOW, plan=Plan().add("raise", host=host(2), at="data", reads=20)) as cluster:
         assert cluster.wait() == 70
         attempts, failed = cluster.events("attempt.ended"), cluster.events("worker.failed")
         assert [e["verdict"] for e in attempts] == ["user_error"], cluster.story()

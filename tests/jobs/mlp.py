@@ -39,6 +39,7 @@ class Samples(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(0)
         self.points = torch.randn(1003, 20, generator=generator)
         self.classes = self.points[:, :4].argmax(1)
+        self.reads = 0
 
     def __len__(self) -> int:
         return len(self.points)
@@ -46,7 +47,8 @@ class Samples(torch.utils.data.Dataset):
     def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         time.sleep(options.step_s)
         if injector:
-            injector("data", {"worker_step": len(numbers)})
+            self.reads += 1
+            injector("data", {"reads": self.reads})
         noise = 0.01 * torch.randn(len(numbers), 20)  # augmentation: must follow the shard's seed, not the worker
         return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
 

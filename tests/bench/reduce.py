@@ -1,0 +1,57 @@
+"""What the same bits for every world cost: `exact` against `ring` on the demo model, 2 and 4 workers.
+
+    .venv/bin/python tests/bench/reduce.py [--steps 40] [--rounds 2]
+
+The arms take turns; a ratio is the median step time of all of `exact`'s steps over that of all of `ring`'s.
+
+Last line: one JSON object with ratio_2, ratio_4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from cluster import Cluster  # noqa: E402
+
+WARM_UP_STEPS = 5
+
+
+def step_seconds(workers: int, kind: str, steps: int, *options: str) -> list[float]:
+    """Train the demo model and return the seconds of each step after the warm-up."""
+    job = [sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps", str(steps), "--checkpoint-every", "100000",
+           *options]
+    with tempfile.TemporaryDirectory() as folder:
+        with Cluster(Path(folder), hosts=workers, command=job, options=["--reduce", kind]) as cluster:
+            assert cluster.wait(600) == 0, cluster.story()
+            return [e["step_s"] for e in cluster.events("worker.step_committed")
+                    if e["step"] >= WARM_UP_STEPS and not e.get("repeated")]
+
+
+def main() -> None:
+    """Measure and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    result: dict[str, float | bool] = {}
+    for workers in (2, 4):
+        seconds: dict[str, list[float]] = {"exact": [], "ring": []}
+        for _ in range(options.rounds):
+            for kind, found in seconds.items():
+                found += step_seconds(workers, kind, options.steps)
+                print(f"{workers} workers, {kind}: {statistics.median(found):.4f} s a step so far", flush=True)
+        medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+        result[f"ratio_{workers}"] = round(medians["exact"] / medians["ring"], 3)
+        result |= {f"{kind}_{workers}_s": round(median, 4) for kind, median in medians.items()}
+    print(json.dumps(result | {"met": result["ratio_2"] <= 1.1 and result["ratio_4"] <= 1.1}))
+
+
+if __name__ == "__main__":
+    main()
