@@ -182,6 +182,7 @@ class Trainer:
         for step in range(state.committed, job.schedule.steps):
             started = time.monotonic()
             samples, digest = self._forward_backward(step)
+            self.events.reach("step.computed", step=step)
             self.reducer.finish(world)                                          # network: the gradients, once
             state.prepare()
             self.events.reach("step.prepared", step=step)

@@ -18,7 +18,7 @@ from typing import Any
 
 from faults import Plan
 
-from elastic_trainer.events import read_events
+from elastic_trainer.events import EVENTS_FILE
 from elastic_trainer.verify import verify
 
 TESTS = Path(__file__).resolve().parent
@@ -46,6 +46,8 @@ class Cluster:
             "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
         self.process: subprocess.Popen[bytes] | None = None
+        self._told: list[dict[str, Any]] = []
+        self._read_to = 0
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -100,8 +102,16 @@ class Cluster:
     # --- what a test sees ---------------------------------------------------------------------------------------------
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the diary, or its events of one name."""
-        return [e for e in read_events(self.run_dir) if name in (None, e["event"])]
+        """Return the diary, or its events of one name. Reads only what is new: the tests share the cores."""
+        path = self.run_dir / EVENTS_FILE
+        if path.exists() and path.stat().st_size > self._read_to:
+            with open(path, "rb") as file:
+                file.seek(self._read_to)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read_to += len(whole)
+            self._told += [json.loads(line) for line in whole.splitlines()]
+        return [e for e in self._told if name in (None, e["event"])]
 
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
         """Wait until `seen()` is true and return it."""

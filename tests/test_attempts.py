@@ -1,0 +1,170 @@
+"""What follows an attempt, and who is still there after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.attempts import (
+    EXIT_BAD_COMMAND,
+    EXIT_INTERRUPTED,
+    MAX_ATTEMPTS_WITHOUT_PROGRESS,
+    MAX_BACK_OFF_S,
+    Next,
+    decide_next,
+    is_worker,
+    supervise,
+)
+from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR
+from elastic_trainer.events import read_events
+
+EXIT_CODES = st.integers(-64, 255)
+OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
+
+
+@pytest.mark.parametrize(("exit_code", "was_interrupted", "idle", "following"), [
+    (EXIT_FINISHED, False, 0, Next("finished", EXIT_FINISHED)),
+    (EXIT_FINISHED, True, 9, Next("finished", EXIT_FINISHED)),
+    (1, True, 0, Next("interrupted", EXIT_INTERRUPTED)),
+    (-signal.SIGTERM, True, 9, Next("interrupted", EXIT_INTERRUPTED)),
+    (EXIT_USER_ERROR, False, 0, Next("user_error", EXIT_USER_ERROR)),
+    (EXIT_BAD_COMMAND, False, 0, Next("user_error", EXIT_BAD_COMMAND)),
+    (1, False, 0, Next("failed")),
+    (-signal.SIGKILL, False, 0, Next("failed")),
+    (EXIT_LEFT, False, 0, Next("failed")),
+    (1, False, MAX_ATTEMPTS_WITHOUT_PROGRESS, Next("failed", 1)),
+])
+def test_each_end_has_its_sequel(exit_code: int, was_interrupted: bool, idle: int, following: Next) -> None:
+    """Finished is finished, a stop is obeyed, the user's own error is not tried again, and the world's fault is."""
+    assert decide_next(exit_code, was_interrupted, idle) == following
+
+
+@given(OF_THE_WORLD)
+def test_the_back_off_grows_and_is_bounded_when_attempts_make_no_progress(exit_code: int) -> None:
+    """At once after progress, then longer each time, until the limit ends it."""
+    sequel = [decide_next(exit_code, False, idle) for idle in range(MAX_ATTEMPTS_WITHOUT_PROGRESS + 3)]
+    delays = [following.delay_s for following in sequel if following.exit_code is None]
+    assert len(delays) == MAX_ATTEMPTS_WITHOUT_PROGRESS
+    assert delays[0] == 0
+    assert delays == sorted(set(delays))
+    assert delays[-1] <= MAX_BACK_OFF_S
+    assert all(following.exit_code == 1 for following in sequel[len(delays):])
+
+
+@given(EXIT_CODES, st.booleans(), st.integers(0, 10**6))
+def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted: bool, idle: int) -> None:
+    """No other exit code becomes 0, and no attempt follows a stop."""
+    following = decide_next(exit_code, was_interrupted, idle)
+    assert (following.exit_code == 0) == (exit_code == EXIT_FINISHED)
+    assert following.exit_code is not None or not was_interrupted
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"], env={"PATH": os.defpath, "ELASTIC_TRAINER_WORKER": "a/0/1"})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_worker_is_known_by_its_environment_when_its_pid_is_used_again(worker: subprocess.Popen[bytes]) -> None:
+    """The pid alone says nothing: its process must carry the worker's whole name."""
+    assert is_worker(worker.pid, "a/0/1")
+    assert not any(is_worker(worker.pid, name) for name in ("a/0/2", "a/0/11", "a/0", "/0/1", ""))
+    assert not is_worker(os.getpid(), "a/0/1")
+
+
+def test_a_worker_is_gone_when_its_process_is(worker: subprocess.Popen[bytes]) -> None:
+    """Neither a pid without a process nor a process that has ended is a worker."""
+    worker.kill()
+    worker.wait()
+    assert not is_worker(worker.pid, "a/0/1")
+    assert not is_worker(2**22 + 1, "a/0/1")
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def script(folder: Path, text: str) -> list[str]:
+    """Write a training script that does not train."""
+    (folder / "script.py").write_text(f"import os, sys\n{text}\n")
+    return [sys.executable, str(folder / "script.py")]
+
+
+ONE_HOST = ["-np", "1", "--host-discovery-script", "echo localhost:1"]
+
+
+def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, signals: None) -> None:
+    """One attempt, no second one, its exit code, and the diary says so."""
+    command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(tmp_path / "run", ONE_HOST, command, {"a": 1}, output) == EXIT_USER_ERROR
+    told = [(e["event"], e.get("attempt")) for e in read_events(tmp_path / "run") if not e["event"].startswith("driver.")]
+    assert told == [("run.started", 1), ("attempt.started", 1), ("attempt.ended", 1)]
+    assert read_events(tmp_path / "run")[-1]["verdict"] == "user_error"
+
+
+def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:
+    """Attempts have one number each in the whole run, and each a secret of its own, which no diary knows."""
+    command = script(tmp_path, "open(f'key-{os.environ[\"ELASTIC_TRAINER_ATTEMPT\"]}', 'w')"
+                               ".write(os.environ['ELASTIC_TRAINER_KEY'])\n"
+                               f"sys.exit({EXIT_USER_ERROR})")
+    command = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *command]
+    with open(tmp_path / "output", "wb") as output:
+        for _ in range(2):
+            supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    keys = [(tmp_path / f"key-{attempt}").read_text() for attempt in (1, 2)]
+    assert len({*keys}) == 2 and all(len(bytes.fromhex(key)) == 32 for key in keys)
+    diary = (tmp_path / "run" / "events.jsonl").read_text() + (tmp_path / "output").read_text()
+    assert not any(key in diary for key in keys)
+
+
+def test_a_bad_command_is_not_tried_again(tmp_path: Path, signals: None) -> None:
+    """horovodrun's own refusal is the user's to mend."""
+    with open(tmp_path / "output", "wb") as output:
+        code = supervise(tmp_path / "run", [*ONE_HOST, "--min-np", "many"], ["true"], {}, output)
+    assert code == EXIT_BAD_COMMAND
+    assert "--min-np" in (tmp_path / "output").read_text()
+    assert len([e for e in read_events(tmp_path / "run") if e["event"] == "attempt.started"]) == 1
+
+
+def test_the_run_is_interrupted_when_it_is_told_to_stop(tmp_path: Path, signals: None) -> None:
+    """A stop from outside is passed on to the workers, and no attempt follows."""
+    command = script(tmp_path, f"import signal\nos.kill({os.getpid()}, signal.SIGTERM)\nsignal.pause()")
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_INTERRUPTED
+    told = read_events(tmp_path / "run")
+    assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["interrupted"]
+    assert not any(is_worker(e["pid"], e["worker"]) for e in told if e["event"] == "driver.worker_started")
+
+
+def test_the_next_attempt_waits_for_the_last_worker_when_the_driver_is_killed(tmp_path: Path, signals: None) -> None:
+    """A worker whose driver is gone is waited for: two worlds never train at once."""
+    gone, early = tmp_path / "gone", tmp_path / "early"
+    command = script(tmp_path, f"""
+import time
+if os.environ["ELASTIC_TRAINER_ATTEMPT"] == "1":
+    os.kill(os.getppid(), 9)
+    time.sleep(0.5)  # the time that it takes a worker to notice
+    open({str(gone)!r}, "w")
+else:
+    os.path.exists({str(gone)!r}) or open({str(early)!r}, "w")
+    sys.exit({EXIT_USER_ERROR})""")
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    ended = [e["exit_code"] for e in read_events(tmp_path / "run") if e["event"] == "attempt.ended"]
+    assert ended == [-signal.SIGKILL, EXIT_USER_ERROR]
+    assert gone.exists() and not early.exists()

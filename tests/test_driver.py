@@ -1,0 +1,415 @@
+"""The driver's edges: lists of hosts, the rendezvous store, workers' processes here and over ssh, Horovod's version."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.driver import MAX_VALUE_BYTES, MemberRendezvous, WorkerProcess, check_version, is_local, parse_hosts
+from elastic_trainer.membership import Start
+
+DEADLINE_S = 10.0
+SECRET = "5ec4e75ec4e7"
+PLAIN = {"PATH": os.defpath}
+
+
+def until(seen: Callable[[], Any]) -> Any:
+    """Wait until `seen()` is true, and return it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (result := seen()):
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.005)
+    return result
+
+
+# --- lists of hosts -------------------------------------------------------------------------------------------------
+
+NAMES = st.builds("h{}.{}".format, st.text("az09-", max_size=8), st.integers(0, 300))
+
+
+@given(st.dictionaries(NAMES, st.integers(1, 64)), st.sampled_from(["\n", "\r\n", "\n\n", " \n\t"]))
+def test_the_hosts_keep_their_order_when_they_are_read(hosts: dict[str, int], between: str) -> None:
+    """The first in the list is the first in the world; blank lines mean nothing."""
+    read = parse_hosts(between.join(f"{host}:{slots}" for host, slots in hosts.items()), None)
+    assert list(read.items()) == list(hosts.items())
+
+
+@given(st.lists(NAMES, unique=True), st.sampled_from([None, 1, 8]))
+def test_a_host_has_the_default_slots_when_its_line_names_none(names: list[str], default: int | None) -> None:
+    """That is horovodrun's --slots-per-host, or 1."""
+    assert parse_hosts("\n".join(names), default) == {name: default or 1 for name in names}
+
+
+@pytest.mark.parametrize("line", [
+    ":1", "a:", "a:0", "a:-1", "a:+1", "a:1.5", "a:1_0", "a:\u00b2", "a b:1", "a: 1", "a :1", "a:1 # the first", "a:1:",
+    "Traceback (most recent call last):", "a:" + "9" * 5000,
+])
+def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
+    """A torn or wrong list is unknown, not shorter."""
+    with pytest.raises(ValueError):
+        parse_hosts(f"first:1\n{line}\nlast:1", None)
+
+
+@pytest.mark.parametrize("line", ["-oProxyCommand=id:1", "a..b:1", "a" * 64 + ":1", "a\0:1", "<html>"])
+def test_the_whole_list_is_refused_when_a_name_cannot_be_a_hosts(line: str) -> None:
+    """What ssh would take for an option, or the resolver for an error of the program, never gets that far."""
+    with pytest.raises(ValueError):
+        parse_hosts(f"first:1\n{line}\nlast:1", None)
+
+
+@given(st.text(max_size=60))
+def test_a_list_is_read_or_refused_when_it_is_anything(text: str) -> None:
+    """No other error, and whatever was read has names without spaces and slots."""
+    try:
+        hosts = parse_hosts(text, None)
+    except ValueError:
+        return
+    assert all(host and not any(c.isspace() for c in host) and slots >= 1 for host, slots in hosts.items())
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.77", "127.1"])
+def test_a_loopback_name_is_this_machine(host: str) -> None:
+    """Any loopback address is a host of its own here, without ssh."""
+    assert is_local(host)
+
+
+def test_an_address_that_is_not_ours_is_another_machine() -> None:
+    """It is reached by ssh."""
+    assert not is_local("192.0.2.1")
+
+
+# --- the rendezvous store -------------------------------------------------------------------------------------------
+
+class Rendezvous:
+    """A generation with one member's address, 127.0.0.1."""
+
+    def __init__(self) -> None:
+        self.refused: list[tuple[str, str]] = []
+        self.store = MemberRendezvous("127.0.0.1", {"127.0.0.1"}, lambda *said: self.refused.append(said))
+
+    def ask(self, method: str, path: str, body: bytes | None = None, *, source: str = "127.0.0.1",
+            headers: Mapping[str, str] = {}) -> tuple[int, bytes]:  # noqa: B006 (read only)
+        connection = http.client.HTTPConnection("127.0.0.1", self.store.server_port, timeout=DEADLINE_S,
+                                                source_address=(source, 0))
+        connection.request(method, path, body, dict(headers))
+        answer = connection.getresponse()
+        result = answer.status, answer.read()
+        connection.close()
+        return result
+
+    def close(self) -> None:
+        self.store.shutdown()
+        self.store.server_close()
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous()
+    yield rendezvous
+    rendezvous.close()
+
+
+def test_members_find_what_members_have_put(rendezvous: Rendezvous) -> None:
+    """Put, get, delete; what is not there is 404."""
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.ask("PUT", "/global/0", b"\0an address\xff")[0] == 200
+    assert rendezvous.ask("GET", "/global/0") == (200, b"\0an address\xff")
+    assert rendezvous.ask("DELETE", "/global/0")[0] == 200
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.refused == []
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Rendezvous, method: str) -> None:
+    """An address that is no member's is refused and said."""
+    rendezvous.ask("PUT", "/global/0", b"an address")
+    assert rendezvous.ask(method, "/global/0", b"another" if method == "PUT" else None, source="127.0.0.2") == (403, b"")
+    assert rendezvous.ask("GET", "/global/0") == (200, b"an address")
+    assert rendezvous.refused == [("127.0.0.2", "not a member of this generation")]
+
+
+@pytest.mark.parametrize("length", [str(MAX_VALUE_BYTES + 1), "-1", "many", str(2**64)])
+def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: Rendezvous, length: str) -> None:
+    """Before a byte of it is read."""
+    assert rendezvous.ask("PUT", "/global/0", headers={"Content-Length": length})[0] == 413
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.ask("PUT", "/global/0", b"x" * MAX_VALUE_BYTES)[0] == 200
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return open, (str(self.file), "w")
+
+
+def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    """Under the names that Horovod's own server unpickles, bytes stay bytes (F10)."""
+    trap = pickle.dumps(Trap(tmp_path / "executed"))
+    for path in ("/worker_addresses/localhost:0", "/runfunc/func", "/runfunc_result/0"):
+        assert rendezvous.ask("PUT", path, trap)[0] == 200
+        assert rendezvous.ask("GET", path) == (200, trap)
+    rendezvous.ask("GET", "/rank_and_size/localhost:0")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["/", "/global", "/a/b/c/d", "/../../etc/passwd", "//"])
+def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Rendezvous, path: str) -> None:
+    """It serves no files, and one bad request is one connection."""
+    with socket.create_connection(("127.0.0.1", rendezvous.store.server_port), timeout=DEADLINE_S) as connection:
+        connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b" 200 " not in answer
+    assert rendezvous.ask("PUT", "/global/0", b"x")[0] == 200
+
+
+# --- workers' processes -----------------------------------------------------------------------------------------------
+
+class Workers:
+    """Starts workers as the driver does, and leaves none behind."""
+
+    def __init__(self) -> None:
+        self.started: list[WorkerProcess] = []
+        self.output = io.StringIO()
+
+    def start(self, command: list[str], env: dict[str, str] = PLAIN, host: str = "localhost",  # noqa: B006 (read only)
+              **settings: Any) -> WorkerProcess:
+        settings = {"ssh_port": None, "ssh_identity_file": None} | settings
+        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env, SimpleNamespace(**settings), self.output)
+        self.started.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.started:
+            if worker.process.returncode is None:
+                worker.stop(True, 0)
+                worker.wait()
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def is_running(pid: int) -> bool:
+    """True if a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def written(path: Path) -> str:
+    """Wait for a file that ends in a newline, and return its text."""
+    return str(until(lambda: path.exists() and path.read_text().endswith("\n") and path.read_text())).rstrip("\n")
+
+
+def test_a_secret_is_in_no_command_line_when_a_worker_starts_here(workers: Workers) -> None:
+    """It travels in the environment, which only the same user can read."""
+    worker = workers.start(["sleep", "1000"], PLAIN | {"ELASTIC_TRAINER_KEY": SECRET})
+    assert SECRET.encode() not in command_line(worker.process.pid)
+    assert SECRET.encode() in Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+
+
+def test_its_environment_is_the_given_one_when_a_worker_starts_here(workers: Workers, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the driver's own environment goes along."""
+    monkeypatch.setenv("OF_THE_DRIVER", "1")
+    env = PLAIN | {"ODD": "a 'b' \"c\" $(id)\nä"}
+    workers.start(["sh", "-c", f"env -0 > {tmp_path}/env; echo > {tmp_path}/done"], env).wait()
+    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().split("\0") if line)
+    assert env.items() <= seen.items()
+    assert "OF_THE_DRIVER" not in seen
+
+
+@pytest.mark.parametrize(("text", "code"), [("exit 3", 3), ("exit 0", 0), ("kill -9 $$", -9), ("kill -6 $$", -6)])
+def test_a_worker_ends_with_its_exit_code_or_its_signal(workers: Workers, text: str, code: int) -> None:
+    """Negative: the number of the signal."""
+    assert workers.start(["sh", "-c", text]).wait() == code
+
+
+def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers, tmp_path: Path) -> None:
+    """Its helpers neither delay its end nor outlive it."""
+    worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; exit 3"])
+    assert worker.wait() == 3
+    child = int(written(tmp_path / "child"))
+    until(lambda: not is_running(child))
+
+
+def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Workers, tmp_path: Path) -> None:
+    """The whole process group goes, and nobody else."""
+    bystander = workers.start(["sleep", "1000"])
+    worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"])
+    child = int(written(tmp_path / "child"))
+    worker.stop(True, 1000)
+    assert worker.wait() == -9
+    until(lambda: not is_running(child))
+    assert is_running(bystander.process.pid)
+
+
+def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers, tmp_path: Path) -> None:
+    """SIGTERM first, SIGKILL after `grace_s`."""
+    text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 1000; done"
+    worker = workers.start(["sh", "-c", text])
+    written(tmp_path / "ready")
+    worker.stop(False, 0.2)
+    assert worker.wait() == -9
+    assert written(tmp_path / "heard") == "heard"
+
+
+def test_a_worker_may_end_by_itself_when_it_is_told_to_stop(workers: Workers, tmp_path: Path) -> None:
+    """Within its grace nobody kills it; told again after its end, nothing happens."""
+    worker = workers.start(["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"])
+    written(tmp_path / "ready")
+    worker.stop(False, 1000)
+    assert worker.wait() == 75
+    worker.stop(True, 0)
+
+
+def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
+    """Also what is no UTF-8, and a last line without an end."""
+    workers.start(["sh", "-c", r"echo one; printf '\377two' >&2"], host="127.0.0.3").wait()
+    until(lambda: len(workers.output.getvalue().splitlines()) == 2)
+    assert sorted(workers.output.getvalue().splitlines()) == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
+
+
+def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers) -> None:
+    """An OSError, which the driver tells as a start that failed."""
+    with pytest.raises(OSError):
+        workers.start(["/nowhere/python"])
+
+
+# --- over ssh ---------------------------------------------------------------------------------------------------------
+
+FAR = "192.0.2.1"  # TEST-NET-1: nobody's
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an `ssh` first on the path that writes its arguments down and runs its last one here, in an environment
+    as empty as a login's; returns the file with the arguments."""
+    arguments, folder = tmp_path / "ssh-arguments", tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(f"""#!/bin/sh
+printf '%s\\n' "$@" > {arguments}
+for last; do :; done
+exec env -i PATH={os.defpath} HOME=/ sh -c "$last"
+""")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return arguments
+
+
+ODD_VALUES = {
+    "ELASTIC_TRAINER_KEY": SECRET, "EMPTY": "", "QUOTES": "a 'b' \"c\" `id` $(touch executed) ${HOME} \\", "TAB": "\t",
+    "LINES": "first\nexport INJECTED=1\n\nlast\n", "WIDE": "äöü→" * 50, "LONG": "x" * 20000, "PATH": os.defpath,
+}
+
+
+def test_the_environment_arrives_on_stdin_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path,
+                                                                         tmp_path: Path) -> None:
+    """Every value as it is, byte for byte, and none of them on a command line, ours or theirs."""
+    there = f"env -0 > {tmp_path}/env; tr '\\0' ' ' < /proc/$$/cmdline > {tmp_path}/cmdline; echo > {tmp_path}/ready; sleep 1000"
+    worker = workers.start(["sh", "-c", there], ODD_VALUES, FAR)
+    assert worker.is_remote
+    written(tmp_path / "ready")
+    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().split("\0") if line)
+    assert {name: seen.get(name) for name in ODD_VALUES} == ODD_VALUES
+    assert "INJECTED" not in seen and not (tmp_path / "executed").exists()
+    for said in (ssh.read_text(), (tmp_path / "cmdline").read_text(), command_line(worker.process.pid).decode()):
+        assert SECRET not in said
+
+
+def test_its_arguments_and_folder_are_the_same_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path,
+                                                                              tmp_path: Path) -> None:
+    """No shell on the way takes them apart, and no variable of ours that is no environment is exported."""
+    arguments = ["a b", "$(touch executed)", "'", "", "ä\n", "*"]
+    command = ["sh", "-c", f'printf "%s\\0" "$@" > {tmp_path}/seen; pwd > {tmp_path}/folder; env > {tmp_path}/env', "x",
+               *arguments]
+    assert workers.start(command, PLAIN | {"BASH_FUNC_f%%": "() { :; }", "not-a-name": "1"}, FAR).wait() == 0
+    assert (tmp_path / "seen").read_text().split("\0")[:-1] == arguments
+    assert (tmp_path / "folder").read_text() == f"{tmp_path}\n"
+    assert not (tmp_path / "executed").exists()
+    assert "BASH_FUNC" not in (tmp_path / "env").read_text() and "not-a-name" not in (tmp_path / "env").read_text()
+
+
+def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path) -> None:
+    """No password prompt, a bounded connect, keep-alives (F3), and the port and key that horovodrun was given."""
+    workers.start(["true"], PLAIN, FAR, ssh_port=2222, ssh_identity_file="/keys/id").wait()
+    arguments = ssh.read_text().splitlines()
+    options = {arguments[i + 1].split("=")[0] for i, argument in enumerate(arguments) if argument == "-o"}
+    assert {"BatchMode", "ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax"} <= options
+    assert arguments[arguments.index("-p") + 1] == "2222"
+    assert arguments[arguments.index("-i") + 1] == "/keys/id"
+    assert arguments.count(FAR) == 1
+
+
+def test_the_far_worker_can_tell_when_we_are_gone(workers: Workers, ssh: Path, tmp_path: Path) -> None:
+    """Its stdin is empty and open as long as we live, and ends with us."""
+    worker = workers.start(["sh", "-c", f"echo > {tmp_path}/ready; cat > {tmp_path}/rest; exit 5"], PLAIN, FAR)
+    written(tmp_path / "ready")
+    assert worker.process.poll() is None
+    assert worker.process.stdin
+    worker.process.stdin.close()
+    assert worker.wait() == 5
+    assert (tmp_path / "rest").read_bytes() == b""
+
+
+# --- Horovod's version ------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def another_horovod(tmp_path: Path) -> Path:
+    """Return a folder that, first on the path, makes another Horovod the installed one."""
+    (tmp_path / "horovod-9.9.9.dist-info").mkdir()
+    (tmp_path / "horovod-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 9.9.9\n")
+    return tmp_path
+
+
+def test_the_driver_runs_on_the_version_that_it_mends() -> None:
+    """The one that is installed here."""
+    check_version()
+
+
+def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both versions and the remedy are in the text."""
+    monkeypatch.syspath_prepend(another_horovod)
+    with pytest.raises(ConfigError, match=r"9\.9\.9.*0\.28\.1.*install\.sh"):
+        check_version()
+
+
+def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod: Path) -> None:
+    """The command ends with exit code 2 and says why."""
+    path = os.pathsep.join([str(another_horovod), str(Path(__file__).resolve().parent.parent), *sys.path])
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.driver", "-np", "1", "--host-discovery-script",
+                           "echo localhost:1", "touch", str(another_horovod / "started")],
+                          env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "9.9.9" in done.stderr
+    assert not (another_horovod / "started").exists()

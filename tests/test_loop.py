@@ -1,0 +1,731 @@
+"""Training alone, in this process: what a step is made of, what it leaves, and where it goes on.
+
+The yardstick is `by_hand`: the same steps in plain PyTorch, each with one big batch. `Seat` puts several trainers into
+one world of threads, so that sharing a step needs no network.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.events import Events, read_events
+from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
+from elastic_trainer.place import Alone, RunOver
+from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.world import World
+from state.layout import LayoutError
+
+Model = torch.nn.Module
+Optimizer = torch.optim.Optimizer
+SIZE = 22
+INPUT = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(1))
+TARGET = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(2))
+DATA = TensorDataset(INPUT, TARGET)
+NUMBERS: dict[str, Any] = {"global_batch": 8, "shards": 4, "epochs": 2, "seed": 3}
+SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)  # 3 steps an epoch; the last has 6 samples, in shards of 1, 2, 1, 2
+
+
+@pytest.fixture(autouse=True)
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
+            monkeypatch.delenv(name)
+
+
+def mse(model: Model, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def built(*middle: Model, seed: int = 0) -> torch.nn.Sequential:
+    """A small model, always with the same weights."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), *middle, torch.nn.Linear(8, 3))
+
+
+def sgd(model: Model) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: Model) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def trained(model: Model, optimizer: Optimizer | None = None, dataset: Any = DATA, **changes: Any) -> Result:
+    return train(model, optimizer or sgd(model), dataset, **({"loss": mse} | NUMBERS | changes))
+
+
+def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None,
+            rate: Callable[[int], float] | None = None) -> Model:
+    """Train in plain PyTorch, one big batch a step."""
+    base = optimizer.param_groups[0]["lr"]
+    for step in range(SCHEDULE.steps):
+        batch = [SCHEDULE.shard_samples(step, shard) for shard in range(SCHEDULE.shards)]
+        chosen = torch.from_numpy(numpy.concatenate(batch))
+        optimizer.zero_grad()
+        mse(model, [INPUT[chosen], TARGET[chosen]]).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.param_groups[0]["lr"] = base * (rate(step) if rate else 1.0)
+        optimizer.step()
+    return model
+
+
+def assert_close(model: Model, other: Model, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=rtol, atol=atol), f"{name} is off by {(mine - theirs).abs().max()}"
+
+
+class Ears:
+    """Hears a worker's events."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        self.heard.append((event, facts))
+
+    def facts(self, event: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self.heard if name == event]
+
+
+# --- the same as one big batch ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+@pytest.mark.parametrize("shards", [1, 3, 4, 8])
+def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_shards(reduce: str, shards: int) -> None:
+    """Also the short last one of an epoch, where shards are unequal or empty: every sample weighs the same."""
+    model, reference = built(), built()
+    result = trained(model, shards=shards, reduce=reduce)
+    assert_close(model, by_hand(reference, sgd(reference)))
+    assert (result.steps, result.samples) == (6, 2 * SIZE)
+    assert result.model is model
+
+
+@pytest.mark.parametrize(("optimizer", "clip_norm", "rate"), [
+    (adamw, None, None),
+    (sgd, 0.05, None),
+    (sgd, 1e6, None),
+    (sgd, None, cosine(warmup_steps=2, total_steps=6)),
+    (adamw, 0.05, cosine(warmup_steps=2, total_steps=6)),
+])
+def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Callable[[Model], Optimizer],
+                                                                   clip_norm: float | None, rate: Any) -> None:
+    """The norm is that of the whole gradient, and the rate follows the step, not the shards."""
+    model, reference, ears = built(), built(), Ears()
+    used = optimizer(model)
+    base = used.param_groups[0]["lr"]
+    trained(model, used, clip_norm=clip_norm, schedule=rate, listeners=[ears])
+    assert_close(model, by_hand(reference, optimizer(reference), clip_norm=clip_norm, rate=rate))
+    rates = [facts["lr"] for facts in ears.facts("worker.step_committed")]
+    assert rates == [base * (rate(step) if rate else 1.0) for step in range(6)]
+
+
+def test_the_weights_are_the_same_when_it_is_done_twice() -> None:
+    """Bit for bit, also where the model draws random numbers; another seed gives others."""
+    first, second, other = (trained(built(torch.nn.Dropout(0.5)), seed=seed) for seed in (3, 3, 4))
+    assert first.weights_sha256 == second.weights_sha256 != other.weights_sha256
+    assert first.loss == second.loss
+
+
+def test_the_hash_is_anothers_when_one_bit_of_the_weights_is() -> None:
+    """It tells any two models apart: after a step of almost nothing it has changed."""
+    still, moved = built(), built()
+    hashes = {trained(model, torch.optim.SGD(model.parameters(), lr=rate), max_steps=1).weights_sha256
+              for model, rate in ((still, 0.0), (moved, 1e-6))}
+    assert len(hashes) == 2
+
+
+def test_nothing_is_written_when_there_is_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python my_train.py` alone leaves no files."""
+    monkeypatch.chdir(tmp_path)
+    trained(built(), checkpoint_every=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- kinds of models ---------------------------------------------------------------------------------------------------
+
+def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_norm() -> None:
+    """Each shard starts from the step's first values; the step's last are their mean, and it counts as one batch."""
+    norm, reference = torch.nn.BatchNorm1d(5), torch.nn.BatchNorm1d(5)
+    trained(torch.nn.Sequential(norm, built()), max_steps=2)
+    for step in range(2):
+        means, variances = torch.zeros(5), torch.zeros(5)
+        for shard in range(SCHEDULE.shards):
+            one = copy.deepcopy(reference)
+            one(INPUT[torch.from_numpy(SCHEDULE.shard_samples(step, shard))])
+            assert one.running_mean is not None and one.running_var is not None
+            means += one.running_mean * SCHEDULE.shard_weight(step, shard)
+            variances += one.running_var * SCHEDULE.shard_weight(step, shard)
+        assert reference.running_mean is not None and reference.running_var is not None
+        reference.running_mean.copy_(means)
+        reference.running_var.copy_(variances)
+    assert norm.running_mean is not None and norm.running_var is not None
+    assert torch.allclose(norm.running_mean, reference.running_mean, atol=1e-6)
+    assert torch.allclose(norm.running_var, reference.running_var, atol=1e-6)
+    assert norm.num_batches_tracked is not None and int(norm.num_batches_tracked) == 2
+
+
+CONSTANTS = {
+    "minus infinity, as in a mask": torch.tensor([0.0, float("-inf")]),
+    "a large whole number": torch.tensor([2**40 + 1, -(2**52) - 1]),
+    "truth": torch.tensor([True, False]),
+    "double precision": torch.tensor(1 / 3, dtype=torch.float64),
+    "16 bits": torch.tensor([1.0, 3.0], dtype=torch.bfloat16),
+    "a tiny number": torch.tensor(1e-45),
+    "nothing": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_buffer_keeps_its_bytes_when_the_model_does_not_change_it(kind: str) -> None:
+    """Masks, tables and constants come out of every step as they went in."""
+    model = built()
+    model.register_buffer("constant", CONSTANTS[kind].clone())
+    trained(model)
+    assert torch.equal(model.constant, CONSTANTS[kind])
+
+
+class Flag(Model):
+    """Says that it has been used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("used", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.used.fill_(True)
+        return x
+
+
+def test_a_flag_is_set_when_the_model_sets_it_in_every_shard() -> None:
+    """Buffers of truth values take part."""
+    flag = Flag()
+    trained(built(flag), max_steps=1)
+    assert bool(flag.used)
+
+
+def test_a_layer_stays_as_it_was_when_the_user_has_put_it_into_eval_mode() -> None:
+    """Fine-tuning with a frozen BatchNorm: its statistics do not move, and no mode changes."""
+    norm = torch.nn.BatchNorm1d(8)
+    model = built(norm).train()
+    norm.eval()
+    trained(model)
+    assert (model.training, norm.training) == (True, False)
+    assert norm.running_mean is not None and torch.equal(norm.running_mean, torch.zeros(8))
+
+
+def test_a_parameter_keeps_its_bytes_when_it_is_frozen() -> None:
+    """The others train as ever, also when the optimizer was given the frozen ones."""
+    model, reference = built(), built()
+    for one in (model, reference):
+        one[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    trained(model)
+    assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
+    assert_close(model, by_hand(reference, sgd(reference)))
+
+
+class Twisted(torch.nn.Sequential):
+    """A model with a layer that nothing goes through."""
+
+    def __init__(self) -> None:
+        super().__init__(*built())
+        self.unused = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self)[:3]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+def test_training_goes_on_when_a_parameter_is_not_used(reduce: str) -> None:
+    """Its gradient is zero."""
+    model, reference = Twisted(), built()
+    before = model.unused.weight.clone()
+    trained(model, reduce=reduce)
+    assert torch.equal(model.unused.weight, before)
+    by_hand(reference, sgd(reference))
+    assert torch.allclose(model[0].weight, reference[0].weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3),
+                                                  (torch.float64, 1e-6)])
+def test_parameters_of_any_precision_train(dtype: torch.dtype, tolerance: float) -> None:
+    """16-bit gradients are summed in 32; the parameters keep their type and follow the 32-bit ones."""
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch[0].to(dtype)).to(torch.float64), batch[1].to(torch.float64))
+
+    model, reference = built().to(dtype), built()
+    trained(model, loss=loss)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert_close(model.to(torch.float32), by_hand(reference, sgd(reference)), rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_is_counted_twice_when_two_layers_share_their_weight() -> None:
+    """A tied parameter is one parameter."""
+    def tied() -> torch.nn.Sequential:
+        model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), built())
+        torch.nn.init.eye_(model[0].weight)
+        model[1].weight = model[0].weight
+        for layer in (model[0], model[1]):
+            torch.nn.init.zeros_(layer.bias)
+        return model
+
+    model, reference = tied(), tied()
+    trained(model)
+    assert_close(model, by_hand(reference, sgd(reference)))
+
+
+# --- the gradient scaler -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+def test_no_bit_is_another_when_a_scaler_scales_by_powers_of_two(reduce: str) -> None:
+    """The gradient is unscaled before it is clipped, and the scale grows once in `growth_interval` steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaled = trained(built(), scaler=scaler, clip_norm=0.5, reduce=reduce)
+    assert scaled.weights_sha256 == trained(built(), clip_norm=0.5, reduce=reduce).weights_sha256
+    assert scaler.get_scale() == 2.0**13
+
+
+def test_the_weights_stay_and_the_scale_falls_when_a_gradient_overflows() -> None:
+    """The step counts, as it does in plain PyTorch."""
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**127), built()
+    result = trained(model, scaler=scaler, max_steps=1, loss=lambda m, b: mse(m, b) * 1e4)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), built().parameters(), strict=True))
+    assert scaler.get_scale() == 2.0**126
+    assert (result.steps, result.samples) == (1, 8)
+
+
+# --- data ----------------------------------------------------------------------------------------------------------------
+
+class OneByOne(Dataset[Any]):
+    """Gives samples one at a time; `make` shapes them."""
+
+    def __init__(self, make: Callable[..., Any] = lambda x, y: (x, y)):
+        self.make = make
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        assert type(index) is int
+        return self.make(INPUT[index], TARGET[index])
+
+
+class ManyAtOnce(OneByOne):
+    """Gives many at once, and would rather not be asked for one."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("asked for one sample although it can give many")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.make(INPUT[i], TARGET[i]) for i in indices]
+
+
+Sample = collections.namedtuple("Sample", ["x", "y"])
+
+
+@pytest.mark.parametrize("dataset", [
+    OneByOne(), ManyAtOnce(), OneByOne(lambda x, y: [x, y]), OneByOne(lambda x, y: {0: x, 1: y, "name": "z"}),
+    OneByOne(Sample),
+], ids=["one by one", "many at once", "lists", "dicts", "named tuples"])
+def test_the_weights_are_the_same_when_the_same_samples_come_in_another_form(dataset: Dataset[Any]) -> None:
+    """A dataset is `len` and `[i]`, or `__getitems__`; batches are what torch's own collate makes."""
+    assert trained(built(), dataset=dataset).weights_sha256 == trained(built()).weights_sha256
+
+
+def negated(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return [-x, y]
+
+
+@pytest.mark.parametrize("dataset", [OneByOne(), DATA], ids=["own", "TensorDataset"])
+def test_the_users_collate_makes_the_batches_when_it_is_given(dataset: Dataset[Any]) -> None:
+    """Whatever the dataset is."""
+    reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
+    assert trained(built(), dataset=dataset, collate=negated).weights_sha256 == reference.weights_sha256
+
+
+class Negated(TensorDataset):
+    """A TensorDataset that changes its samples, as an augmentation does."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return -x, y
+
+
+def test_samples_are_what_the_dataset_gives_when_it_extends_tensor_dataset() -> None:
+    """Its own `[i]` is asked."""
+    reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
+    assert trained(built(), dataset=Negated(INPUT, TARGET)).weights_sha256 == reference.weights_sha256
+
+
+# --- random numbers ------------------------------------------------------------------------------------------------------
+
+def draws() -> tuple[float, ...]:
+    return (*torch.rand(2).tolist(), random.random(), float(numpy.random.rand()))
+
+
+def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() -> None:
+    """Who runs it, when, and after what makes no difference: the seed is that of step and shard (torch, random,
+    numpy)."""
+    drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        drawn.append((tuple(batch[2].tolist()), draws()))
+        torch.rand(len(drawn)), random.random()  # another number of draws each time
+        return mse(model, batch)
+
+    trained(built(), dataset=TensorDataset(INPUT, TARGET, torch.arange(SIZE)), loss=loss, epochs=1)
+    expected = []
+    for step in range(3):
+        for shard in range(SCHEDULE.shards):
+            seed_everything(SCHEDULE.shard_seed(step, shard))
+            expected.append((tuple(SCHEDULE.shard_samples(step, shard).tolist()), draws()))
+    assert drawn[-len(expected):] == expected
+    assert len({numbers for _, numbers in expected}) == len(expected)
+
+
+# --- a world of threads ----------------------------------------------------------------------------------------------------
+
+class Hub:
+    """What the members of a world of threads share."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.board: dict[tuple[str, int], Any] = {}
+
+
+class Seat(World):
+    """One generation, and collectives without a network."""
+
+    def __init__(self, hub: Hub, rank: int):
+        super().__init__(Launch(), Alone(), Events(None))
+        self.hub, self.rank, self.size = hub, rank, hub.size
+
+    def run(self, state: Any, body: Callable[[], None], **_: Any) -> None:
+        state.has_state = True
+        body()
+
+    def _share(self, name: str, value: Any) -> list[Any]:
+        self.hub.board[name, self.rank] = value
+        self.hub.barrier.wait(30)
+        shared = [self.hub.board[name, rank] for rank in range(self.size)]
+        self.hub.barrier.wait(30)
+        return shared
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
+        return tensor, name
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        tensor, name = handle
+        everyone = self._share(name, tensor.clone())
+        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
+        return tensor
+
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
+        parts = self._share(name, list(tensor.split(splits)))
+        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat(self._share(name, tensor.clone()))
+
+
+def job(model: Model, **changes: Any) -> Job:
+    whole: dict[str, Any] = {
+        "model": model, "optimizer": sgd(model), "dataset": DATA, "loss": mse, "schedule": SCHEDULE,
+        "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate, "checkpoint_every": 50,
+        "device": torch.device("cpu")}
+    return Job(**(whole | changes))
+
+
+def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> list[Result | BaseException]:
+    """Train in a world of threads; returns each rank's result, or what it raised."""
+    hub = Hub(size)
+    ended: dict[int, Result | BaseException] = {}
+    torch.set_num_threads(1)
+
+    def work(rank: int, trainer: Trainer) -> None:
+        try:
+            ended[rank] = trainer.run()
+        except BaseException as error:
+            ended[rank] = error
+            if not isinstance(error, threading.BrokenBarrierError):
+                hub.barrier.abort() if not isinstance(error, (PeerFailed, Odd)) else None
+
+    threads = []
+    for rank in range(size):
+        trainer = Trainer(make(rank), Launch(), Alone(), Events(None), reduce, False)
+        trainer.world = Seat(hub, rank)
+        threads.append(threading.Thread(target=work, args=(rank, trainer)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [ended[rank] for rank in range(size)]
+
+
+class Odd(Exception):
+    """An error of the user's own."""
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
+    """Bit for bit those of one process, on every worker, also when some have no shard to run."""
+    alone = trained(built(torch.nn.LayerNorm(8)))
+    for result in in_a_world(size, lambda rank: job(built(torch.nn.LayerNorm(8)))):
+        assert isinstance(result, Result), result
+        assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256, alone.loss, alone.samples)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
+    """BatchNorm's buffers follow the same rule as the gradient."""
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2)
+    alone = trained(built(torch.nn.BatchNorm1d(8)), max_steps=2)
+    for result in in_a_world(size, lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
+        assert isinstance(result, Result), result
+        assert result.weights_sha256 == alone.weights_sha256
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> None:
+    """Also on a worker that has no shard to run, and so has never scaled a loss."""
+    alone = trained(built(), scaler=torch.amp.GradScaler("cpu"))
+    for result in in_a_world(size, lambda rank: job(built(), scaler=torch.amp.GradScaler("cpu"))):
+        assert isinstance(result, Result), result
+        assert result.weights_sha256 == alone.weights_sha256
+
+
+def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
+    """There the user's own exception leaves, elsewhere its text; nobody applies the step."""
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS)
+    bad = int(schedule.shard_samples(1, 2)[0])  # rank 1 of 2 runs it
+    models = [built(), built()]
+
+    def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if torch.equal(x, INPUT[bad]):
+            raise Odd(f"sample {bad} is bad")
+        return x, y
+
+    first, second = in_a_world(2, lambda rank: job(models[rank], dataset=OneByOne(broken)))
+    assert isinstance(second, Odd)
+    assert isinstance(first, PeerFailed) and f"Odd: sample {bad} is bad" in str(first)
+    reference = built()
+    trained(reference, max_steps=1)
+    for model in models:
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"reduce": "mean"}, "reduce is 'mean'"),
+    ({"global_batch": 0}, "global_batch is 0"),
+    ({"global_batch": 8.5}, "global_batch is 8.5"),
+    ({"shards": 9}, "shards is 9"),
+    ({"shards": 0}, "shards is 0"),
+    ({"epochs": 0}, "epochs is 0"),
+    ({"seed": -1}, "seed is -1"),
+    ({"max_steps": 0}, "max_steps is 0"),
+    ({"checkpoint_every": 0}, "checkpoint_every is 0"),
+    ({"cpu_threads": 0}, "cpu_threads 0"),
+    ({"clip_norm": -1.0}, "clip_norm is -1"),
+    ({"dataset": TensorDataset(torch.empty(0, 5), torch.empty(0, 3))}, "dataset_size is 0"),
+])
+def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(changes: dict[str, Any], named: str) -> None:
+    """A ConfigError names the key and its value."""
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        raise AssertionError("it has run")
+
+    with pytest.raises(ConfigError, match=named):
+        trained(built(), **({"loss": loss} | changes))
+
+
+def test_the_user_is_told_when_the_optimizer_is_another_models() -> None:
+    """It would step weights that nobody trains."""
+    with pytest.raises(ConfigError, match=r"4 parameters that are not the model's.*model\.parameters"):
+        trained(built(), sgd(built()))
+
+
+def test_the_user_is_told_when_nothing_can_be_trained() -> None:
+    """All parameters are frozen."""
+    model = built()
+    optimizer = sgd(model)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="0 that can be trained"):
+        trained(model, optimizer)
+
+
+def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> None:
+    """Nothing of the step remains: weights, statistics and counters are those of the last finished one."""
+    ears, calls = Ears(), []
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 1 + 4 + 3:  # the warm-up, step 0, and in step 1 the third shard
+            raise Odd("as planned")
+        return mse(model, batch)
+
+    model, reference = built(torch.nn.BatchNorm1d(8)), built(torch.nn.BatchNorm1d(8))
+    with pytest.raises(Odd, match="as planned"):
+        trained(model, loss=loss, listeners=[ears])
+    assert len(calls) == 8
+    trained(reference, max_steps=1)
+    assert all(torch.equal(a, b) for a, b in
+               zip(model.state_dict().values(), reference.state_dict().values(), strict=True))
+    (failed,) = ears.facts("worker.failed")
+    assert "Odd: as planned" in failed["error"]
+    assert not ears.facts("run.finished")
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+def test_an_exception_leaves_with_its_own_type_when_a_sample_cannot_be_read(step: int) -> None:
+    """Also when it is the first one of all."""
+    bad = INPUT[int(SCHEDULE.shard_samples(step, 0)[0])]
+
+    def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if torch.equal(x, bad):
+            raise Odd("a bad sample")
+        return x, y
+
+    with pytest.raises(Odd, match="a bad sample"):
+        trained(built(), dataset=OneByOne(broken))
+
+
+# --- going on ------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
+    """Train a model with everything that a step can change; returns also its scale, and what was heard."""
+    model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), seed=seed)
+    scaler, ears = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2), Ears()
+    result = trained(model, adamw(model), scaler=scaler, clip_norm=0.5, schedule=cosine(warmup_steps=2, total_steps=6),
+                     listeners=[ears], **({"shards": 2} | changes))
+    return result, scaler.get_scale(), ears
+
+
+def assert_same(resumed: tuple[Result, float, Ears], straight: tuple[Result, float, Ears]) -> None:
+    for mine, theirs in zip(resumed[0].model.state_dict().values(), straight[0].model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    facts = [(r.weights_sha256, r.steps, r.samples, r.loss, scale) for r, scale, _ in (resumed, straight)]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                 stop: int) -> None:
+    """Weights, moments, statistics, scale, rate and random numbers go on, whatever the model was built with."""
+    rich(max_steps=stop)
+    resumed = rich(seed=99)
+    (started,) = resumed[2].facts("worker.generation_started")
+    assert (started["source"], started["step"]) == ("checkpoint", stop)
+    assert [facts["step"] for facts in resumed[2].facts("step.applied")] == list(range(stop, 6))
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert_same(resumed, rich())
+
+
+def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(run_dir: Path,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ended with an exception goes on from its last checkpoint."""
+    def published(event: str, facts: dict[str, Any]) -> None:
+        if event == "step.applied" and facts["step"] == 3:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+            raise Odd("as planned")
+
+    model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
+    with pytest.raises(Odd):
+        trained(model, adamw(model), shards=2, checkpoint_every=1, clip_norm=0.5, listeners=[published],
+                scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2),
+                schedule=cosine(warmup_steps=2, total_steps=6))
+    resumed = rich(seed=99)
+    assert resumed[2].facts("worker.generation_started")[0]["source"] == "checkpoint"
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert_same(resumed, rich())
+
+
+def test_no_step_is_done_again_when_a_finished_run_is_started_again(run_dir: Path) -> None:
+    """It returns the result that it had."""
+    first, again = rich(), rich(seed=99)
+    assert_same(again, first)
+    assert again[2].facts("step.applied") == []
+
+
+class ToldToStop(Alone):
+    """A driver that stops the attempt after so many steps."""
+
+    def __init__(self, after: int):
+        self.after, self.step = after, 0
+
+    def note(self, phase: str, step: int) -> None:
+        self.step = step
+
+    def wants_stop(self) -> bool:
+        return self.step + 1 >= self.after
+
+
+def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker leaves at the end of a step, after its checkpoint, and the next attempt goes on there."""
+    model = built()
+    launch = Launch(run_dir=run_dir, run="run")
+    events = Events(run_dir, run="run", attempt=1)
+    with pytest.raises(RunOver) as over:
+        Trainer(job(model), launch, ToldToStop(4), events, "exact", False).run()
+    assert over.value.verdict == "interrupted"
+    assert [e["step"] for e in read_events(run_dir) if e["event"] == "state.checkpoint_published"] == [4]
+    resumed = trained(built(seed=99))
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert resumed.weights_sha256 == trained(built()).weights_sha256
+
+
+def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_dir: Path) -> None:
+    """The user is told, with a remedy."""
+    trained(built(), max_steps=1)
+    with pytest.raises(LayoutError, match="another name"):
+        trained(built(torch.nn.LayerNorm(8)))
+
+
+@pytest.mark.parametrize("changes", [{"global_batch": 4}, {"seed": 4}, {"dataset": TensorDataset(INPUT[:20], TARGET[:20])}],
+                         ids=["global_batch", "seed", "dataset"])
+def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path, changes: dict[str, Any]) -> None:
+    """The step alone says which samples are done, so under another schedule some would be lost and some repeated."""
+    trained(built(), max_steps=2)
+    with pytest.raises((ConfigError, LayoutError)):
+        trained(built(), **changes)
+
+
+def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> None:
+    """In order, with the samples that the schedule says; a line that is written again says so."""
+    trained(built(), max_steps=2)
+    trained(built())
+    told = [e for e in read_events(run_dir) if e["event"] == "worker.step_committed" and not e.get("repeated")]
+    assert [(e["step"], e["samples"], e["digest"]) for e in told] == [
+        (step, SCHEDULE.batch_size(step), SCHEDULE.batch_digest(step)) for step in range(6)]
+
+
+def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GPU is mine; 0 when nobody launched it."""
+    assert local_rank() == 0
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "3")
+    assert local_rank() == 3

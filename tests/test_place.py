@@ -1,0 +1,398 @@
+"""A worker's place: our driver's client against a real server whose answers follow a script, and nobody's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.config import ConfigError, Launch, Limits
+from elastic_trainer.place import Alone, Dismissed, OurDriver, Place, RunOver
+from elastic_trainer.wire import WordServer
+
+KEY = b"the key of this run"
+LIMITS = Limits(beat_s=0.02, silence_s=2.0, driver_lost_s=0.3)
+DEADLINE_S = 10.0
+Words = dict[str, Any]
+
+
+class Script:
+    """A driver that answers what the test says; `news` may be a value or a function of the worker's words."""
+
+    def __init__(self) -> None:
+        self.heard: list[Words] = []
+        self.news: Words | Callable[[Words], Words] = {}
+        self.changed = threading.Condition()
+        self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, words: Words, address: str) -> Words:
+        with self.changed:
+            self.heard.append(words)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.told(words)["version"] != words["seen"], words["hold_s"])
+            return self.told(words)
+
+    def told(self, words: Words) -> Words:
+        news = self.news(words) if callable(self.news) else self.news
+        return {**news, "version": repr(news)}
+
+    def say(self, news: Words | Callable[[Words], Words]) -> None:
+        with self.changed:
+            self.news = news
+            self.changed.notify_all()
+
+    def wait_for(self, seen: Callable[[Words], Any]) -> Words:
+        """Wait until a word has come that fits, and return it."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: any(seen(w) for w in self.heard), DEADLINE_S), self.heard[-5:]
+            return next(w for w in self.heard if seen(w))
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    script = Script()
+    yield script
+    script.stop()
+
+
+@pytest.fixture
+def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
+    """Return a maker of workers; their beats end with the test."""
+    made = []
+
+    def make(**changes: Any) -> OurDriver:
+        driver = OurDriver(Launch(driver=script.address, key=KEY, worker="a/0/1", limits=LIMITS, **changes))
+        made.append(driver)
+        return driver
+
+    yield make
+    for driver in made:
+        driver.finish(0)
+
+
+def until(seen: Callable[[], Any]) -> None:
+    """Wait until `seen()` is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.005)
+
+
+def place(generation: int, rank: int = 0, size: int = 2, **news: Any) -> Words:
+    seat = {"generation": generation, "rank": rank, "size": size, "local_rank": 0, "local_size": 1,
+            "address": "127.0.0.1", "port": 4711}
+    return {"place": seat, "dead": [], "notice": False, **news}
+
+
+def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
+    """Offer a place in round 7, and give it to who accepts that round."""
+    return lambda words: place(generation, rank=1, size=3) if words["accepted"] == 7 else {"offer": 7}
+
+
+# --- a place ----------------------------------------------------------------------------------------------------------
+
+def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """It says that it stands by, hears the offer, accepts it, and is told its seat."""
+    script.say(placed_when_accepted(1))
+    driver = worker()
+    assert driver.next_place(False, 0) == Place(generation=1, rank=1, size=3, local_rank=0, local_size=1,
+                                                rendezvous=("127.0.0.1", 4711))
+    assert [(w["phase"], w["accepted"], w["holds_state"]) for w in script.heard] == [
+        ("standby", 0, False), ("standby", 7, False)]
+    assert {(w["worker"], w["pid"]) for w in script.heard} == {("a/0/1", os.getpid())}
+
+
+def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(script: Script,
+                                                                      worker: Callable[..., OurDriver]) -> None:
+    """The place that it had is no answer, however often it is told; it says what it holds."""
+    driver = worker()
+    script.say(place(1))
+    assert driver.next_place(False, 0).generation == 1
+    found: list[Place] = []
+    waiting = threading.Thread(target=lambda: found.append(driver.next_place(True, 12)))
+    waiting.start()
+    word = script.wait_for(lambda w: w["phase"] == "waiting")
+    assert (word["generation"], word["holds_state"], word["step"]) == (1, True, 12)
+    script.wait_for(lambda w: w["count"] > word["count"] + 2)
+    assert not found
+    script.say(place(2, rank=1))
+    waiting.join(DEADLINE_S)
+    assert (found[0].generation, found[0].rank) == (2, 1)
+
+
+@pytest.mark.parametrize("news", [{"evicted": True}, {"leave": True}, {"finished": True}])
+def test_a_newcomer_leaves_when_it_is_not_wanted(script: Script, worker: Callable[..., OurDriver], news: Words) -> None:
+    """Evicted, let go, or too late."""
+    script.say(news)
+    with pytest.raises(Dismissed):
+        worker().next_place(False, 0)
+
+
+def test_a_member_is_over_when_the_others_have_finished(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """It had a place, so it holds the last step or can say that it does not."""
+    script.say(place(1))
+    driver = worker()
+    driver.next_place(False, 0)
+    script.say({"finished": True})
+    with pytest.raises(RunOver) as over:
+        driver.next_place(True, 5)
+    assert over.value.verdict == "finished"
+
+
+def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(script: Script,
+                                                                    worker: Callable[..., OurDriver]) -> None:
+    """Before anything else that the driver says."""
+    script.say({"over": "user_error", "detail": "rank 2 raised ValueError", "evicted": True})
+    with pytest.raises(RunOver) as over:
+        worker().next_place(False, 0)
+    assert (over.value.verdict, over.value.detail) == ("user_error", "rank 2 raised ValueError")
+
+
+def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
+    """It asks for `driver_lost_s`, no shorter and not much longer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    started = time.monotonic()
+    with pytest.raises(RunOver, match="driver lost"):
+        OurDriver(Launch(driver=address, key=KEY, worker="a/0/1", limits=LIMITS)).next_place(False, 0)
+    assert LIMITS.driver_lost_s <= time.monotonic() - started < LIMITS.driver_lost_s + 2
+
+
+def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """A word that fails is said again."""
+    failures = iter([True, True, True])
+
+    def news(words: Words) -> Words:
+        if next(failures, False):
+            raise RuntimeError("a fault of the driver's own, as planned")
+        return place(1)
+
+    script.say(news)
+    assert worker().next_place(False, 0).generation == 1
+
+
+# --- beats ------------------------------------------------------------------------------------------------------------
+
+def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
+    """Bring a worker into generation 1, and return where its `on_broken` is noted."""
+    broken: list[str] = []
+    driver.on_broken = lambda: broken.append(threading.current_thread().name)
+    script.say(place(1, **news))
+    driver.start(False)
+    driver.next_place(False, 0)
+    driver.note("training", 3)
+    return broken
+
+
+def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(script: Script,
+                                                                  worker: Callable[..., OurDriver]) -> None:
+    """Beats come by themselves, from the start, and say what was noted last."""
+    driver = worker()
+    driver.start(False)
+    first = script.wait_for(lambda w: w["phase"] == "standby")
+    script.wait_for(lambda w: w["count"] > first["count"] + 5)
+    driver.note("training", 42)
+    word = script.wait_for(lambda w: w["step"] == 42)
+    assert (word["phase"], word["holds_state"]) == ("training", True)
+
+
+def test_no_two_words_have_one_number_when_beats_and_questions_mix(script: Script,
+                                                                  worker: Callable[..., OurDriver]) -> None:
+    """So the driver can tell an old word from a new one."""
+    driver = worker()
+    driver.start(False)
+    script.say(lambda words: place(1) if words["count"] > 60 else {"offer": words["count"]})
+    driver.next_place(False, 0)
+    counts = [w["count"] for w in script.heard]
+    assert len(counts) == len(set(counts)) and min(counts) == 1
+    assert driver.count >= max(counts)
+
+
+def test_the_sockets_are_closed_when_a_member_is_dead(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """`on_broken` runs in the beats' thread, while the main thread sits in a collective."""
+    driver = worker()
+    broken = training(script, driver)
+    assert not driver.is_broken()
+    script.say(place(1, dead=[1]))
+    until(lambda: broken)
+    assert set(broken) == {"beats"}
+    assert driver.is_broken()
+
+
+def test_nothing_is_closed_when_the_dead_are_of_another_generation(script: Script,
+                                                                  worker: Callable[..., OurDriver]) -> None:
+    """Late news of an earlier generation breaks no later one."""
+    driver = worker()
+    broken = training(script, driver)
+    script.say(place(2))
+    driver.next_place(True, 4)
+    heard = len(script.heard)
+    script.say(place(1, dead=[1]))
+    script.wait_for(lambda w: w["count"] > heard + 5)
+    assert not broken and not driver.is_broken()
+
+
+def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """Without a place there are no peers."""
+    driver, broken = worker(), []
+    driver.on_broken = lambda: broken.append(1)
+    script.say(place(1, dead=[1]))
+    driver.start(False)
+    script.wait_for(lambda w: w["count"] > 5)
+    assert not broken
+
+
+def test_the_sockets_are_closed_when_the_driver_has_evicted_us(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """For the others we are dead already."""
+    driver = worker()
+    broken = training(script, driver)
+    script.say({"evicted": True})
+    until(lambda: broken and driver.is_broken())
+
+
+def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """And no stop with it."""
+    driver = worker()
+    training(script, driver)
+    assert not driver.wants_change()
+    script.say(place(1, notice=True))
+    until(driver.wants_change)
+    assert not driver.wants_stop()
+
+
+def test_a_change_is_wanted_when_this_worker_drains(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """At once, and the driver hears it with the next beat."""
+    driver = worker()
+    training(script, driver)
+    driver.drain()
+    assert driver.wants_change()
+    script.wait_for(lambda w: w["drains"])
+
+
+def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """The worker leaves at its next step."""
+    driver = worker()
+    training(script, driver)
+    assert not driver.wants_stop()
+    script.say({"over": "interrupted", "detail": ""})
+    until(driver.wants_stop)
+
+
+def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """A worker without a driver does not train on as a zombie."""
+    driver = worker()
+    training(script, driver)
+
+    def nothing(words: Words) -> Words:
+        raise RuntimeError("a fault of the driver's own, as planned")
+
+    script.say(nothing)
+    started = time.monotonic()
+    until(driver.wants_stop)
+    assert time.monotonic() - started > LIMITS.driver_lost_s / 2
+    script.say(place(1))
+    until(lambda: not driver.wants_stop())
+
+
+# --- what a worker says ---------------------------------------------------------------------------------------------
+
+def test_the_driver_hears_of_the_error_when_the_users_code_fails(script: Script,
+                                                                 worker: Callable[..., OurDriver]) -> None:
+    """Its whole text, before the worker ends."""
+    driver = worker()
+    driver.start(False)
+    driver.fail("Traceback …\nValueError: bad sample")
+    assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
+
+
+def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(script: Script,
+                                                                     worker: Callable[..., OurDriver]) -> None:
+    """What fails while it boots may be its host's fault, so it ends nobody else's run."""
+    worker().fail("a traceback")
+    assert script.heard == []
+
+
+def test_the_driver_hears_that_the_last_vote_has_passed(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """With the number of steps."""
+    worker().finish(12)
+    assert (script.heard[-1]["phase"], script.heard[-1]["step"]) == ("finished", 12)
+
+
+def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(script: Script,
+                                                                   worker: Callable[..., OurDriver]) -> None:
+    """From whatever thread notices."""
+    worker().revive_soon()
+    assert script.heard[-1]["phase"] == "reviving"
+
+
+def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """What is said last must not hide the error that it tells."""
+    driver = worker()
+    driver.start(False)
+    script.stop()
+    driver.fail("a traceback")
+    driver.finish(3)
+    driver.revive_soon()
+
+
+def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(script: Script,
+                                                                worker: Callable[..., OurDriver]) -> None:
+    """It waits, in its generation, counts on from its last word, and takes only a later place."""
+    driver = worker(revived_generation=3, revived_count=50)
+    script.say(place(3))
+    driver.start(True)
+    word = script.wait_for(lambda w: True)
+    assert (word["count"], word["phase"], word["generation"], word["holds_state"]) == (51, "waiting", 3, True)
+    script.say(placed_when_accepted(4))
+    assert driver.next_place(True, 9).generation == 4
+
+
+def test_there_is_one_place_when_nobody_started_us() -> None:
+    """A world of one, whoever asks and whatever happens."""
+    alone = Alone()
+    alone.note("training", 3)
+    alone.fail("a traceback")
+    alone.finish(3)
+    assert alone.next_place(True, 3) == Place(generation=1, rank=0, size=1, local_rank=0, local_size=1, rendezvous=None)
+    assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken() or alone.is_finished())
+
+
+# --- how a worker was launched ------------------------------------------------------------------------------------------
+
+def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:
+    """All of it is read in one place."""
+    launch = Launch.from_environment({
+        "ELASTIC_TRAINER_RUN_DIR": "/runs/x", "ELASTIC_TRAINER_ATTEMPT": "3", "ELASTIC_TRAINER_DRIVER": "10.0.0.1:99",
+        "ELASTIC_TRAINER_KEY": KEY.hex(), "ELASTIC_TRAINER_WORKER": "a/1/4", "HOROVOD_HOSTNAME": "a",
+        "HOROVOD_LOCAL_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"})
+    assert launch == Launch(run_dir=Path("/runs/x"), run="x", attempt=3, driver="10.0.0.1:99", key=KEY, worker="a/1/4",
+                            host="a", slot=1, horovod=True, reduce="ring")
+
+
+def test_a_worker_is_alone_when_the_environment_is_empty() -> None:
+    """No driver, no Horovod, nothing written."""
+    launch = Launch.from_environment({})
+    assert (launch.driver, launch.horovod, launch.run_dir, launch.reduce) == (None, False, None, "exact")
+
+
+def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
+    """The text names the key and the values that work."""
+    with pytest.raises(ConfigError, match="ELASTIC_TRAINER_REDUCE.*mean.*exact.*ring"):
+        Launch.from_environment({"ELASTIC_TRAINER_REDUCE": "mean"})
+
+
+def test_the_key_is_not_shown_when_a_launch_is_printed() -> None:
+    """Tracebacks and logs hold reprs."""
+    assert "key" not in repr(Launch(key=KEY))

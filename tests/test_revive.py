@@ -1,0 +1,192 @@
+"""The live state that a process leaves for itself, and the process that comes back with it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.revive import read_live_state, write_live_state
+from state.elastic_state import ElasticState
+from state.layout import Packed, byte_ranges, pack
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def trained(steps: int = 2) -> ElasticState:
+    """A live state after a few steps, in the middle of the next."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    state = ElasticState(model, torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
+    state.has_state = True
+    for _ in range(steps):
+        state.begin()
+        model(torch.randn(8, 4)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit(8, 12345)
+    state.begin()
+    return state
+
+
+def bytes_of(packed: Packed) -> bytes:
+    return packed.header + b"".join(bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+
+
+class LeftBehind:
+    """The live states of this process that are there now."""
+
+    def __iter__(self) -> Iterator[Path]:
+        for folder in {Path("/dev/shm"), Path(tempfile.gettempdir())}:
+            yield from sorted(folder.glob(f"elastic-trainer-{os.getpid()}-*"))
+
+
+@pytest.fixture
+def left_behind() -> Iterator[LeftBehind]:
+    """Remove what a test leaves behind, after it."""
+    left = LeftBehind()
+    yield left
+    for path in left:
+        path.unlink()
+
+
+def written(state: ElasticState, gradients: dict[str, torch.Tensor] | None = None) -> Path:
+    path = write_live_state(state, gradients or {}, {"generation": 3})
+    assert path is not None
+    return path
+
+
+def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: LeftBehind) -> None:
+    """Parameters, moments, scaler, counters, the reduced gradient and the buffers before the step."""
+    state, gradient = trained(), torch.randn(17)
+    state.prepare()
+    values = read_live_state(written(state, {"float32": gradient}))
+    assert values is not None
+    assert bytes_of(pack(values["state"])) == bytes_of(state.packed())
+    assert torch.equal(values["gradients"]["float32"], gradient)
+    assert bytes_of(pack(values["buffers_before"])) == bytes_of(pack(state.buffers_before()))
+    assert (values["prepared"], values["facts"]) == (3, {"generation": 3})
+
+
+def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(left_behind: LeftBehind) -> None:
+    """What was read is the whole state, not a part of it."""
+    state, successor = trained(), trained(0)
+    values = read_live_state(written(state))
+    assert values is not None
+    successor.load(values["state"])
+    for one in (state, successor):
+        torch.manual_seed(7)
+        one.model(torch.randn(8, 4)).square().mean().backward()
+        one.optimizer.step()
+        one.commit(8, 1)
+    assert bytes_of(successor.packed()) == bytes_of(state.packed())
+
+
+def test_nobody_else_can_read_what_is_left(left_behind: LeftBehind) -> None:
+    """Weights lie in shared memory for a moment: for this user only."""
+    assert written(trained()).stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_left_when_it_was_read(left_behind: LeftBehind) -> None:
+    """Live state is read once; the second time it is not there."""
+    path = written(trained())
+    assert read_live_state(path) is not None
+    assert not path.exists()
+    assert read_live_state(path) is None
+
+
+def test_nothing_is_written_when_parameters_may_be_half_changed(left_behind: LeftBehind) -> None:
+    """Then the successor comes back as a newcomer."""
+    state = trained()
+    state.is_applying = True
+    assert write_live_state(state, {}, {}) is None
+    assert list(left_behind) == []
+
+
+def test_nothing_is_written_when_there_is_no_state(left_behind: LeftBehind) -> None:
+    """A newcomer that breaks comes back as one."""
+    state = trained()
+    state.has_state = False
+    assert write_live_state(state, {}, {}) is None
+    assert list(left_behind) == []
+
+
+@pytest.mark.parametrize("spoil", ["short", "empty", "header", "rubbish"])
+def test_the_state_is_refused_when_it_is_not_whole(left_behind: LeftBehind, spoil: str) -> None:
+    """A worker that was killed while it wrote leaves nothing that anybody takes."""
+    path = written(trained())
+    data = path.read_bytes()
+    path.write_bytes({"short": data[:-1], "empty": b"", "header": data[:100], "rubbish": os.urandom(64)}[spoil])
+    assert read_live_state(path) is None
+
+
+def test_nothing_is_written_when_the_memory_is_full(left_behind: LeftBehind) -> None:
+    """A state that cannot be written whole is as good as none: nothing is raised, and no part of it is left.
+
+    (The limit on a file's size stands for a full /dev/shm, which has 64 MiB in a container unless told otherwise.)
+    """
+    state = trained()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        path: object = write_live_state(state, {}, {})
+    except OSError as error:
+        path = error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (path, list(left_behind)) == (None, [])
+
+
+PROCESS = """
+import ctypes, hashlib, os, socket, sys
+from pathlib import Path
+from elastic_trainer import revive
+from test_revive import bytes_of, pack, trained
+
+sha = lambda values: hashlib.sha256(bytes_of(pack(values))).hexdigest()
+if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
+    state = trained()
+    listener = socket.create_server(("127.0.0.1", 0))
+    os.set_inheritable(listener.fileno(), True)
+    print(revive.write_live_state(state, {}, {}))
+    print(os.getpid(), sha(state.values()), flush=True)
+    revive.on_terminate(lambda: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51))
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
+values = revive.read_live_state(Path(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
+links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
+print(os.getpid(), sha(values["state"]), os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"],
+      os.environ["ELASTIC_TRAINER_REVIVED_COUNT"], len([link for link in links if link.startswith("socket:")]))
+"""
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return what a process says that leaves a live state lying about, breaks, and comes back: the path of the first;
+    its pid and the state's hash; the same again, and what it was told."""
+    script = tmp_path_factory.mktemp("process") / "process.py"
+    script.write_text(PROCESS)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_state_is_refused_when_another_process_has_left_it(lives: list[str]) -> None:
+    """A number that the system uses again does not give one worker another's weights."""
+    path = Path(lives[0])
+    assert path.exists()
+    assert read_live_state(path) is None
+    assert not path.exists()
+
+
+def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(lives: list[str]) -> None:
+    """Same pid, same command, same bytes; its sockets are closed, and its number counts on."""
+    assert lives[2] == f"{lives[1]} 3 51 0"

@@ -1,0 +1,269 @@
+"""Words between worker and driver, over real sockets on the loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.wire import (
+    MAX_BODY_BYTES,
+    NONCE,
+    SIGNATURE,
+    DriverClient,
+    DriverUnreachable,
+    WordServer,
+    sign,
+)
+
+KEY = b"the key of this run"
+TIMEOUT_S = 10.0
+
+
+class Ear:
+    """A driver's end that repeats what it hears, and keeps what it heard and whom it refused."""
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.refused: list[tuple[str, str]] = []
+        self.released = threading.Event()
+        self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *said: self.refused.append(said))
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
+        self.heard.append(words)
+        if words.get("hold"):
+            assert self.released.wait(TIMEOUT_S)
+        return {"heard": words, "from": address}
+
+    def client(self, key: bytes = KEY) -> DriverClient:
+        return DriverClient(self.address, key, TIMEOUT_S)
+
+    def close(self) -> None:
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def ear() -> Iterator[Ear]:
+    ear = Ear()
+    yield ear
+    ear.close()
+
+
+def send(address: str, data: bytes) -> bytes:
+    """Send bytes and return the answer, up to the end of the connection."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def post(body: bytes, **headers: bytes) -> bytes:
+    """Write a request by hand."""
+    lines = {b"Content-Length": str(len(body)).encode()} | {k.encode().replace(b"_", b"-"): v
+                                                            for k, v in headers.items()}
+    return b"POST /word HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % line for line in lines.items()) + b"\r\n" + body
+
+
+def signed(body: bytes, key: bytes = KEY, nonce: str = "n") -> bytes:
+    """Write a request under a key."""
+    return post(body, **{NONCE: nonce.encode(), SIGNATURE: sign(key, nonce, body).encode()})
+
+
+class Play:
+    """What a stranger who took the driver's port answers: these bytes, to whoever asks."""
+
+    def __init__(self, *answers: bytes):
+        self.answers = answers
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._play, daemon=True).start()
+
+    def _play(self) -> None:
+        for answer in self.answers:
+            connection, _ = self.listener.accept()
+            with connection:
+                request = b""
+                while b"\r\n\r\n" not in request or not request.endswith(b"}"):
+                    request += connection.recv(65536)
+                connection.sendall(answer)
+
+    def __enter__(self) -> Play:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+
+def test_the_words_arrive_and_the_answer_returns_when_both_have_the_key(ear: Ear) -> None:
+    """Many words over one connection, each with its own answer; the driver sees the asker's address."""
+    client = ear.client()
+    for number in range(20):
+        assert client.ask({"n": number, "text": "ä\n"}) == {"heard": {"n": number, "text": "ä\n"}, "from": "127.0.0.1"}
+    client.close()
+    assert [words["n"] for words in ear.heard] == list(range(20))
+    assert ear.refused == []
+
+
+def test_others_are_answered_when_one_answer_is_held_back(ear: Ear) -> None:
+    """An answer that waits for news keeps nobody else waiting."""
+    answers: list[dict[str, Any]] = []
+    waiting = threading.Thread(target=lambda: answers.append(ear.client().ask({"hold": True})))
+    waiting.start()
+    for _ in range(5):
+        assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert not answers
+    ear.released.set()
+    waiting.join(TIMEOUT_S)
+    assert answers[0]["heard"] == {"hold": True}
+
+
+def test_nobody_hears_a_word_when_the_key_is_wrong(ear: Ear) -> None:
+    """The stranger gets an error, the driver says who it was, and the words are never parsed."""
+    with pytest.raises(DriverUnreachable, match="403"):
+        ear.client(b"another key").ask({"evict": "everybody"})
+    assert ear.heard == []
+    assert ear.refused == [("127.0.0.1", "signature does not match")]
+
+
+REFUSED = {
+    "unsigned": post(b"{}"),
+    "rubbish": post(bytes(range(256))),
+    "signed by another": signed(b"{}", key=b"another key"),
+    "signature of other words": post(b'{"a": 1}', **{NONCE: b"n", SIGNATURE: sign(KEY, "n", b"{}").encode()}),
+    "signature of another nonce": post(b"{}", **{NONCE: b"m", SIGNATURE: sign(KEY, "n", b"{}").encode()}),
+    "signature that is no ASCII": post(b"{}", **{SIGNATURE: b"\xe9"}),
+    "too long": post(b"", Content_Length=str(MAX_BODY_BYTES + 1).encode()),
+    "negative length": post(b"", Content_Length=b"-1"),
+    "length that is no number": post(b"", Content_Length=b"many"),
+    "length in superscript": post(b"", Content_Length=b"\xb2"),
+    "no length": b"POST /word HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_driver_refuses_and_goes_on_when_a_stranger_speaks(ear: Ear, kind: str) -> None:
+    """Whatever is not signed is refused with 403 before it is read, and said, and the next worker is heard."""
+    answer = send(ear.address, REFUSED[kind])
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert ear.heard == [{"n": 1}]
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert [address for address, _ in ear.refused] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /word HTTP/1.1\r\n\r\n"])
+def test_the_driver_goes_on_when_a_stranger_does_not_speak_as_workers_do(ear: Ear, data: bytes) -> None:
+    """Port scanners, browsers and TLS are no words."""
+    assert b" 200 " not in send(ear.address, data)
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert ear.heard == [{"n": 1}]
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return open, (str(self.file), "w")
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_nothing_is_executed_when_a_pickle_arrives(ear: Ear, tmp_path: Path, has_key: bool) -> None:
+    """Not even from somebody who has the key (F10)."""
+    body = pickle.dumps(Trap(tmp_path / "executed"))
+    answer = send(ear.address, signed(body) if has_key else post(body))
+    assert b" 200 " not in answer
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert list(tmp_path.iterdir()) == []
+    assert ear.heard == [{"n": 1}]
+
+
+def test_an_answer_is_taken_only_by_its_asker_when_it_was_recorded(ear: Ear) -> None:
+    """A reply is signed with the asker's nonce: played back to another question it is a stranger's."""
+    recorded = send(ear.address, signed(b'{"n": 1}', nonce="of another question"))
+    assert recorded.startswith(b"HTTP/1.1 200 ")
+    with Play(recorded) as stranger, pytest.raises(DriverUnreachable, match="does not have this run's key"):
+        DriverClient(stranger.address, KEY, TIMEOUT_S).ask({"n": 1})
+
+
+FALSE_ANSWERS = {
+    "unsigned": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+    "signature that is no ASCII": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n%s: \xe9\r\n\r\n{}" % SIGNATURE.encode(),
+    "cut off": b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+    "no HTTP": b"220 mail.example.org ESMTP\r\n",
+    "nothing": b"",
+    "other status": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", FALSE_ANSWERS)
+def test_the_driver_counts_as_unreachable_when_something_else_answers(kind: str) -> None:
+    """Whatever listens there without the key is as good as nobody; the worker gets one kind of error."""
+    with Play(FALSE_ANSWERS[kind]) as stranger, pytest.raises(DriverUnreachable):
+        DriverClient(stranger.address, KEY, TIMEOUT_S).ask({})
+
+
+def test_the_driver_counts_as_unreachable_when_nobody_listens() -> None:
+    """The error names the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(DriverUnreachable, match=address):
+        DriverClient(address, KEY, TIMEOUT_S).ask({})
+
+
+def test_the_client_gives_up_when_the_driver_is_frozen() -> None:
+    """A connection that nobody serves ends after the client's own time-out."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(DriverUnreachable):
+        DriverClient(f"127.0.0.1:{listener.getsockname()[1]}", KEY, timeout_s=0.05).ask({})
+
+
+def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None:
+    """The same client goes on when what answers is the driver again."""
+    honest = b'{"heard": "you"}'
+
+    def answer(words: dict[str, Any], address: str) -> dict[str, Any]:
+        if words["n"] == 1:
+            raise RuntimeError("a fault of the driver's own, as planned")
+        return dict(json.loads(honest))
+
+    ear.server.answer = answer
+    client = ear.client()
+    with pytest.raises(DriverUnreachable):
+        client.ask({"n": 1})
+    assert client.ask({"n": 2}) == {"heard": "you"}
+
+
+def test_the_signature_changes_when_anything_signed_does() -> None:
+    """Key, nonce and body are all under it, and a byte cannot move from one to the other."""
+    signatures = {sign(k, n, b) for k in (b"k", b"l") for n in ("n", "nn", "") for b in (b"b", b"nb", b"")}
+    assert len(signatures) == 18
+
+
+def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens() -> None:
+    """The listen queue holds them all, so that nobody waits a second for a dropped SYN (F5)."""
+    server = WordServer("127.0.0.1", KEY, lambda words, address: words, lambda *_: None)
+    connections = [http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT_S) for _ in range(200)]
+    for connection in connections:
+        connection.connect()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    body = b'{"n": 1}'
+    for connection in connections:
+        connection.request("POST", "/word", body, {NONCE: "n", SIGNATURE: sign(KEY, "n", body)})
+    assert [connection.getresponse().status for connection in connections] == [200] * 200
+    for connection in connections:
+        connection.close()
+    server.shutdown()
+    server.server_close()
