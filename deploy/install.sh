@@ -14,7 +14,7 @@
 #   ELASTIC_TRAINER_VENV   where the virtual environment goes (.venv at the project root)
 #   TORCH_SPEC             the torch to ask pip for (torch==2.13.0); e.g. torch==2.13.0+cpu, with pip's own
 #                          PIP_EXTRA_INDEX_URL naming an index that has it
-#   PYTHON                 the Python to make the environment with (the first of python3, python3.14 … 3.11 that will)
+#   PYTHON                 the Python to make the environment with (the first of python3, python3.14 … 3.10 that will)
 #   XDG_CACHE_HOME         the wheel is kept in elastic-trainer/wheels under it (~/.cache)
 #
 # Source: Horovod sets C++14 where torch >= 2.1 needs C++17: github.com/horovod/horovod, issue 3996, pull 3998
@@ -73,7 +73,7 @@ python=
 
 lacks() { missing+=("$*"); }   # the fact, the remedy
 
-is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Moved or copied environments count as absent: the scripts in them point at where they were.
 is_venv_usable() {
@@ -86,7 +86,7 @@ find_python() {
         python=$venv/bin/python
         return
     fi
-    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11 python3.10)
     if [[ ${PYTHON-} ]]; then candidates=("$PYTHON"); fi
     for candidate in "${candidates[@]}"; do
         if is_python_new_enough "$candidate"; then
@@ -96,7 +96,7 @@ find_python() {
             return
         fi
     done
-    lacks "Python 3.11 or newer is missing (tried ${candidates[*]})." \
+    lacks "Python 3.10 or newer is missing (tried ${candidates[*]})." \
         "Install one, or name it: PYTHON=/path/to/python3.11 deploy/install.sh."
 }
 

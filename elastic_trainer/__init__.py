@@ -4,8 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
-    from elastic_trainer.loop import Result as Result, local_rank as local_rank, train as train
-    from elastic_trainer.schedule import constant as constant, cosine as cosine
+    from elastic_trainer.loop import Result as Result
+    from elastic_trainer.loop import local_rank as local_rank
+    from elastic_trainer.loop import train as train
+    from elastic_trainer.schedule import constant as constant
+    from elastic_trainer.schedule import cosine as cosine
 
 _WHERE = {"ConfigError": "config", "Result": "loop", "local_rank": "loop", "train": "loop", "constant": "schedule",
           "cosine": "schedule"}

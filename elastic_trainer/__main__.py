@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str]) -> int:
     """Train to the end, in as many attempts as it takes; returns the exit code."""
     from elastic_trainer.attempts import supervise
-    from elastic_trainer.report import print_summary, summarize
     from elastic_trainer.events import read_events
+    from elastic_trainer.report import print_summary, summarize
     from elastic_trainer.watch import Watch
 
     ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])

@@ -100,6 +100,11 @@ class MemberRendezvous(RendezvousHTTPServer):
         self.init([])
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
+    def close(self) -> None:
+        """Stop serving."""
+        self.shutdown()
+        self.server_close()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A worker that dies in mid-request is not news here."""
 
@@ -198,7 +203,8 @@ class MendedDriver:
         self.rendezvous: list[MemberRendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
         self.ended: End | None = None
-        self.nic, self.address, self.server = "", "", None
+        self.nic, self.address = "", ""
+        self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
 
     # --- the outside -------------------------------------------------------------------------------------------------
@@ -337,6 +343,7 @@ class MendedDriver:
                 self.ended = action
 
     def _start(self, start: Start) -> None:
+        assert self.server is not None
         env = self.env | {
             "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": self.nic,
@@ -371,8 +378,7 @@ class MendedDriver:
         store = MemberRendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
         self.rendezvous.append(store)
         while len(self.rendezvous) > 2:  # nobody can still be in the init of the one before the last
-            old = self.rendezvous.pop(0)
-            threading.Thread(target=lambda: (old.shutdown(), old.server_close()), daemon=True).start()
+            threading.Thread(target=self.rendezvous.pop(0).close, daemon=True).start()
         for worker in workers:
             neighbours = [w.name for w in workers if w.host == worker.host]
             self.places[worker.name] = {"local_rank": neighbours.index(worker.name), "local_size": len(neighbours),

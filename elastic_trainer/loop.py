@@ -349,7 +349,7 @@ def weights_sha256(state: ElasticState) -> str:
     digest = hashlib.sha256()
     for name, tensor in [*state.model.named_parameters(), *state.buffers.items()]:
         digest.update(name.encode() + b"\0")
-        digest.update(memoryview(byte_view(tensor).numpy()))
+        digest.update(byte_view(tensor).numpy().data)
     return digest.hexdigest()
 
 

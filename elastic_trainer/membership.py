@@ -348,7 +348,8 @@ class Membership:
                 return self._wait(now)
             reason = "death" if len(current) < len(self.members) else "change"
             if self.state_exists and not any(w.holds_state for w in candidates):
-                candidates += [w for w in current if w.holds_state and not w.dismissed][:1]  # hands the state over, and leaves after that
+                # One of the old ones comes along, hands the state over, and leaves after that.
+                candidates += [w for w in current if w.holds_state and not w.dismissed][:1]
         self.waits_since = None
         self.rounds += 1
         self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)

@@ -186,7 +186,7 @@ class OurDriver:
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""
         place = self._news.get("place")
-        is_ours = bool(place) and place["generation"] == self.generation
+        is_ours = place is not None and place["generation"] == self.generation
         return bool(self._news.get("evicted")) or (is_ours and bool(self._news.get("dead")))
 
     def is_finished(self) -> bool:

@@ -59,7 +59,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
         file.write(len(packed.header).to_bytes(8, "little"))
         file.write(packed.header)
         for tensor in packed.tensors:
-            file.write(memoryview(byte_view(tensor).numpy()))
+            file.write(byte_view(tensor).numpy().data)
     return Path(name)
 
 

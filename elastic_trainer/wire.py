@@ -52,6 +52,7 @@ class DriverClient:
         try:
             if self._connection.sock is None:
                 self._connection.connect()
+                assert self._connection.sock is not None
                 self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection.request("POST", "/word", body, headers)
             response = self._connection.getresponse()

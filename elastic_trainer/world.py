@@ -286,12 +286,19 @@ class World:
         sizes = [len(packed.header), packed.payload_bytes] if packed else [0, 0]
         header_bytes, payload_bytes = self.allgather(torch.tensor([sizes]), "state.sizes").max(dim=0).values.tolist()
         self.events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
-        header = self._deal(packed and (lambda low, high: torch.frombuffer(bytearray(packed.header[low:high]),
-                                                                             dtype=torch.uint8)),
-                            header_bytes, givers, takers, "header")
-        payload = self._deal(packed and (lambda low, high: torch.cat([*byte_ranges(packed, low, high),
-                                                                        torch.empty(0, dtype=torch.uint8)])),
-                             payload_bytes, givers, takers, "payload")
+        read_header = read_payload = None
+        if packed:
+            whole = torch.frombuffer(bytearray(packed.header), dtype=torch.uint8)
+            nothing = torch.empty(0, dtype=torch.uint8)
+
+            def read_header(low: int, high: int) -> torch.Tensor:
+                return whole[low:high]
+
+            def read_payload(low: int, high: int) -> torch.Tensor:
+                return torch.cat([nothing, *byte_ranges(packed, low, high)])
+
+        header = self._deal(read_header, header_bytes, givers, takers, "header")
+        payload = self._deal(read_payload, payload_bytes, givers, takers, "payload")
         if not is_giver:
             try:
                 state.load(decode(bytes(header.numpy().tobytes()), payload))
@@ -313,7 +320,7 @@ class World:
             outgoing, splits = torch.empty(0, dtype=torch.uint8), [0] * self.size
             if read is not None:
                 piece = read(*shares[self.rank])
-                crc = torch.frombuffer(bytearray(zlib.crc32(piece.numpy()).to_bytes(4, "little")), dtype=torch.uint8)
+                crc = torch.frombuffer(bytearray(zlib.crc32(piece.numpy().data).to_bytes(4, "little")), dtype=torch.uint8)
                 outgoing = torch.cat([piece, crc]).repeat(len(takers))
                 splits = [piece.numel() + 4 if rank in takers else 0 for rank in range(self.size)]
             incoming = self.alltoall(outgoing, splits, f"state.{name}")
@@ -321,7 +328,7 @@ class World:
             for giver in givers if self.rank in takers else []:
                 low, high = shares[giver]
                 piece, at = incoming[at : at + high - low], at + high - low + 4
-                if zlib.crc32(piece.numpy()).to_bytes(4, "little") != incoming[at - 4 : at].numpy().tobytes():
+                if zlib.crc32(piece.numpy().data).to_bytes(4, "little") != incoming[at - 4 : at].numpy().tobytes():
                     raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
                 scratch[low:high] = piece
         return scratch

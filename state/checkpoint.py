@@ -73,7 +73,7 @@ class Checkpoints:
     def _publish(self, step: int, header: bytes) -> None:
         started, word = time.monotonic(), secrets.token_hex(8)
         try:
-            bytes_ = memoryview(self._memory.numpy())
+            bytes_ = self._memory.numpy().data
             parts = []
             for number, start in enumerate(range(0, len(bytes_), PART_BYTES)):
                 piece = bytes_[start : start + PART_BYTES]

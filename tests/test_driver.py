@@ -21,7 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.driver import MAX_VALUE_BYTES, MemberRendezvous, WorkerProcess, check_version, is_local, parse_hosts
+from elastic_trainer.driver import (
+    MAX_VALUE_BYTES,
+    MemberRendezvous,
+    WorkerProcess,
+    check_version,
+    is_local,
+    parse_hosts,
+)
 from elastic_trainer.membership import Start
 
 DEADLINE_S = 10.0
@@ -139,7 +146,8 @@ def test_members_find_what_members_have_put(rendezvous: Rendezvous) -> None:
 def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Rendezvous, method: str) -> None:
     """An address that is no member's is refused and said."""
     rendezvous.ask("PUT", "/global/0", b"an address")
-    assert rendezvous.ask(method, "/global/0", b"another" if method == "PUT" else None, source="127.0.0.2") == (403, b"")
+    body = b"another" if method == "PUT" else None
+    assert rendezvous.ask(method, "/global/0", body, source="127.0.0.2") == (403, b"")
     assert rendezvous.ask("GET", "/global/0") == (200, b"an address")
     assert rendezvous.refused == [("127.0.0.2", "not a member of this generation")]
 
@@ -182,7 +190,7 @@ def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Rendezvous, pa
     assert rendezvous.ask("PUT", "/global/0", b"x")[0] == 200
 
 
-# --- workers' processes -----------------------------------------------------------------------------------------------
+# --- workers' processes ---------------------------------------------------------------------------------------------
 
 class Workers:
     """Starts workers as the driver does, and leaves none behind."""
@@ -295,7 +303,8 @@ def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
     """Also what is no UTF-8, and a last line without an end."""
     workers.start(["sh", "-c", r"echo one; printf '\377two' >&2"], host="127.0.0.3").wait()
     until(lambda: len(workers.output.getvalue().splitlines()) == 2)
-    assert sorted(workers.output.getvalue().splitlines()) == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
+    lines = sorted(workers.output.getvalue().splitlines())
+    assert lines == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
 
 
 def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers) -> None:
@@ -304,7 +313,7 @@ def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers
         workers.start(["/nowhere/python"])
 
 
-# --- over ssh ---------------------------------------------------------------------------------------------------------
+# --- over ssh -------------------------------------------------------------------------------------------------------
 
 FAR = "192.0.2.1"  # TEST-NET-1: nobody's
 
@@ -335,7 +344,8 @@ ODD_VALUES = {
 def test_the_environment_arrives_on_stdin_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path,
                                                                          tmp_path: Path) -> None:
     """Every value as it is, byte for byte, and none of them on a command line, ours or theirs."""
-    there = f"env -0 > {tmp_path}/env; tr '\\0' ' ' < /proc/$$/cmdline > {tmp_path}/cmdline; echo > {tmp_path}/ready; sleep 1000"
+    there = (f"env -0 > {tmp_path}/env; tr '\\0' ' ' < /proc/$$/cmdline > {tmp_path}/cmdline; "
+             f"echo > {tmp_path}/ready; sleep 1000")
     worker = workers.start(["sh", "-c", there], ODD_VALUES, FAR)
     assert worker.is_remote
     written(tmp_path / "ready")
@@ -381,13 +391,14 @@ def test_the_far_worker_can_tell_when_we_are_gone(workers: Workers, ssh: Path, t
     assert (tmp_path / "rest").read_bytes() == b""
 
 
-# --- Horovod's version ------------------------------------------------------------------------------------------------
+# --- Horovod's version ----------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def another_horovod(tmp_path: Path) -> Path:
     """Return a folder that, first on the path, makes another Horovod the installed one."""
-    (tmp_path / "horovod-9.9.9.dist-info").mkdir()
-    (tmp_path / "horovod-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 9.9.9\n")
+    info = tmp_path / "horovod-9.9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 9.9.9\n")
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.membership import Action, End, Form, Membership, Phase, Stop
 
 
 @dataclass

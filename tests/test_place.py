@@ -101,9 +101,10 @@ def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
     return lambda words: place(generation, rank=1, size=3) if words["accepted"] == 7 else {"offer": 7}
 
 
-# --- a place ----------------------------------------------------------------------------------------------------------
+# --- a place --------------------------------------------------------------------------------------------------------
 
-def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script,
+                                                               worker: Callable[..., OurDriver]) -> None:
     """It says that it stands by, hears the offer, accepts it, and is told its seat."""
     script.say(placed_when_accepted(1))
     driver = worker()
@@ -170,7 +171,19 @@ def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
     assert LIMITS.driver_lost_s <= time.monotonic() - started < LIMITS.driver_lost_s + 2
 
 
-def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
+    """A driver that takes words and never answers is lost as soon: `driver_lost_s`, and the time-out of one word."""
+    limits = Limits(beat_s=0.02, driver_lost_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}", key=KEY, worker="a/0/1", limits=limits)
+        started = time.monotonic()
+        with pytest.raises(RunOver, match="driver lost"):
+            OurDriver(launch).next_place(False, 0)
+    assert time.monotonic() - started < limits.driver_lost_s + (3 * limits.beat_s + 2) + 0.5
+
+
+def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script,
+                                                                worker: Callable[..., OurDriver]) -> None:
     """A word that fails is said again."""
     failures = iter([True, True, True])
 
@@ -183,7 +196,7 @@ def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script, 
     assert worker().next_place(False, 0).generation == 1
 
 
-# --- beats ------------------------------------------------------------------------------------------------------------
+# --- beats ----------------------------------------------------------------------------------------------------------
 
 def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     """Bring a worker into generation 1, and return where its `on_broken` is noted."""
@@ -254,7 +267,8 @@ def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker:
     assert not broken
 
 
-def test_the_sockets_are_closed_when_the_driver_has_evicted_us(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_the_sockets_are_closed_when_the_driver_has_evicted_us(script: Script,
+                                                               worker: Callable[..., OurDriver]) -> None:
     """For the others we are dead already."""
     driver = worker()
     broken = training(script, driver)
@@ -337,7 +351,8 @@ def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(script: Scrip
     assert script.heard[-1]["phase"] == "reviving"
 
 
-def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script,
+                                                                worker: Callable[..., OurDriver]) -> None:
     """What is said last must not hide the error that it tells."""
     driver = worker()
     driver.start(False)
@@ -369,7 +384,7 @@ def test_there_is_one_place_when_nobody_started_us() -> None:
     assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken() or alone.is_finished())
 
 
-# --- how a worker was launched ------------------------------------------------------------------------------------------
+# --- how a worker was launched --------------------------------------------------------------------------------------
 
 def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:
     """All of it is read in one place."""

@@ -1,0 +1,142 @@
+"""What holds for the repository as a whole: layers, names, and what must not stand in any file."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elastic_trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("discovery", "elastic_trainer", "state")
+NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
+CODE = Path(elastic_trainer.__file__).resolve().parent.parent  # the clone, or where the wheel was installed
+MODULES = sorted(path for package in PACKAGES for path in (CODE / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Return the name under which a file is imported."""
+    return ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_by(path: Path, root: Path = CODE) -> Iterator[str]:
+    """Yield the full names of what a module imports, anywhere in it; every relative import is made whole."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.relative_to(root).parts[: -node.level] if node.level else ()
+            yield ".".join([*parents, *([node.module] if node.module else [])])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("__import__", "import_module"):
+            yield ast.unparse(node.args[0]).strip("'\"")
+
+
+@pytest.mark.parametrize(("package", "others"), [
+    ("discovery", {"elastic_trainer", "state"}),
+    ("elastic_trainer", {"discovery"}),
+    ("state", {"discovery", "elastic_trainer"}),
+])
+def test_a_package_imports_only_those_below_it(package: str, others: set[str]) -> None:
+    """Who is here and what they do never import each other; what survives imports neither."""
+    found = [f"{name_of(path)} imports {name}" for path in MODULES if path.relative_to(CODE).parts[0] == package
+             for name in imported_by(path) if name.split(".")[0] in others]
+    assert found == []
+
+
+def test_the_walk_sees_imports_when_they_hide(tmp_path: Path) -> None:
+    """In functions, under another name, relative, or by a call: the laws here rest on it."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text(
+        "def f():\n    import pickle as p, os.path\n    from . import c\n    from ..state.x import y\n"
+        "    import importlib\n    importlib.import_module('discovery')\n")
+    found = set(imported_by(tmp_path / "a" / "b.py", tmp_path))
+    assert found == {"pickle", "os.path", "a", "state.x", "importlib", "discovery"}
+
+
+def test_nothing_is_pickled_in_the_three_packages() -> None:
+    """Neither by name nor through torch or Horovod, whose savers and object collectives pickle (F10)."""
+    modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+    calls = {"torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load", "np.load"}
+    found = [f"{name_of(path)} imports {name}" for path in MODULES for name in imported_by(path)
+             if modules & set(name.split("."))]
+    found += [f"{name_of(path)} calls {ast.unparse(node.func)}" for path in MODULES
+              for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+              if isinstance(node, ast.Call) and ast.unparse(node.func) in calls]
+    assert found == []
+
+
+IMPORT_ALL = """
+import os, signal, sys, threading
+before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+environment = {k: v for k, v in os.environ.items() if k.startswith(("ELASTIC_", "HOROVOD_"))}
+for name in sys.argv[1:]:
+    __import__(name)
+links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+print([t.name for t in threading.enumerate() if t is not threading.main_thread()],
+      [link for link in links if link.startswith("socket:")], children,
+      before == {n: signal.getsignal(n) for n in before},
+      environment == {k: v for k, v in os.environ.items() if k.startswith(("ELASTIC_", "HOROVOD_"))})
+"""
+
+
+def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
+    """No thread, no socket, no process, no signal handler, no variable, no file, no word."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *map(name_of, MODULES)], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[] [] [] True True\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["elastic_trainer", "elastic_trainer.__main__", "elastic_trainer.attempts",
+                                    "elastic_trainer.config", "elastic_trainer.membership", "elastic_trainer.wire"])
+def test_torch_is_not_loaded_when_a_module_of_the_driver_is_imported(module: str) -> None:
+    """The command line and the driver start without the seconds that torch costs."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", f"import sys, {module}; sys.exit('torch' in sys.modules)"], env=env)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_is_ours_alone_when_the_project_is_installed(package: str) -> None:
+    """`state` and `discovery` are common names: nothing else in the environment may claim one of the three."""
+    owners = set(importlib.metadata.packages_distributions().get(package, []))
+    if not owners:
+        pytest.skip("elastic-trainer runs from a clone here and is not installed.")
+    assert owners == {"elastic-trainer"}
+
+
+def our_files() -> list[Path]:
+    """Return the files that git tracks or would track; without git, all that are not made by a tool."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True)
+    if listed.returncode == 0:
+        return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
+    return [path for path in ROOT.rglob("*") if path.is_file()
+            and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info")) for part in path.parts)]
+
+
+def test_no_file_names_a_place_that_only_one_machine_has() -> None:
+    """Neither somebody's folders nor the host of a package index: pip's own configuration names that."""
+    places = ["/wo" "rk/", "/tmp" "/w/", "py" "pi.org", "files.python" "hosted"]
+    found = [f"{path.relative_to(ROOT)} names {place}" for path in our_files()
+             for place in places if place.encode() in path.read_bytes()]
+    assert found == []
+
+
+def test_the_installed_packages_are_the_three_when_the_wheel_is_built() -> None:
+    """Named one by one, so that tests and deploy cannot ship; every folder with code is among them."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    named = set(settings["options"]["packages"].split())
+    assert named == {name_of(path) for path in MODULES if path.name == "__init__.py"}
+    assert {name_of(path.parent / "__init__.py") for path in MODULES} <= named
