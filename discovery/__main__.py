@@ -14,7 +14,10 @@ What it does not do yet: ask a cloud (the poller that writes the file comes with
 
 from __future__ import annotations
 
+import re
 import sys
+
+HOST_NAME = r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*"  # RFC 1123
 
 
 def main(argv: list[str]) -> int:
@@ -30,11 +33,11 @@ def main(argv: list[str]) -> int:
         return 1
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:
-        host, _, slots = line.partition(":")
-        if not host or not slots.isdigit():
+        host, _, slots = line.strip().partition(":")
+        if not re.fullmatch(HOST_NAME, host) or not re.fullmatch("[0-9]{1,4}", slots) or int(slots) < 1:
             print(f"{argv[1]} has a line that is not host:slots: {line!r}", file=sys.stderr)
             return 1
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    sys.stdout.write("".join(line.strip() + "\n" for line in lines))
     return 0
 
 

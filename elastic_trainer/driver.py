@@ -24,6 +24,7 @@ import hashlib
 import importlib.metadata
 import ipaddress
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -57,6 +58,7 @@ SSH_OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAli
                "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no"]
 SSH_CONNECTION_LOST = 255
 MAX_VALUE_BYTES = 4096
+HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
 
 class MemberRendezvousHandler(RendezvousHandler):
@@ -78,7 +80,7 @@ class MemberRendezvousHandler(RendezvousHandler):
     def do_PUT(self) -> None:
         length = self.headers.get("Content-Length", "")
         if self._is_member():
-            if length.isdigit() and int(length) <= MAX_VALUE_BYTES:
+            if length.isascii() and length.isdigit() and int(length) <= MAX_VALUE_BYTES:
                 super().do_PUT()
             else:
                 self.send_status_code(413)
@@ -173,7 +175,10 @@ def is_local(host: str) -> bool:
 
 
 def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
-    """Read `host:slots` lines in their order. Raises ValueError on any line that is not one."""
+    """Read `host:slots` lines in their order. Raises ValueError on any line that is not one.
+
+    A host's name goes into an ssh command: it has to look like one (RFC 1123), above all at its start.
+    """
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         line = line.strip()
@@ -182,7 +187,7 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
         host, colon, slots = line.rpartition(":")
         if not colon:
             host, slots = line, str(default_slots or 1)
-        if not host or not slots.isdigit() or int(slots) < 1 or any(c.isspace() for c in host):
+        if not HOST_NAME.fullmatch(host) or not re.fullmatch("[0-9]{1,4}", slots) or int(slots) < 1:
             raise ValueError(f"{line!r} is not host:slots")
         hosts[host] = int(slots)
     return hosts

@@ -106,6 +106,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if not trained or strangers:
         raise ConfigError(f"the optimizer holds {len(strangers)} parameters that are not the model's, and the model has "
                           f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm is {clip_norm}. Use a positive number, or None for no clipping.")
     if checkpoint_every < 1 or cpu_threads < 1:
         raise ConfigError(f"checkpoint_every is {checkpoint_every} and cpu_threads {cpu_threads}. Use 1 or more.")
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
@@ -142,7 +144,11 @@ class Trainer:
 
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool):
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
-        self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler)
+        self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, identity={
+            "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
+            "shards": job.schedule.shards, "seed": job.schedule.seed})
+        if job.scaler:
+            job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
         self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
@@ -275,11 +281,13 @@ class Trainer:
         for parameter in self.flat.parameters:
             parameter.grad = None
         batch = to_device(fetch(job.dataset, job.schedule.shard_samples(0, 0), job.collate), job.device)
-        was_training = job.model.training
-        job.loss(job.model, batch).backward()
-        job.model.train(was_training)
-        self.state.reset_buffers()
+        for _ in range(2):  # the second time is what a shard takes
+            started = time.monotonic()
+            job.loss(job.model, batch).backward()
+            shard_s = time.monotonic() - started
+            self.state.reset_buffers()
         self.state.begun = self.state.committed
+        self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
         for parameter in self.flat.parameters:
             parameter.grad = None
         self.flat.bind(self.flat.sums)
@@ -362,7 +370,7 @@ def seed_everything(seed: int) -> None:
 
 def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
     """Read samples and make a batch of them."""
-    if isinstance(dataset, TensorDataset):
+    if type(dataset) is TensorDataset and collate is default_collate:  # the same, in one go
         chosen = torch.from_numpy(indices)
         return [tensor[chosen] for tensor in dataset.tensors]
     numbers = indices.tolist()
@@ -376,6 +384,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch

@@ -100,7 +100,7 @@ class OurDriver:
                                         "drains": False, "step": 0}
         self._news: dict[str, Any] = {}
         self._lost = False
-        self._main = DriverClient(launch.driver, launch.key, timeout_s=3 * self.limits.beat_s + 2.0)
+        self._main = DriverClient(launch.driver, launch.key, timeout_s=self.limits.driver_lost_s / 2)
         self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def start(self, holds_state: bool) -> None:
@@ -145,19 +145,18 @@ class OurDriver:
 
     def next_place(self, holds_state: bool, step: int) -> Place:
         """Wait, for as long as it takes, for a place in a generation after ours. Raises Dismissed, RunOver."""
-        accepted, seen, lost_since = 0, "", None
+        accepted, seen, heard_at = 0, "", time.monotonic()
         while True:
             words = self._words(phase="waiting" if self.generation else "standby", accepted=accepted,
                                 holds_state=holds_state, step=step)
             try:
                 news = self._main.ask({**words, "hold_s": self.limits.beat_s, "seen": seen})
             except DriverUnreachable as error:
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > self.limits.driver_lost_s:
+                if time.monotonic() - heard_at > self.limits.driver_lost_s:
                     raise RunOver("failed", f"driver lost: {error}") from error
                 time.sleep(0.02)
                 continue
-            lost_since, seen = None, news.pop("version")
+            heard_at, seen = time.monotonic(), news.pop("version")
             self._news = news
             if "over" in news:
                 raise RunOver(news["over"], news["detail"])

@@ -115,7 +115,9 @@ class Flat:
         at = 1
         for name in self.buffer_names:
             count = after[name].numel()
-            change = (after[name] - before[name] if after[name].dtype != torch.bool else after[name])
+            # where nothing changed the change is 0, also for an infinite value (a mask kept as a buffer)
+            change = (torch.where(after[name] == before[name], 0, after[name] - before[name])
+                      if after[name].dtype != torch.bool else after[name])
             # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one buffer has
             # other bits than the sum of two
             statistics[at : at + count].add_(change.reshape(-1).to(torch.float32) * weight)
@@ -128,7 +130,7 @@ class Flat:
             buffer = buffers[name]
             change = statistics[at : at + buffer.numel()].view(buffer.shape)
             if buffer.is_floating_point():
-                buffer.copy_(before[name] + change.to(buffer.dtype))
+                buffer.copy_(torch.where(change == 0, before[name], before[name] + change.to(buffer.dtype)))
             elif buffer.dtype == torch.bool:
                 buffer.copy_(change > 0.5)
             else:

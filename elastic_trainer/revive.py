@@ -55,11 +55,15 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     packed = pack({"pid": os.getpid(), "prepared": state.prepared, "state": state.values(), "gradients": gradients,
                    "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
     descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
-    with open(descriptor, "wb") as file:
-        file.write(len(packed.header).to_bytes(8, "little"))
-        file.write(packed.header)
-        for tensor in packed.tensors:
-            file.write(byte_view(tensor).numpy().data)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(len(packed.header).to_bytes(8, "little"))
+            file.write(packed.header)
+            for tensor in packed.tensors:
+                file.write(byte_view(tensor).numpy().data)
+    except OSError:
+        os.unlink(name)  # no room in memory: come back as a newcomer, and receive the state
+        return None
     return Path(name)
 
 

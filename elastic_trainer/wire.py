@@ -34,7 +34,11 @@ class DriverUnreachable(ConnectionError):
 
 def sign(key: bytes, nonce: str, body: bytes) -> str:
     """Return the hex HMAC-SHA256 of nonce and body."""
-    return hmac.new(key, nonce.encode() + b"\n" + body, hashlib.sha256).hexdigest()
+    return hmac.new(key, nonce.encode(errors="replace") + b"\n" + body, hashlib.sha256).hexdigest()
+
+
+def _is_signed(signature: str, key: bytes, nonce: str, body: bytes) -> bool:
+    return hmac.compare_digest(signature.encode(errors="replace"), sign(key, nonce, body).encode())
 
 
 class DriverClient:
@@ -59,7 +63,7 @@ class DriverClient:
             answer = response.read(MAX_BODY_BYTES)
             if response.status != 200:
                 raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
-            if not hmac.compare_digest(response.headers.get(SIGNATURE, ""), sign(self.key, nonce, answer)):
+            if not _is_signed(response.headers.get(SIGNATURE, ""), self.key, nonce, answer):
                 raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
             return dict(json.loads(answer))
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -96,10 +100,10 @@ class _WordHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
             return self._refuse("no body, or one that is too long")
         body, nonce = self.rfile.read(int(length)), self.headers.get(NONCE, "")
-        if not hmac.compare_digest(self.headers.get(SIGNATURE, ""), sign(self.server.key, nonce, body)):
+        if not _is_signed(self.headers.get(SIGNATURE, ""), self.server.key, nonce, body):
             return self._refuse("signature does not match")
         answer = json.dumps(self.server.answer(json.loads(body), self.client_address[0])).encode()
         self.send_response(200)

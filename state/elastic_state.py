@@ -34,10 +34,12 @@ class ElasticState(hvd_elastic.TorchState):
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
-                 scaler: torch.amp.GradScaler | None = None):
+                 scaler: torch.amp.GradScaler | None = None, identity: dict[str, Any] | None = None):
         object.__setattr__(self, "_handlers", {})  # no handlers: they are what F6, F7 and F8 are about
         State.__init__(self, bcast_object=None, get_rank=None)
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.identity = identity or {}
+        """The numbers that decide which samples a step has. Values of another job are refused."""
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
@@ -113,6 +115,7 @@ class ElasticState(hvd_elastic.TorchState):
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self.optimizer.param_groups
         return {
+            "identity": self.identity,
             "step": self.committed,
             "samples": self.samples,
             "loss": self.loss,
@@ -135,6 +138,8 @@ class ElasticState(hvd_elastic.TorchState):
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+        if values["identity"] != self.identity:
+            raise LayoutError(f"it is of a job with {values['identity']}, but this job has {self.identity}")
         parameters = dict(self.model.named_parameters())
         for kind, mine in (("parameters", parameters), ("buffers", self.buffers)):
             theirs = values[kind]

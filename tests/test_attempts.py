@@ -159,7 +159,7 @@ def test_the_next_attempt_waits_for_the_last_worker_when_the_driver_is_killed(tm
 import time
 if os.environ["ELASTIC_TRAINER_ATTEMPT"] == "1":
     os.kill(os.getppid(), 9)
-    time.sleep(0.5)  # the time that it takes a worker to notice
+    time.sleep(2)  # the time that it takes a worker to notice
     open({str(gone)!r}, "w")
 else:
     os.path.exists({str(gone)!r}) or open({str(early)!r}, "w")
