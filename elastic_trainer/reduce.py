@@ -287,16 +287,16 @@ class RingReducer:
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
     def _cut(self) -> list[tuple[torch.dtype, int, int, list[int]]]:
-        """Cut the buffers into buckets (type, start, stop, parameters), the last parameters first."""
-        buckets: list[tuple[torch.dtype, int, int, list[int]]] = []
+        """Cut the buffers into buckets (type, start, stop, parameters), the statistics and last parameters first."""
+        whole = self.flat.lengths[torch.float32]
+        buckets: list[tuple[torch.dtype, int, int, list[int]]] = [(torch.float32, self.flat.statistics_start, whole, [])]
         for number in reversed(range(len(self.flat.parameters))):
             dtype, start, stop = self.flat.places[number]
-            if buckets:
-                last_dtype, low, high, members = buckets[-1]
-                if last_dtype == dtype and stop == low and (high - start) * 4 <= BUCKET_BYTES:
-                    buckets[-1] = (dtype, start, high, [*members, number])
-                    continue
-            buckets.append((dtype, start, stop, [number]))
+            last_dtype, low, high, members = buckets[-1]
+            if last_dtype == dtype and stop == low and (high - start) * 4 <= BUCKET_BYTES:
+                buckets[-1] = (dtype, start, high, [*members, number])
+            else:
+                buckets.append((dtype, start, stop, [number]))
         return buckets
 
     def begin(self, world: Collectives) -> range:
@@ -338,15 +338,13 @@ class RingReducer:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker."""
         self._world = None
         if world.size > 1:
-            statistics = world.allreduce_start(self.flat.statistics, "ring.statistics")
             for bucket in range(len(self.buckets)):
-                if bucket not in self._started:  # unused parameters, or no shard of mine
+                if bucket not in self._started:  # unused parameters, or no shard of mine, or nothing but statistics
                     self._start(bucket, world)
             for handle, outgoing, piece in self._started.values():
                 world.wait(handle)
                 if outgoing is not piece:
                     piece.copy_(outgoing)
-            world.wait(statistics)
         self._started = {}
         self.flat.hand_out()
 
