@@ -99,8 +99,18 @@ def run(argv: list[str]) -> int:
     if exit_code not in (0, 130) and is_demo:
         print(f"the last lines of {log_path}:", *log_path.read_text(errors="replace").splitlines()[-25:], sep="\n",
               file=sys.stderr)
-    print_summary(summarize(read_events(run_dir)))
+    result = summarize(read_events(run_dir))
+    print_summary(result)
+    if is_demo:
+        print(*last_words(log_path), sep="\n")
+    print("weights", result["weights_sha256"])
     return exit_code
+
+
+def last_words(log_path: Path, most: int = 3) -> list[str]:
+    """Return the last lines that workers printed themselves, each once."""
+    _, *said = log_path.read_text(errors="replace").split("<stdout>: ")
+    return list(dict.fromkeys(line.splitlines()[0] for line in said if line.strip()))[-most:]
 
 
 def local_hosts(run_dir: Path, workers: int) -> list[str]:

@@ -114,7 +114,7 @@ class World:
             except (HorovodInternalError, PeersLost) as error:
                 left_at = time.monotonic()
                 self._close_sockets()  # first of all: our neighbours notice by it
-                self.events.reach("world.generation_broken", error=str(error))
+                self.events.emit("worker.generation_broken", error=str(error)[:500])
                 self._leave()
                 state.restore()
             except WorldChanged:
@@ -124,7 +124,7 @@ class World:
             last_step = state.committed
             if idle > MAX_GENERATIONS_WITHOUT_PROGRESS:
                 raise RuntimeError(f"{idle} generations in a row finished no step after step {state.committed}; see "
-                                   f"the events world.generation_broken for the errors")
+                                   f"the events worker.generation_broken for the errors")
 
     def _enter(self, place: Place) -> None:
         self.place = place

@@ -83,6 +83,10 @@ class Injector:
             case "hang":
                 while True:
                     time.sleep(3600)
+            case "lose_vote":
+                from elastic_trainer.world import PeersLost  # here: it imports torch, which a test does not need
+
+                raise PeersLost("the vote's answer did not arrive, as planned")
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":

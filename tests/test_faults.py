@@ -6,6 +6,7 @@ counted exactly once, steps never went back, one lineage, and the weights equal 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -37,6 +38,30 @@ def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, ra
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
     assert result["steps_redone"] <= 1
     assert result["attempts"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+    """A worker whose vote broke off, while others have applied the step, applies the gradient in its own hands."""
+    plan = Plan().add("lose_vote", host=host(rank), at="step.voted", step=12)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
+        rolled = [(e["worker"].split("/")[0], e["step"]) for e in cluster.events("worker.rolled_forward")]
+    assert rolled == [(host(rank), 12)]
+    assert result["generations"] == 2
+
+
+def test_all_agree_and_nothing_is_lost_when_the_reducer_is_ring(tmp_path: Path) -> None:
+    """Without the bits, all other laws hold: each sample once, no victim, the same weights on all ranks."""
+    plan = Plan().kill(host=host(1), at="step.prepared", step=12)
+    with Cluster(tmp_path, job=FEW, plan=plan, options=["--reduce", "ring"]) as cluster:
+        assert cluster.wait() == 0
+        weights = json.loads((cluster.run_dir / "result.json").read_text())["weights_sha256"]
+        result = cluster.assert_nothing_lost(weights, victims=1)
+        output = (tmp_path / "output.log").read_text()
+    assert output.count(f"weights {weights}") >= 3
+    assert 0.5 < result["loss"] < 1.1  # the exact run has 0.81
 
 
 def test_loses_nothing_when_two_workers_are_killed_at_once(tmp_path: Path, twin_of: Twin) -> None:

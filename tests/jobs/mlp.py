@@ -62,4 +62,5 @@ result = train(model, optimizer, Samples(), global_batch=64, shards=8, epochs=10
                schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,
                checkpoint_every=options.checkpoint_every, reduce=options.reduce,
                listeners=[injector] if injector else None)
+print("loss", result.loss)
 print("weights", result.weights_sha256)
