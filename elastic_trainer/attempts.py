@@ -10,6 +10,7 @@ What always holds:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import signal
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR
+from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.events import Events, read_events
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
@@ -56,8 +57,20 @@ def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress
 
 def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
               output: IO[Any] | None = None) -> int:
-    """Run attempts of `horovodrun_options command` until `decide_next` says stop; returns the exit code."""
+    """Run attempts of `horovodrun_options command` until `decide_next` says stop; returns the exit code.
+
+    Raises ConfigError when another process drives this run.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run_dir)
+    try:
+        return _attempts(run_dir, horovodrun_options, command, options, output, lock)
+    finally:
+        os.close(lock)
+
+
+def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
+              output: IO[Any] | None, lock: int) -> int:
     before = read_events(run_dir)
     attempt = max([e.get("attempt", 0) for e in before], default=0)
     _end_orphans(before)  # of an earlier supervisor that was killed
@@ -72,18 +85,20 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         if process and process.poll() is None:
             process.send_signal(signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     idle = 0
     while True:
         attempt += 1
         # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
-                            "ELASTIC_TRAINER_KEY": secrets.token_hex(32)}
+                            "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
+                            "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(read_events(run_dir)))}
         events.emit("attempt.started", attempt=attempt)
         process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
-                                   start_new_session=True)  # Ctrl-C is ours to pass on, once
+                                   start_new_session=True,  # Ctrl-C is ours to pass on, once
+                                   pass_fds=[lock])  # while the driver lives nobody else can drive this run
         exit_code = process.wait()
         told = read_events(run_dir)
         _end_orphans(told)
@@ -99,6 +114,23 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
             time.sleep(0.1)
         if stopped:
             return EXIT_INTERRUPTED
+
+
+def _lock(run_dir: Path) -> int:
+    """Take the run for this supervisor and its drivers. Raises ConfigError when another one lives."""
+    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"the run {run_dir.name} is being driven by another process (`fuser {run_dir}/.lock` names it). "
+                          f"Stop that one, or use another name (--run).") from error
+    return lock
+
+
+def newest_checkpoint(events: list[dict[str, Any]]) -> int:
+    """Return the newest step that was published as a checkpoint; 0 if none was."""
+    return max((int(e["step"]) for e in events if e["event"] == "state.checkpoint_published"), default=0)
 
 
 def _end_orphans(events: list[dict[str, Any]]) -> None:

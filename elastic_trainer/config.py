@@ -10,8 +10,9 @@ What always holds:
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 EXIT_FINISHED = 0
@@ -39,7 +40,11 @@ class Limits:
     """From the offer of a place until all have accepted; after that a new round is made."""
     settle_s: float = 10.0
     """How long a ready newcomer waits for others that are still booting: one pause for all of them."""
-    gloo_s: int = 10
+    start_s: float = 60.0
+    """How long the first generation waits for all -np workers when fewer, but enough (--min-np), stand ready."""
+    stuck_s: float = 300.0
+    """How long members wait for one that still trains in a broken generation, before it is evicted."""
+    gloo_s: float = 10.0
     """Horovod's own time-out for a collective: only a back-stop, the beats are faster."""
     driver_lost_s: float = 3.0
     """A worker that could not reach its driver for this long stops (and keeps what it knows)."""
@@ -47,6 +52,19 @@ class Limits:
     """From a worker's last word, after it has finished or was let go, until its process must have ended."""
     stop_grace_s: float = 5.0
     """Between SIGTERM and SIGKILL for a worker that is told to stop."""
+
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str]) -> Limits:
+        """Read `ELASTIC_TRAINER_LIMITS`, e.g. "boot_s=600,silence_s=20". Raises ConfigError."""
+        limits = Limits()
+        for item in filter(None, env.get("ELASTIC_TRAINER_LIMITS", "").split(",")):
+            name, _, seconds = item.partition("=")
+            if name not in Limits.__dataclass_fields__ or not re.fullmatch(r"\d+(\.\d+)?", seconds):
+                raise ConfigError(f"ELASTIC_TRAINER_LIMITS has {item!r}. Use name=seconds with one of "
+                                  f"{', '.join(Limits.__dataclass_fields__)}.")
+            limits = replace(limits, **{name: float(seconds)})
+        return limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,8 @@ class Launch:
     horovod: bool = False
     """True when horovodrun (ours or plain) started us; False: a world of one."""
     reduce: str = "exact"
+    resume_step: int = 0
+    """The newest step that the run's diary says is in a checkpoint: to start afresh would then be a loss."""
     revived_generation: int = 0
     """Not 0: this same process was there before, in that generation, and `hvd.init()` was about to abort it."""
     revived_count: int = 0
@@ -93,9 +113,11 @@ class Launch:
             key=bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")),
             worker=env.get("ELASTIC_TRAINER_WORKER", ""),
             host=env.get("HOROVOD_HOSTNAME", "localhost"),
-            slot=int(env.get("HOROVOD_LOCAL_RANK", "0")),
+            slot=int(env.get("ELASTIC_TRAINER_SLOT", env.get("HOROVOD_LOCAL_RANK", "0"))),
             horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
             reduce=reduce,
+            limits=Limits.from_environment(env),
+            resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
             revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),
             revived_from=Path(revived) if revived else None,

@@ -61,6 +61,10 @@ MAX_VALUE_BYTES = 4096
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
 
+class DiscoveryUnavailable(RuntimeError):
+    """The discovery has not answered once; the next attempt asks again."""
+
+
 class MemberRendezvousHandler(RendezvousHandler):
     """Horovod's store for Gloo's addresses, for one generation: small values, from its members' addresses only."""
 
@@ -202,7 +206,7 @@ class MendedDriver:
         self.changed = threading.Condition()
         self.membership = Membership(
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
-            limits=Limits(), wait_s=settings.elastic_timeout)
+            limits=Limits.from_environment(env), wait_s=settings.elastic_timeout)
         self.processes: dict[str, WorkerProcess] = {}
         self.addresses: dict[str, str] = {}
         self.rendezvous: list[MemberRendezvous] = []
@@ -240,8 +244,9 @@ class MendedDriver:
                 return self._ask_discovery()
             except (ValueError, OSError, subprocess.SubprocessError) as error:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"the discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s ({error}). Try "
-                                      f"the command given with --host-discovery-script by hand.") from error
+                    raise DiscoveryUnavailable(
+                        f"the discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s ({error}). Try the command "
+                        f"given with --host-discovery-script by hand.") from error
                 self.events.emit("driver.discovery_failed", error=str(error))
                 time.sleep(DISCOVERY_EVERY_S)
 
@@ -290,15 +295,17 @@ class MendedDriver:
 
     def _answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
         """Take a worker's word and answer when there is news for it, or after `hold_s`."""
-        name, now = str(words["worker"]), time.monotonic()
+        name = str(words["worker"])
         with self.changed:
+            now = time.monotonic()
             worker = self.membership.workers.get(name)
             before = worker.phase if worker else None
-            self.addresses[name] = address
-            self.membership.reported(
+            is_new = self.membership.reported(
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
                 drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""))
+            if is_new:  # a word played back from elsewhere must not make that place a member's
+                self.addresses[name] = address
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
                     self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3))
@@ -351,6 +358,7 @@ class MendedDriver:
         assert self.server is not None
         env = self.env | {
             "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
+            "ELASTIC_TRAINER_SLOT": str(start.slot),
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": self.nic,
             "NCCL_SOCKET_IFNAME": self.nic, "PYTHONUNBUFFERED": "1",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
@@ -448,6 +456,9 @@ def main(argv: list[str] | None = None) -> int:
         launch.gloo_built = lambda verbose=False: True  # it would import torch in here; workers find out soon enough
         sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
         launch.run_commandline()
+    except DiscoveryUnavailable as error:
+        print(f"elastic-trainer: {error}", file=sys.stderr)
+        return 1
     except (ConfigError, ValueError) as error:
         print(f"elastic-trainer: {error}", file=sys.stderr)
         return 2

@@ -17,6 +17,7 @@ What always holds:
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import sys
@@ -24,7 +25,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -83,6 +85,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
           collate: Callable[[list[Any]], Any] = default_collate, checkpoint_every: int = 50,
           reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
+          run_dir: str | os.PathLike[str] | None = None,
           listeners: list[Callable[[str, dict[str, Any]], None]] | None = None) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
@@ -92,12 +95,16 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `checkpoint_every`
     is in steps. `reduce` is "exact" (the same bits for every world) or "ring" (float allreduce; `compress` sends
     16 bits); None takes the launcher's. `cpu_threads` is torch's thread count: part of the arithmetic, so the same
-    everywhere. `listeners` hear every event of this worker.
+    everywhere. `run_dir` is where events, result and checkpoints go when no launcher says so. `listeners`
+    hear every event of this worker.
 
     Raises ConfigError for what cannot work, and what the user's code raises. Leaves by SystemExit 75 when this worker
     is not wanted any more.
     """
     launch = Launch.from_environment()
+    os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
+    if run_dir is not None and launch.run_dir is None:
+        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     reduce = reduce or launch.reduce
     if reduce not in REDUCERS:
         raise ConfigError(f"reduce is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
@@ -171,6 +178,8 @@ class Trainer:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
                            live_state=self._write_live_state)
         except RunOver as over:
+            if over.verdict in ("failed", "interrupted"):
+                self._write_last_words()
             if over.verdict != "finished" or state.committed < job.schedule.steps:
                 raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
         if self.checkpoints:
@@ -228,11 +237,12 @@ class Trainer:
         seed_everything(job.schedule.shard_seed(step, shard))
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
         loss = job.loss(job.model, batch)
-        self.flat.add_statistics(weight, loss, self.state.buffers_before(), self.state.buffers)
+        self.flat.add_statistics(weight, loss, self.state.buffers_before(), dict(job.model.named_buffers()))
         if overlaps and isinstance(self.reducer, RingReducer):
             self.reducer.overlap(self.world)
         weighted = loss * weight
         (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+        self.state.adopt_buffers()
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -280,13 +290,15 @@ class Trainer:
         self.state.begin()
         for parameter in self.flat.parameters:
             parameter.grad = None
-        batch = to_device(fetch(job.dataset, job.schedule.shard_samples(0, 0), job.collate), job.device)
+        shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
+        first = next(indices for indices in shards if len(indices))
+        batch = to_device(fetch(job.dataset, first, job.collate), job.device)
         for _ in range(2):  # the second time is what a shard takes
             started = time.monotonic()
             job.loss(job.model, batch).backward()
             shard_s = time.monotonic() - started
             self.state.reset_buffers()
-        self.state.begun = self.state.committed
+        self.state.forget()
         self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
         for parameter in self.flat.parameters:
             parameter.grad = None
@@ -300,7 +312,7 @@ class Trainer:
             return
         self.state.load(values["state"])
         self.state.prepared = values["prepared"]
-        self.state._buffers_before = values["buffers_before"]
+        self.state.take_up(values["buffers_before"])
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)
         self.flat.hand_out()
@@ -311,9 +323,23 @@ class Trainer:
         gradients = {str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()} if is_prepared else {}
         return revive.write_live_state(self.state, gradients, {})
 
+    def _write_last_words(self) -> None:
+        """Write what only memory holds, when the attempt ends while this worker waits: the lowest rank that can."""
+        state = self.state
+        if not self.checkpoints or not state.has_state or state.is_applying:
+            return
+        deadline = time.monotonic() + self.world.rank
+        while time.monotonic() < deadline and not self.checkpoints.is_published(state.committed):
+            time.sleep(0.05)
+        if not self.checkpoints.is_published(state.committed):
+            self.checkpoints.write(state, wait=True)
+
     def _restore(self) -> str:
         """Give this worker values although nobody has any: the newest checkpoint's, or those it was built with."""
         step = self.checkpoints.restore(self.state) if self.checkpoints else None
+        if step is None and self.launch.resume_step:
+            raise ConfigError(f"the run has a checkpoint of step {self.launch.resume_step}, but {self.launch.run_dir} on "
+                              f"this host has none. Put the folder of runs (--runs-dir) on a disk that all hosts share.")
         self.state.has_state = True
         return "fresh" if step is None else "checkpoint"
 

@@ -33,6 +33,11 @@ MAX_BACK_OFF_S = 60.0
 STEADY_S = 30.0
 """A worker that lived this long in the world wipes its host's failures out."""
 MAX_REFUSED_OFFERS = 3
+ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, 1, -15, -9)
+"""How a worker may end when the attempt is over."""
+DRIVER_GAP_S = 1.0
+MAX_IDLE_GENERATIONS = 20
+"""So many generations in a row without a finished step, and the attempt is over."""
 FAILED_STARTS = 3
 """When a listed host has failed so often, the first generation no longer waits for it."""
 
@@ -66,6 +71,7 @@ class Worker:
     accepted: int = 0
     ready_at: float = 0.0
     formed_at: float = 0.0
+    waits_since: float = 0.0
     holds_state: bool = False
     drains: bool = False
     count: int = -1
@@ -155,6 +161,9 @@ class Membership:
     wait_s: float | None = None
     """Give the attempt up after waiting so long for enough workers (horovodrun's --elastic-timeout); None: never."""
     waits_since: float | None = None
+    newest_step: int = -1
+    idle_generations: int = 0
+    decided_at: float = 0.0
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
@@ -166,29 +175,32 @@ class Membership:
             known.slots = slots
 
     def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
-                 holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "") -> None:
-        """Take a worker's own word. A word about an older generation than it was given changes only `heard_at`."""
+                 holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "") -> bool:
+        """Take a worker's own word; False if it is not its newest. One about an older generation changes little."""
         worker = self.workers.get(name)
         if worker is None or worker.phase is Phase.GONE or count <= worker.count:
-            return
+            return False
         worker.count, worker.heard_at = count, now
         worker.step, worker.drains = step, worker.drains or drains
         if error and not self.user_error:
             self.user_error = error
         if phase == "reviving":
             worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
-            return
+            return True
         if generation != worker.generation or phase == "booting":
-            return  # it has not yet heard of the place it was given
+            return True  # it has not yet heard of the place it was given
         worker.holds_state = holds_state
         self.state_exists = self.state_exists or holds_state
         if phase == Phase.STANDBY.value and worker.phase is Phase.BOOTING:
             worker.phase, worker.ready_at = Phase.STANDBY, now
         elif phase in (Phase.WAITING.value, Phase.FINISHED.value, Phase.TRAINING.value) and worker.generation > 0:
+            if phase == Phase.WAITING.value and worker.phase is not Phase.WAITING:
+                worker.waits_since = now
             worker.phase = Phase(phase)
             self.is_finished = self.is_finished or worker.phase is Phase.FINISHED
         if phase in (Phase.STANDBY.value, Phase.WAITING.value):
             worker.accepted = accepted
+        return True
 
     def exited(self, name: str, code: int, now: float) -> str:
         """Take the end of a worker's process; returns in one word how it ended."""
@@ -200,7 +212,7 @@ class Membership:
         if code == EXIT_USER_ERROR or (before is Phase.FINISHED and 0 < code < 126):
             self.user_error = self.user_error or f"worker {name} ended with exit code {code} after an error of its own"
             return "user_error"
-        if worker.ended_by or self.verdict:
+        if worker.ended_by or (self.verdict and code in ORDERLY_EXITS):
             return worker.ended_by or "stopped"
         host = self.hosts[worker.host]
         if code == EXIT_LEFT:
@@ -210,8 +222,10 @@ class Membership:
         host.failures = 1 if steady else host.failures + 1
         host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
         if before is Phase.BOOTING and worker.generation == 0:
-            if code == 1 and self.generation == 0 and not self._alive():
-                self.user_error = f"the command ended with exit code 1 on {worker.host} before it reached train()"
+            is_own = 0 <= code < 126 or code == 127  # no signal's
+            everywhere = all(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
+            if is_own and self.generation == 0 and (everywhere or not self._alive()):
+                self.user_error = f"the command ended with exit code {code} on {worker.host} before it reached train()"
             return "boot_failed"
         return "crashed"
 
@@ -221,6 +235,7 @@ class Membership:
         """Return what has to be done now, and note it as done. Call again after each happening and each beat."""
         if self.verdict:
             return []
+        self._forgive(now)
         actions: list[Action] = [*self._evict(now), *self._dismiss()]
         end = self._end()
         if end:
@@ -231,6 +246,15 @@ class Membership:
             actions += self._round(now)
         return actions
 
+    def _forgive(self, now: float) -> None:
+        """When nobody asked for a decision for a while it was the driver that stood still, not the workers."""
+        gap = now - self.decided_at
+        if self.decided_at and gap > DRIVER_GAP_S:
+            for worker in self._alive():
+                worker.heard_at += gap
+                worker.started_at += gap
+        self.decided_at = now
+
     def _alive(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.phase is not Phase.GONE]
 
@@ -240,6 +264,10 @@ class Membership:
 
     def _evict(self, now: float) -> list[Action]:
         actions: list[Action] = []
+        current = self._current()
+        waiting = [w.waits_since for w in current if w.phase is Phase.WAITING]
+        stuck = [w.name for w in current if w.phase is Phase.TRAINING] if (
+            waiting and now - min(waiting) > self.limits.stuck_s) else []
         for worker in self._alive():
             if worker.phase is Phase.BOOTING:
                 if now - worker.started_at > self.limits.boot_s:
@@ -249,6 +277,8 @@ class Membership:
                     actions.append(self._strike(worker, "exit_timeout", now))
             elif now - worker.heard_at > self.limits.silence_s:
                 actions.append(self._strike(worker, "frozen", now))
+            elif worker.name in stuck:
+                actions.append(self._strike(worker, "stuck", now))
             elif worker.refused_offers > MAX_REFUSED_OFFERS:
                 actions.append(self._strike(worker, "stuck", now))
         return actions
@@ -280,6 +310,8 @@ class Membership:
             if not [w for w in self._current() if w.phase in (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)]:
                 return End("finished", "")
             return None
+        if self.idle_generations > MAX_IDLE_GENERATIONS:
+            return End("failed", f"{self.idle_generations} generations in a row finished no step")
         if self.state_exists and not any(w.holds_state and not w.dismissed for w in self._alive()):
             return End("failed", "no living worker holds the state any more; the next attempt starts from the checkpoint")
         return None
@@ -339,13 +371,14 @@ class Membership:
         candidates = self._candidates()
         if self.generation == 0:
             hopeless = any(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
-            enough = self.min_workers if hopeless else self.first_workers
+            is_late = bool(candidates) and now - min(w.ready_at for w in candidates) > self.limits.start_s
+            enough = self.min_workers if hopeless or is_late else self.first_workers
             if len(candidates) < enough or not self._are_settled(candidates, now):
                 return self._wait(now)
             reason = "start"
         else:
             if len(candidates) < self.min_workers or not candidates:
-                return self._wait(now)
+                return self._release_drainers() or self._wait(now)
             reason = "death" if len(current) < len(self.members) else "change"
             if self.state_exists and not any(w.holds_state for w in candidates):
                 # One of the old ones comes along, hands the state over, and leaves after that.
@@ -354,6 +387,19 @@ class Membership:
         self.rounds += 1
         self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)
         return []
+
+    def _release_drainers(self) -> list[Action]:
+        """Let those go who were told to leave, while the rest waits for more; not the last one with the state."""
+        current = self._current()
+        if not any(w.drains for w in current):
+            return []
+        if any(w.holds_state and not w.drains and not w.dismissed for w in current):
+            for worker in current:
+                worker.dismissed = worker.dismissed or worker.drains
+            return []
+        self.verdict = End("failed", "all who hold the state were told to leave; the next attempt starts from the "
+                                     "checkpoint that they write now")
+        return [self.verdict]
 
     def _wait(self, now: float) -> list[Action]:
         """Wait for enough workers, for ever unless the user set a limit: hosts that are not there cost nothing."""
@@ -367,6 +413,9 @@ class Membership:
         assert self.offer is not None
         self.generation += 1
         self.members = self.offer.members
+        step = max(w.step for w in self.workers.values())
+        self.idle_generations = 0 if step > self.newest_step else self.idle_generations + 1
+        self.newest_step = max(step, self.newest_step)
         reason, self.offer = self.offer.reason, None
         for rank, name in enumerate(self.members):
             worker = self.workers[name]
@@ -374,8 +423,8 @@ class Membership:
             worker.formed_at = worker.formed_at or now
             worker.refused_offers = 0
         for worker in self._alive():
-            if worker.phase is Phase.WAITING and worker.name not in self.members and not self._is_wanted(worker):
-                worker.dismissed = True
+            if worker.phase is Phase.WAITING and worker.name not in self.members:
+                worker.dismissed = True  # its state is old from now on, wanted or not
         return Form(self.generation, self.members, reason)
 
     # --- what a worker is told --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from elastic_trainer.config import Launch
 from elastic_trainer.wire import DriverClient, DriverUnreachable
 
+MAX_ERROR_CHARACTERS = 50_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -199,20 +201,27 @@ class OurDriver:
     def note(self, phase: str, step: int) -> None:
         """Put into the next beat what we do; a worker in a phase of its own holds the state."""
         with self._lock:
-            self._status.update(phase=phase, step=step, holds_state=True)
+            if self._status["phase"] != "reviving":
+                self._status.update(phase=phase, step=step, holds_state=True)
 
     def _tell(self, **changes: Any) -> None:
-        """Say something now; when the driver cannot be reached there is nobody to tell."""
-        try:
-            self._main.ask({**self._words(**changes), "hold_s": 0, "seen": ""})
-        except DriverUnreachable:
-            self._lost = True
+        """Say something now, and again until it is heard; when the driver is lost there is nobody to tell."""
+        words, since = self._words(**changes), time.monotonic()
+        while True:
+            try:
+                self._main.ask({**words, "hold_s": 0, "seen": ""})
+                return
+            except DriverUnreachable:
+                if time.monotonic() - since > self.limits.driver_lost_s:
+                    self._lost = True
+                    return
+                time.sleep(0.02)
 
     def fail(self, error: str) -> None:
         """Report the user's own exception: it ends the run everywhere. Not before this worker stood ready: what fails
         while it boots may be its host's fault, and must not take the others with it."""
         if self._beating.is_alive():
-            self._tell(error=error)
+            self._tell(error=error[-MAX_ERROR_CHARACTERS:])
 
     def finish(self, step: int) -> None:
         """Report that the last vote has passed."""

@@ -331,7 +331,8 @@ class RingReducer:
     def _start(self, bucket: int, world: Collectives) -> None:
         dtype, start, stop, _ = self.buckets[bucket]
         piece = self.flat.sums[dtype][start:stop]
-        outgoing = piece.to(torch.float16) if self.compress else piece
+        has_statistics = bucket == 0  # they keep their 32 bits
+        outgoing = piece.to(torch.float16) if self.compress and not has_statistics else piece
         self._started[bucket] = (world.allreduce_start(outgoing, f"ring.{bucket}"), outgoing, piece)
 
     def finish(self, world: Collectives) -> None:

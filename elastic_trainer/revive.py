@@ -52,6 +52,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     """
     if not state.has_state or state.is_applying:
         return None
+    step = state.committed
     packed = pack({"pid": os.getpid(), "prepared": state.prepared, "state": state.values(), "gradients": gradients,
                    "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
     descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
@@ -63,6 +64,9 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
                 file.write(byte_view(tensor).numpy().data)
     except OSError:
         os.unlink(name)  # no room in memory: come back as a newcomer, and receive the state
+        return None
+    if state.is_applying or state.committed != step:
+        os.unlink(name)  # the training went on while this was written: it may be torn
         return None
     return Path(name)
 

@@ -68,7 +68,8 @@ class Control:
     change: bool
     """Somebody joins or leaves: leave the loop after this step."""
     stop: bool
-    """The attempt stops after this step, with a checkpoint."""
+    """All want the attempt to stop after this step, with a checkpoint (one alone may only have lost its own way to the
+    driver: then the world changes, and the driver decides)."""
     failed_rank: int
     """The lowest rank whose user code raised; -1: nobody's. Then nobody applies the step."""
 
@@ -83,6 +84,7 @@ class World:
         self._is_up = False
         self._sockets: list[int] = []
         self._horovod_was_up = False
+        self._is_guarded = False
         self._init_since: float | None = None
         self.expected_step_s: Callable[[int], float] = lambda size: 0.0
         """How long a step will take in a world of this size."""
@@ -110,6 +112,7 @@ class World:
                 self._say_started(state, source, time.monotonic() - left_at)
                 body()
                 self._leave()
+                self._is_guarded = False
                 return
             except (HorovodInternalError, PeersLost) as error:
                 left_at = time.monotonic()
@@ -143,7 +146,8 @@ class World:
             HOROVOD_LOCAL_RANK="0", HOROVOD_LOCAL_SIZE="1", HOROVOD_CROSS_RANK="0", HOROVOD_CROSS_SIZE="1",
             HOROVOD_CYCLE_TIME=self._asked.get("HOROVOD_CYCLE_TIME", f"{cycle_ms(self.expected_step_s(self.size)):.2f}"),
             HOROVOD_CACHE_CAPACITY=self._asked.get("HOROVOD_CACHE_CAPACITY", "0"),
-            HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS", str(self.launch.limits.gloo_s)),
+            HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS",
+                                                         str(round(self.launch.limits.gloo_s))),
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         before = _socket_descriptors()
@@ -168,6 +172,8 @@ class World:
         driver = self.driver
 
         def start_anew() -> None:
+            if not self._is_guarded:
+                os.abort()  # not training any more: what was to be kept has been handed back
             driver.revive_soon()
             self.events.emit("worker.revives", where="init" if self._init_since else "training")
             revive.start_anew(self._live_state(), self.generation, driver.count + 1)
@@ -177,6 +183,7 @@ class World:
                 start_anew()  # the main thread sits in hvd.init() and would be aborted after Gloo's time-out
             self._close_sockets()
 
+        self._is_guarded = True
         driver.on_broken = on_broken
         revive.on_terminate(start_anew)
 
@@ -235,8 +242,8 @@ class World:
             everyone = torch.tensor([self.rank if has_failed else self.size], dtype=torch.int64)
             ranks = self.allgather(everyone, "failed") if self.size > 1 else everyone
             failed_rank = int(ranks.min())
-        return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]), stop=bool(word[4]),
-                       failed_rank=failed_rank)
+        return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
+                       stop=int(word[4]) == self.size, failed_rank=failed_rank)
 
     def share_text(self, text: str, root: int) -> str:
         """Give everybody the text of one rank."""

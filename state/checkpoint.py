@@ -65,6 +65,10 @@ class Checkpoints:
             self._writer.join()
         return True
 
+    def is_published(self, step: int) -> bool:
+        """True if there is a checkpoint of this step."""
+        return step in self._steps()
+
     def finish(self) -> None:
         """Wait until the writing in flight, if any, is over."""
         if self._writer:

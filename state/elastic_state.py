@@ -67,9 +67,27 @@ class ElasticState(hvd_elastic.TorchState):
         if self.buffers:
             self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
 
+    def forget(self) -> None:
+        """Forget the step in flight: its begin is not to be gone back to."""
+        self.begun, self._buffers_before = self.committed, {}
+
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Return the buffers' values at the step's begin."""
         return self._buffers_before
+
+    def take_up(self, before: dict[str, torch.Tensor]) -> None:
+        """Go on with a step in flight whose begin had these buffers."""
+        self._buffers_before = before
+        self.reset_buffers()
+
+    def adopt_buffers(self) -> None:
+        """Bring a buffer that the forward pass has replaced (`self.mean = …`) back into the one that is kept."""
+        for name, now in self.model.named_buffers() if self.buffers else ():
+            if now is not self.buffers[name]:
+                owner, _, leaf = name.rpartition(".")
+                with torch.no_grad():
+                    self.buffers[name].copy_(now)
+                setattr(self.model.get_submodule(owner), leaf, self.buffers[name])
 
     def reset_buffers(self) -> None:
         """Put the buffers back to the step's begin (each shard starts from the same values)."""
@@ -176,4 +194,5 @@ class ElasticState(hvd_elastic.TorchState):
         self.committed = self.prepared = int(values["step"])
         self.samples, self.loss = int(values["samples"]), float(values["loss"])
         self.last_vote = tuple(values["last_vote"])
+        self.forget()
         self.has_state = True

@@ -84,7 +84,9 @@ class Injector:
                 while True:
                     time.sleep(3600)
             case "lose_vote":
-                from elastic_trainer.world import PeersLost  # here: it imports torch, which a test does not need
+                from elastic_trainer.world import (
+                    PeersLost,  # here: it imports torch, which a test does not need
+                )
 
                 raise PeersLost("the vote's answer did not arrive, as planned")
             case "raise":

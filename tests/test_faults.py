@@ -306,3 +306,28 @@ def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Pat
         assert len(failed) == 4, cluster.story()
         assert all("a bad sample, as planned" in e["error"] for e in failed)
         assert "a bad sample, as planned" in (tmp_path / "output.log").read_text()
+
+
+def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path: Path, twin_of: Twin) -> None:
+    """SIGTERM to everybody: nobody may hold the state any more, so it is written down, and nothing is done again."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(7)
+        for rank in range(4):
+            cluster.signal_worker(host(rank), signal.SIGTERM)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["attempts"] == 2
+    assert result["steps_redone"] == 0
+
+
+def test_the_driver_thaws_without_a_victim_when_it_was_frozen(tmp_path: Path, twin_of: Twin) -> None:
+    """While the driver stands still its workers write a checkpoint or train on; it takes nobody for dead."""
+    with Cluster(tmp_path, job=SLOW) as cluster:
+        cluster.wait_for_step(7)
+        driver = cluster.driver_pid()
+        os.kill(driver, signal.SIGSTOP)
+        cluster.wait_for("the workers' stop", lambda: cluster.events("state.checkpoint_published"))
+        os.kill(driver, signal.SIGCONT)
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["steps_redone"] == 0

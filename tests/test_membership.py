@@ -129,10 +129,9 @@ def test_nobody_waits_when_a_newcomer_boots_for_ever() -> None:
     f.membership.hosts_listed({h: 1 for h in "abcx"})
     f.run(30)
     assert f.membership.generation == 1
-    f.now += Limits().boot_s
-    for name in f.membership.members:
-        f.say(name, "training")
-    assert any(isinstance(a, Stop) and a.reason == "boot_timeout" for a in f.turn())
+    f.run(seconds=Limits().boot_s)
+    assert any(isinstance(a, Stop) and a.reason == "boot_timeout" for a in f.acted)
+    assert f.membership.generation == 1
 
 
 def test_forms_one_generation_when_several_join() -> None:
@@ -224,6 +223,69 @@ def test_comes_back_into_the_round_when_a_member_revives_itself() -> None:
     f.run(5)
     assert f.membership.generation == 2
     assert f.world() == ["a", "b"]
+
+
+def test_evicts_nobody_when_the_driver_itself_stood_still() -> None:
+    """A gap between decisions is the driver's silence, not the workers'."""
+    f = fleet()
+    f.run()
+    f.now += 60
+    f.say(f.worker_on("a"), "training")
+    f.run()
+    assert not any(isinstance(a, Stop) for a in f.acted)
+    assert f.membership.generation == 1
+
+
+def test_hands_over_and_leaves_when_some_are_told_to_drain_and_the_rest_are_too_few() -> None:
+    """Drainers go while the others wait for new workers in their slots."""
+    f = fleet("abcd", least=3)
+    f.run()
+    for host in "ab":
+        f.say(f.worker_on(host), "training", drains=True)
+    f.run(seconds=30)
+    assert sorted(f.world()) == ["a", "b", "c", "d"]
+    assert f.membership.verdict is None
+
+
+def test_ends_the_attempt_when_all_are_told_to_drain() -> None:
+    """Nobody is left to hold the state: they write it down, and the next attempt restores it."""
+    f = fleet("ab")
+    f.run()
+    for host in "ab":
+        f.say(f.worker_on(host), "training", drains=True)
+    f.run()
+    assert any(isinstance(a, End) and a.verdict == "failed" for a in f.acted)
+
+
+def test_starts_with_fewer_when_not_all_come_in_time() -> None:
+    """A new fleet of three goes on although four were asked for, if three are enough."""
+    f = fleet("abc", first=4, least=2)
+    f.run(seconds=Limits().start_s + 20)
+    assert f.world() == ["a", "b", "c"]
+
+
+def test_ends_when_no_generation_finishes_a_step() -> None:
+    """Two that never find each other must not try for ever."""
+    f = fleet("ab")
+    f.run()
+    for _ in range(40):
+        for host in "ab":
+            f.say(f.worker_on(host), "reviving") if f.membership.verdict is None else None
+        f.run(4)
+    assert isinstance(f.membership.verdict, End) and "finished no step" in f.membership.verdict.detail
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 127])
+def test_ends_as_user_error_when_every_host_fails_again_and_again_before_train(code: int) -> None:
+    """A command that cannot work is not tried for ever."""
+    f = fleet("ab")
+    f.boots = False
+    for _ in range(1000):
+        f.live()
+        booting = [n for n, w in f.membership.workers.items() if w.phase is Phase.BOOTING]
+        if booting:
+            f.membership.exited(booting[0], code, f.now)
+    assert f.membership.verdict and f.membership.verdict.verdict == "user_error"
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -267,3 +267,21 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
         connection.close()
     server.shutdown()
     server.server_close()
+
+
+def test_a_word_arrives_when_the_kept_connection_was_closed_since(ear: Ear) -> None:
+    """A main thread that was silent for a whole generation is heard: its last word must not be lost."""
+    ended = threading.Event()
+
+    class Hasty(ear.server.RequestHandlerClass):  # type: ignore[misc, name-defined]
+        timeout = 0.02
+
+        def finish(self) -> None:
+            super().finish()
+            ended.set()
+
+    ear.server.RequestHandlerClass = Hasty
+    client = ear.client()
+    assert client.ask({"n": 1})["heard"] == {"n": 1}
+    assert ended.wait(TIMEOUT_S)
+    assert client.ask({"n": 2})["heard"] == {"n": 2}
