@@ -131,7 +131,7 @@ class OurDriver:
         while True:
             try:
                 news = client.ask({**self._words(), "hold_s": self.limits.beat_s, "seen": version})
-            except DriverUnreachable:
+            except OSError:  # DriverUnreachable is one; the beats must not end by any other either
                 self._lost = time.monotonic() - heard_at > self.limits.driver_lost_s
                 if self._lost and self._status["phase"] == "finished":
                     return

@@ -19,6 +19,7 @@ import json
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -80,7 +81,8 @@ class DriverClient:
                 raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
             return dict(json.loads(answer))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            self._connection.close()
+            with suppress(OSError):  # Gloo, when its init breaks, has been seen to close a descriptor of ours
+                self._connection.close()
             if isinstance(error, DriverUnreachable):
                 raise
             raise DriverUnreachable(f"the driver at {self.address} cannot be reached: {error!r}") from error
