@@ -93,6 +93,11 @@ class Host:
     failures: int = 0
     not_before: float = 0.0
 
+    def fail(self, now: float) -> None:
+        """Count a failure, and let nothing start here until a back-off, twice as long each time, is over."""
+        self.failures += 1
+        self.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** self.failures)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -218,9 +223,9 @@ class Membership:
         if code == EXIT_LEFT:
             host.not_before = now + self.limits.settle_s
             return "left"
-        steady = worker.formed_at and now - worker.formed_at > STEADY_S
-        host.failures = 1 if steady else host.failures + 1
-        host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
+        if worker.formed_at and now - worker.formed_at > STEADY_S:
+            host.failures = 0
+        host.fail(now)
         if before is Phase.BOOTING and worker.generation == 0:
             is_own = 0 <= code < 126 or code == 127  # no signal's
             everywhere = all(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
@@ -284,9 +289,7 @@ class Membership:
         return actions
 
     def _strike(self, worker: Worker, reason: str, now: float) -> Stop:
-        host = self.hosts[worker.host]
-        host.failures += 1
-        host.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** host.failures)
+        self.hosts[worker.host].fail(now)
         worker.phase, worker.ended_by = Phase.GONE, reason
         return Stop(worker.name, reason, at_once=True)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from faults import Plan
 
+from elastic_trainer.attempts import is_worker
 from elastic_trainer.events import EVENTS_FILE
 from elastic_trainer.verify import verify
 
@@ -171,11 +172,3 @@ class Cluster:
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
         assert result["weights_sha256"] == twin, self.story()
         return result
-
-
-def is_worker(pid: int, name: str) -> bool:
-    """True if the process is the worker of this name."""
-    try:
-        return f"ELASTIC_TRAINER_WORKER={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, is_worker
+from cluster import Cluster
 from faults import Plan
+
+from elastic_trainer.attempts import is_worker
 
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
