@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import ConfigError, Launch
@@ -399,47 +400,16 @@ def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() 
 
 # --- a world of threads ---------------------------------------------------------------------------------------------
 
-class Hub:
-    """What the members of a world of threads share."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier = size, threading.Barrier(size)
-        self.board: dict[tuple[str, int], Any] = {}
-
-
-class Seat(World):
+class Seat(Member, World):
     """One generation, and collectives without a network."""
 
     def __init__(self, hub: Hub, rank: int):
-        super().__init__(Launch(), Alone(), Events(None))
-        self.hub, self.rank, self.size = hub, rank, hub.size
+        World.__init__(self, Launch(), Alone(), Events(None))
+        Member.__init__(self, hub, rank)
 
     def run(self, state: Any, body: Callable[[], None], **_: Any) -> None:
         state.has_state = True
         body()
-
-    def _share(self, name: str, value: Any) -> list[Any]:
-        self.hub.board[name, self.rank] = value
-        self.hub.barrier.wait(30)
-        shared = [self.hub.board[name, rank] for rank in range(self.size)]
-        self.hub.barrier.wait(30)
-        return shared
-
-    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
-        return tensor, name
-
-    def wait(self, handle: Any) -> torch.Tensor:
-        tensor, name = handle
-        everyone = self._share(name, tensor.clone())
-        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
-        return tensor
-
-    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
-        parts = self._share(name, list(tensor.split(splits)))
-        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
-
-    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat(self._share(name, tensor.clone()))
 
 
 def job(model: Model, **changes: Any) -> Job:

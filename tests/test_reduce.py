@@ -9,46 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import Hub, Member
 
 from elastic_trainer.reduce import ExactReducer, Flat, RingReducer, tree_sum
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
-
-
-class Hub:
-    """What the members of a simulated world share."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier, self.board = size, threading.Barrier(size), {}
-
-
-class Member:
-    """One member's collectives."""
-
-    def __init__(self, hub: Hub, rank: int):
-        self.hub, self.rank, self.size = hub, rank, hub.size
-
-    def _share(self, name: str, value: Any) -> list[Any]:
-        self.hub.board[name, self.rank] = value
-        self.hub.barrier.wait(30)
-        shared = [self.hub.board[name, rank] for rank in range(self.size)]
-        self.hub.barrier.wait(30)
-        return shared
-
-    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
-        return (tensor, name)
-
-    def wait(self, handle: Any) -> torch.Tensor:
-        tensor, name = handle
-        everyone = self._share(name, tensor.clone())
-        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
-        return tensor
-
-    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
-        parts = self._share(name, list(tensor.split(splits)))
-        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
-
-    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat(self._share(name, tensor.clone()))
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:

@@ -1,0 +1,46 @@
+"""A world of threads: collectives without a network or a process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+
+class Hub:
+    """What the members of a simulated world share."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.board: dict[tuple[str, int], Any] = {}
+
+
+class Member:
+    """One member's collectives."""
+
+    def __init__(self, hub: Hub, rank: int):
+        self.hub, self.rank, self.size = hub, rank, hub.size
+
+    def _share(self, name: str, value: Any) -> list[Any]:
+        self.hub.board[name, self.rank] = value
+        self.hub.barrier.wait(30)
+        shared = [self.hub.board[name, rank] for rank in range(self.size)]
+        self.hub.barrier.wait(30)
+        return shared
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
+        return (tensor, name)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        tensor, name = handle
+        everyone = self._share(name, tensor.clone())
+        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
+        return tensor
+
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
+        parts = self._share(name, list(tensor.split(splits)))
+        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat(self._share(name, tensor.clone()))
