@@ -29,6 +29,8 @@ MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
 ORPHANS_S = 20.0
 """How long workers have to notice that their driver is dead, before they are killed."""
+LOCK_S = 5.0
+"""A driver that was just killed holds the run until the kernel has taken it apart."""
 EXIT_BAD_COMMAND = 2
 EXIT_INTERRUPTED = 130
 
@@ -119,13 +121,20 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 def _lock(run_dir: Path) -> int:
     """Take the run for this supervisor and its drivers. Raises ConfigError when another one lives."""
     lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_S
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
     except OSError as error:
         os.close(lock)
         raise ConfigError(f"the run {run_dir.name} is being driven by another process (`fuser {run_dir}/.lock` names it). "
                           f"Stop that one, or use another name (--run).") from error
-    return lock
 
 
 def newest_checkpoint(events: list[dict[str, Any]]) -> int:
