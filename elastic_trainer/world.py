@@ -82,7 +82,7 @@ class World:
         self.rank, self.size, self.local_rank, self.generation = 0, 1, 0, 0
         self.place: Place | None = None
         self._is_up = False
-        self._sockets: list[int] = []
+        self._sockets: set[tuple[int, int]] = set()
         self._horovod_was_up = False
         self._is_guarded = False
         self._init_since: float | None = None
@@ -150,20 +150,20 @@ class World:
                                                          str(round(self.launch.limits.gloo_s))),
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
-        before = _socket_descriptors()
+        before = _open_sockets()
         self._init_since = time.monotonic()
         self.events.reach("world.init_entered")
         hvd.init()  # network: full mesh of Gloo connections
         self._init_since = None
         self._horovod_was_up = self._is_up = True
-        self._sockets = sorted(_socket_descriptors() - before)
+        self._sockets = _open_sockets() - before
         self.events.reach("world.init_left")
 
     def _leave(self) -> None:
         if self._is_up:
             self._is_up = False
             hvd.shutdown()
-        self._sockets = []
+        self._sockets = set()
 
     def _guard_init(self) -> None:
         """Survive the abort that Horovod has in store for everybody in `hvd.init()` when one member dies there."""
@@ -189,10 +189,11 @@ class World:
 
     def _close_sockets(self) -> None:
         """Shut our Gloo sockets, so that every pending operation here and at our peers ends now (F2)."""
-        for descriptor in self._sockets:
+        for descriptor, inode in self._sockets:
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as ours:
-                    ours.shutdown(socket.SHUT_RDWR)
+                    if os.fstat(ours.fileno()).st_ino == inode:  # else Gloo has closed it and somebody has its number
+                        ours.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # closed already
 
@@ -361,15 +362,16 @@ def cycle_ms(step_s: float) -> float:
     return min(5.0, max(1.0, 1000.0 * step_s / 50.0))
 
 
-def _socket_descriptors() -> set[int]:
-    """Return this process's descriptors that are connected or listening TCP sockets."""
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return (descriptor, inode) of this process's TCP sockets, connected or listening."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6):
-                        found.add(int(name))
+                        found.add((int(name), status.st_ino))
         except OSError:
             continue  # closed since the listing (the listing's own descriptor is one of them)
     return found

@@ -93,11 +93,27 @@ class Injector:
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":
                 threading.Thread(target=_kill_when_listening, daemon=True).start()
+            case "wait_for_death":
+                _wait_for_death(self.folder / "fired-0")
             case "child_holds_stdout":
                 subprocess.Popen(["sleep", "600"], start_new_session=True)  # not in the group that is killed with us
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 raise AssertionError(do)
+
+
+def _wait_for_death(fired: Path) -> None:
+    """Hold this process until the victim of the plan's first fault is gone: what it takes part in cannot end before."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.kill(json.loads(fired.read_text())["pid"], 0)
+        except ProcessLookupError:
+            return
+        except (FileNotFoundError, json.JSONDecodeError):
+            pass  # not fired yet
+        time.sleep(0.001)
+    raise AssertionError(f"the victim of {fired} lives")
 
 
 def _kill_when_listening() -> None:

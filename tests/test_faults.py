@@ -144,6 +144,7 @@ def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of:
 def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path, twin_of: Twin, generation: int) -> None:
     """Horovod aborts all who are in `hvd.init()` (F1); they come back with the same pid and their live state."""
     plan = Plan().add("kill_in_init", host=host(2), at="world.init_entered", generation=generation)
+    plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)  # else init may be faster
     if generation == 2:
         plan.kill(host=host(0), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
