@@ -57,8 +57,8 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         listed = list(cluster.all_hosts[:FEWEST])
         for number in range(1, options.faults + 1):
             cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
-            cluster.wait_for("world of 4", lambda: len(training(cluster)) >= FEWEST, 300)
-            workers = {name.split("/")[0]: name for name in training(cluster)}
+            cluster.wait_for("world of 4", lambda: len(training(cluster, struck, listed)) >= FEWEST, 300)
+            workers = {name.split("/")[0]: name for name in training(cluster, struck, listed)}
             kind = chance.choice(KINDS)
             absent = [h for h in cluster.all_hosts if h not in listed]
             if kind == "join" and not absent:
@@ -96,10 +96,11 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         "victims": [{k: e[k] for k in ("worker", "exit_code", "reason")} for e in victims]}
 
 
-def training(cluster: Cluster) -> list[str]:
-    """Return the living workers of the newest generation."""
-    formed = cluster.events("driver.generation_formed")
-    return [name for name in (formed[-1]["workers"] if formed else []) if name in cluster.live_pids()]
+def training(cluster: Cluster, struck: set[str], listed: list[str]) -> list[str]:
+    """Return the living workers of the newest generation that no fault has met yet (the driver may not know so soon)."""
+    formed, live = cluster.events("driver.generation_formed"), cluster.live_pids()
+    return [name for name in (formed[-1]["workers"] if formed else [])
+            if name in live and name not in struck and name.split("/")[0] in listed]
 
 
 if __name__ == "__main__":
