@@ -86,6 +86,8 @@ class Launch:
     horovod: bool = False
     """True when horovodrun (ours or plain) started us; False: a world of one."""
     reduce: str = "exact"
+    store: str = ""
+    """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
     resume_step: int = 0
     """The newest step that the run's diary says is in a checkpoint: to start afresh would then be a loss."""
     revived_generation: int = 0
@@ -116,6 +118,7 @@ class Launch:
             slot=int(env.get("ELASTIC_TRAINER_SLOT", env.get("HOROVOD_LOCAL_RANK", "0"))),
             horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
             reduce=reduce,
+            store=env.get("ELASTIC_TRAINER_STORE", ""),
             limits=Limits.from_environment(env),
             resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),

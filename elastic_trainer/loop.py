@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,11 +39,16 @@ from elastic_trainer.events import Events
 from elastic_trainer.place import Alone, Dismissed, Driver, OurDriver, PlainDriver, RunOver
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.world import World, WorldChanged
-from state.checkpoint import Checkpoints
+from elastic_trainer.world import Control, PeersLost, World, WorldChanged
+from state.cadence import Cadence
+from state.checkpoint import Checkpoints, Plan
 from state.elastic_state import ElasticState
 from state.layout import byte_view
-from state.store import FolderStore
+from state.store import StoreRefused, StoreUnavailable, open_store
+
+LAST_TRIES = 3
+"""How often the checkpoint at the end of a run, or of an attempt, is tried."""
+OVERDUE_S = 60.0
 
 
 class PeerFailed(RuntimeError):
@@ -75,7 +80,8 @@ class Job:
     clip_norm: float | None
     scaler: torch.amp.GradScaler | None
     collate: Callable[[list[Any]], Any]
-    checkpoint_every: int
+    extras: dict[str, Any]
+    after_step: Callable[[int], None]
     device: torch.device
 
 
@@ -83,19 +89,26 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8, epochs: int = 1,
           seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | None = None,
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
-          collate: Callable[[list[Any]], Any] = default_collate, checkpoint_every: int = 50,
+          collate: Callable[[list[Any]], Any] = default_collate,
+          extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
+          checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
           reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
-          run_dir: str | os.PathLike[str] | None = None,
+          run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
           listeners: list[Callable[[str, dict[str, Any]], None]] | None = None) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
     Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
     the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A global batch is always `shards`
     parts; workers share the parts, so batch, learning rate and result do not depend on their number.
-    `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `checkpoint_every`
-    is in steps. `reduce` is "exact" (the same bits for every world) or "ring" (float allreduce; `compress` sends
-    16 bits); None takes the launcher's. `cpu_threads` is torch's thread count: part of the arithmetic, so the same
-    everywhere. `run_dir` is where events, result and checkpoints go when no launcher says so. `listeners`
+    `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `extras` are objects
+    with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
+    only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
+    `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
+    the time. The last `keep_last` checkpoints stay, and the first at or after each multiple of `keep_every` steps.
+    `store` is a folder or s3://bucket/prefix; None takes the launcher's (--store). `reduce` is "exact" (the same bits
+    for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
+    torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
+    checkpoints go when no launcher says so. `listeners`
     hear every event of this worker.
 
     Raises ConfigError for what cannot work, and what the user's code raises. Leaves by SystemExit 75 when this worker
@@ -115,20 +128,30 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
                           f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm is {clip_norm}. Use a positive number, or None for no clipping.")
-    if checkpoint_every < 1 or cpu_threads < 1:
-        raise ConfigError(f"checkpoint_every is {checkpoint_every} and cpu_threads {cpu_threads}. Use 1 or more.")
+    if cpu_threads < 1:
+        raise ConfigError(f"cpu_threads is {cpu_threads}. Use 1 or more.")
+    try:
+        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last, keep_every=keep_every)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    lacking = [name for name, extra in (extras or {}).items()
+               if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))]
+    if lacking:
+        raise ConfigError(f"the extras {lacking} have no state_dict and load_state_dict. Give them both.")
+    if store is not None:
+        launch = replace(launch, store=store)
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
               schedule=Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs,
                                 seed=seed, max_steps=max_steps),
-              clip_norm=clip_norm, scaler=scaler, collate=collate, checkpoint_every=checkpoint_every,
-              device=trained[0].device)
+              clip_norm=clip_norm, scaler=scaler, collate=collate, extras=dict(extras or {}),
+              after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
     events = Events(launch.run_dir, run=launch.run, attempt=launch.attempt, worker=launch.worker or launch.host)
     events.listeners += listeners or []
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
     try:
-        return Trainer(job, launch, driver, events, reduce, compress).run()
+        return Trainer(job, launch, driver, events, reduce, compress, plan).run()
     except Dismissed:
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
@@ -149,11 +172,13 @@ def local_rank() -> int:
 class Trainer:
     """One worker's training: the loop and what it works on."""
 
-    def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool):
+    def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool,
+                 plan: Plan | None = None):
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
         self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, identity={
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
             "shards": job.schedule.shards, "seed": job.schedule.seed})
+        self.state.extras = job.extras
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
         self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
@@ -161,8 +186,13 @@ class Trainer:
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
                                  else RingReducer(self.flat, shards, compress=compress))
         self.world = World(launch, driver, events)
-        self.checkpoints = (Checkpoints(FolderStore(launch.run_dir / "checkpoints"), events.emit)
-                            if launch.run_dir else None)
+        self.checkpoints, self.timing = None, Timing()
+        if launch.store or launch.run_dir:
+            url = launch.store or str(launch.run_dir / "checkpoints")  # type: ignore[operator]
+            try:
+                self.checkpoints = Checkpoints(open_store(url), events.emit, plan)
+            except StoreRefused as error:
+                raise ConfigError(str(error)) from error
         self.error: BaseException | None = None
 
     def run(self) -> Result:
@@ -182,8 +212,6 @@ class Trainer:
                 self._write_last_words()
             if over.verdict != "finished" or state.committed < job.schedule.steps:
                 raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
-        if self.checkpoints:
-            self.checkpoints.finish()
         self.driver.finish(state.committed)
         return Result(steps=state.committed, samples=state.samples, loss=state.loss, model=job.model,
                       weights_sha256=weights_sha256(state), rank=self.world.rank)
@@ -194,6 +222,8 @@ class Trainer:
         """Do all steps that are left; entered again in every generation."""
         job, state, world = self.job, self.state, self.world
         self._say_where_we_are()
+        if self.checkpoints:
+            self.checkpoints.drop("the world has changed")  # a share of it may be gone with its worker
         for step in range(state.committed, job.schedule.steps):
             started = time.monotonic()
             samples, digest = self._forward_backward(step)
@@ -201,15 +231,17 @@ class Trainer:
             self.reducer.finish(world)                                          # network: the gradients, once
             state.prepare()
             self.events.reach("step.prepared", step=step)
-            control = world.vote(step, samples, digest, self.error is not None)  # network: one word. All have them
+            control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
+                                 *self._checkpoint_words(state.committed + 1))
             self.events.reach("step.voted", step=step)
             self._raise_if_failed(control.failed_rank)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             self._say_committed(step, time.monotonic() - started)
-            self._offer_checkpoint(state.committed % job.checkpoint_every == 0)
+            self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
+            self.timing.step(time.monotonic() - started, self._is_uploading())
             if control.stop:
-                self._offer_checkpoint(True, wait=True)                         # disk: nothing may be lost
+                self._checkpoint_now()                                          # nothing may be lost
                 raise RunOver("interrupted", f"stopped after step {state.committed}")
             if control.change:
                 raise WorldChanged                                              # somebody joins or leaves
@@ -220,7 +252,7 @@ class Trainer:
         job, state, samples, digest = self.job, self.state, 0, 0
         state.begin()
         mine = self.reducer.begin(self.world)
-        self.error = None
+        self.error = self.checkpoints.fenced if self.checkpoints else None
         for shard in mine:
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
             indices = job.schedule.shard_samples(step, shard)
@@ -279,6 +311,7 @@ class Trainer:
             job.scaler.update()
         else:
             job.optimizer.step()
+        job.after_step(state.committed)
         state.commit(samples, digest)
         state.is_applying = False
 
@@ -329,18 +362,23 @@ class Trainer:
         if not self.checkpoints or not state.has_state or state.is_applying:
             return
         deadline = time.monotonic() + self.world.rank
-        while time.monotonic() < deadline and not self.checkpoints.is_published(state.committed):
+        while time.monotonic() < deadline and not self.checkpoints.is_published(state.committed, state.lineage):
             time.sleep(0.05)
-        if not self.checkpoints.is_published(state.committed):
-            self.checkpoints.write(state, wait=True)
+        if not self.checkpoints.is_published(state.committed, state.lineage):
+            self.checkpoints.write_alone(state)
 
     def _restore(self) -> str:
-        """Give this worker values although nobody has any: the newest checkpoint's, or those it was built with."""
-        step = self.checkpoints.restore(self.state) if self.checkpoints else None
+        """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
+        try:
+            step = self.checkpoints.restore(self.state, self.world) if self.checkpoints else None
+        except StoreRefused as error:
+            raise ConfigError(str(error)) from error
+        except StoreUnavailable as error:
+            raise PeersLost(f"the store: {error}") from error  # the next generation asks again
         if step is None and self.launch.resume_step:
             raise ConfigError(f"the run has a checkpoint of step {self.launch.resume_step}, but {self.launch.run_dir} on "
                               f"this host has none. Put the folder of runs (--runs-dir) on a disk that all hosts share.")
-        self.state.has_state = True
+        self.state.has_state = step is not None or self.world.rank == 0
         return "fresh" if step is None else "checkpoint"
 
     def _say_where_we_are(self) -> None:
@@ -361,21 +399,108 @@ class Trainer:
                              loss=self.state.loss, lr=self.job.optimizer.param_groups[0]["lr"],
                              step_s=round(step_s, 5), **more)
 
-    def _offer_checkpoint(self, is_due: bool, *, wait: bool = False) -> None:
-        if is_due and self.checkpoints and self.world.rank == 0:
-            self.checkpoints.write(self.state, wait=wait)  # one copy to memory; the disk is behind us
+    def _is_uploading(self) -> bool:
+        return self.checkpoints is not None and (self.checkpoints.share is not None or self.checkpoints.is_publishing())
+
+    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], int]:
+        """Return what the vote says of checkpoints: (my share is up, it has failed), and rank 0's wish after `step`."""
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return (False, False), 0
+        is_due = self.world.rank == 0 and not self._is_uploading() and self.timing.is_due(
+            checkpoints, step, self.world.losses, self.events)
+        return checkpoints.progress(), is_due * checkpoints.wish()
+
+    def _mind_checkpoints(self, control: Control) -> None:
+        """Go one step further with the checkpoint in flight: everybody here does the same, by the vote's word."""
+        checkpoints, state, world = self.checkpoints, self.state, self.world
+        if checkpoints is None:
+            return
+        if control.upload_failed:
+            checkpoints.drop()
+        elif control.uploaded == world.size:
+            checkpoints.collect(world.gather_texts(checkpoints.parts_up()), state.lineage, publish=world.rank == 0)
+        if control.checkpoint:
+            checkpoints.begin(state, world.rank, world.size, reuse=control.checkpoint == 2)
+            self.timing.begun(state.committed, checkpoints)
+            self.events.reach("state.share_begun", step=state.committed)
+
+    def _checkpoint_now(self) -> None:
+        """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without."""
+        checkpoints, state, world = self.checkpoints, self.state, self.world
+        if checkpoints is None:
+            return
+        tries = 0
+        while True:
+            checkpoints.wait()                                                  # the store
+            is_due = world.rank == 0 and checkpoints.share is None and (
+                checkpoints.newest_step < state.committed and tries < LAST_TRIES and not checkpoints.fenced)
+            control = world.vote(state.committed, 0, 0, False, checkpoints.progress(), is_due * checkpoints.wish())
+            had_share = checkpoints.share is not None
+            self._mind_checkpoints(control)
+            tries += bool(control.checkpoint)
+            if not had_share and not control.checkpoint:
+                return
 
     def _finish(self) -> None:
         """Make the result durable, then agree that the run is over: exit code 0 comes after this vote (F11)."""
         state = self.state
+        self._checkpoint_now()
         if self.world.rank == 0:
-            if self.checkpoints and self.checkpoints.newest_step < state.committed:
-                self._offer_checkpoint(True, wait=True)
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
                              weights_sha256=weights_sha256(state))
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.world.vote(state.committed, 0, 0, has_failed=False)
+
+
+class Timing:
+    """What steps and checkpoints cost, as rank 0 measures it, and so when the next checkpoint is due."""
+
+    def __init__(self) -> None:
+        self.started = self.begun_at = time.monotonic()
+        self.begun_step: int | None = None
+        self.pause_s = 0.0
+        self._seconds = {False: 0.0, True: 0.0}
+        """Moving averages of a step's time, without and with an upload in flight."""
+        self._uploading_steps = self._in_flight = 0
+        self._is_alarmed = False
+
+    def step(self, seconds: float, is_uploading: bool) -> None:
+        """Note a step's time."""
+        before = self._seconds[is_uploading]
+        self._seconds[is_uploading] = 0.9 * before + 0.1 * seconds if before else seconds
+        self._in_flight += is_uploading
+
+    def begun(self, step: int, checkpoints: Checkpoints) -> None:
+        """Note that a checkpoint was begun."""
+        self._uploading_steps, self._in_flight = self._in_flight, 0
+        self.begun_at, self.begun_step = time.monotonic(), step
+        self.pause_s = checkpoints.share.pause_s if checkpoints.share else 0.0
+
+    def cost_s(self) -> float:
+        """Return what a checkpoint costs the training: its pause, and what the steps beside its upload take longer."""
+        slower = max(0.0, self._seconds[True] - self._seconds[False]) if self._seconds[False] else 0.0
+        return self.pause_s + slower * self._uploading_steps
+
+    def is_due(self, checkpoints: Checkpoints, step: int, losses: int, events: Events) -> bool:
+        """True if a checkpoint after `step` is due; says it when the last good one is too old."""
+        now, every = time.monotonic(), checkpoints.plan.every
+        begun_step = step - 1 if self.begun_step is None else self.begun_step
+        self.begun_step = begun_step
+        interval_s = every.interval_s(cost_s=self.cost_s(), losses=losses, observed_s=now - self.started,
+                                      step_s=self._seconds[False])
+        age_s = now - checkpoints.published_at
+        is_overdue = age_s > max(OVERDUE_S, 3.0 * interval_s)
+        if is_overdue and not self._is_alarmed:
+            events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1), newest_step=checkpoints.newest_step)
+        self._is_alarmed = is_overdue
+        waited_s = now - self.begun_at
+        if checkpoints.failures and waited_s < min(60.0, 2.0 ** checkpoints.failures):
+            return False
+        if checkpoints.failures:
+            return True  # the last one came to nothing
+        return step // every.steps > begun_step // every.steps if every.steps else waited_s >= interval_s
 
 
 def weights_sha256(state: ElasticState) -> str:

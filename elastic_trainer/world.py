@@ -72,6 +72,11 @@ class Control:
     driver: then the world changes, and the driver decides)."""
     failed_rank: int
     """The lowest rank whose user code raised; -1: nobody's. Then nobody applies the step."""
+    uploaded: int
+    """How many workers have their share of the checkpoint in flight in the store."""
+    upload_failed: bool
+    checkpoint: int
+    """What rank 0 wants after this step: 0 nothing, 1 a checkpoint, 2 one that may name the last one's parts."""
 
 
 class World:
@@ -86,6 +91,8 @@ class World:
         self._horovod_was_up = False
         self._is_guarded = False
         self._init_since: float | None = None
+        self.losses = 0
+        """Generations that broke under this worker."""
         self.expected_step_s: Callable[[int], float] = lambda size: 0.0
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
@@ -97,7 +104,8 @@ class World:
             roll_forward: Callable[[int, int], None], live_state: Callable[[], Any]) -> None:
         """Run `body` in generation after generation until it returns.
 
-        `restore` gives values to a world in which nobody has any; `roll_forward` applies the prepared step;
+        `restore` gives values to a world in which nobody has any, called by all members (if only rank 0 has them then,
+        the others receive them); `roll_forward` applies the prepared step;
         `live_state` writes what a successor of this process would need. Raises Dismissed, RunOver, and what `body`
         raises.
         """
@@ -115,7 +123,7 @@ class World:
                 self._is_guarded = False
                 return
             except (HorovodInternalError, PeersLost) as error:
-                left_at = time.monotonic()
+                left_at, self.losses = time.monotonic(), self.losses + 1
                 self._close_sockets()  # first of all: our neighbours notice by it
                 self.events.emit("worker.generation_broken", error=str(error)[:500])
                 self._leave()
@@ -228,13 +236,16 @@ class World:
         """Return everybody's tensors one behind the other (along the first dimension), by rank."""
         return self.wait(hvd.allgather_async(tensor, name=name))
 
-    def vote(self, step: int, samples: int, digest: int, has_failed: bool) -> Control:
+    def vote(self, step: int, samples: int, digest: int, has_failed: bool,
+             upload: tuple[bool, bool] = (False, False), checkpoint: int = 0) -> Control:
         """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
 
-        It completes anywhere only if every member's gradients were reduced. Network: one allreduce of 6 integers.
+        `upload` is (my share is up, it has failed); `checkpoint` is rank 0's wish (see Control). It completes anywhere
+        only if every member's gradients were reduced. Network: one allreduce of 9 integers.
         """
         wants_change, wants_stop = self.driver.wants_change(), self.driver.wants_stop()
-        word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed], dtype=torch.int64)
+        word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint],
+                            dtype=torch.int64)
         if self.size > 1:
             self.wait(self.allreduce_start(word, "vote"))
             assert int(word[0]) == self.size, f"{int(word[0])} of {self.size} voted in step {step}"
@@ -244,14 +255,26 @@ class World:
             ranks = self.allgather(everyone, "failed") if self.size > 1 else everyone
             failed_rank = int(ranks.min())
         return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
-                       stop=int(word[4]) == self.size, failed_rank=failed_rank)
+                       stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
+                       upload_failed=bool(word[7]), checkpoint=int(word[8]))
 
     def share_text(self, text: str, root: int) -> str:
         """Give everybody the text of one rank."""
         if self.size == 1:
             return text
         mine = text.encode() if self.rank == root else b""
-        return bytes(self.allgather(torch.tensor(list(mine), dtype=torch.uint8), "text").tolist()).decode()
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        return bytes(self.allgather(sent, "text").numpy().tobytes()).decode()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Give everybody everybody's text, by rank."""
+        if self.size == 1:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = self.allgather(torch.tensor([mine.numel()]), "text.sizes").tolist()
+        everyone = bytes(self.allgather(mine, "text").numpy().tobytes())
+        ends = [sum(sizes[: rank + 1]) for rank in range(self.size)]
+        return [everyone[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
 
     # --- reconcile and transfer ---------------------------------------------------------------------------------------
 
@@ -260,7 +283,7 @@ class World:
         ranks = self._standings(state)
         source = "memory"
         if not any(has for _, _, has, _ in ranks):
-            source = restore() if self.rank == 0 else ""  # disk: only at the start of an attempt
+            source = restore()  # disk, or the store: only at the start of an attempt, all together
             ranks = self._standings(state)
         newest, last_vote = max((committed, vote) for committed, _, has, vote in ranks if has)
         if state.has_state and state.committed == newest - 1 and state.prepared == newest:

@@ -1,151 +1,455 @@
-"""Checkpoints: a copy of the live state at the end of a step, written behind the training, published last.
+"""Checkpoints: a copy of the live state at the end of a step, uploaded by all workers behind the training, published last.
 
-ElasticState → snapshot (one copy into reused memory) → parts → manifest (the checkpoint exists) → restore
+ElasticState → snapshot (one copy of my share into reused memory) → parts → record in the commit log → restore
+
+A step's end, on every worker alike:
+    begin → (parts go up behind the training) → progress, in the vote → collect, when everybody is done → publish (rank 0)
 
 What always holds:
-1. A checkpoint exists when its manifest does, and the manifest is put after all of its parts are durable.
-2. Parts have names that nobody else ever writes (a random word for each writing), so a writer that died half-way
-   leaves rubbish, never a wrong checkpoint.
-3. Every part has a SHA-256 in the manifest; `restore` reads the newest checkpoint whose parts are all whole, and says
-   which ones it passed over.
-4. At most one writing is in flight; a failed one is said and never ends the training.
-5. The newest KEEP_LAST checkpoints stay.
-
-What it does not do yet: S3, writing by all workers, fencing of an older attempt (DESIGN.md, "Who survives everybody").
+1. A checkpoint exists when its record stands in the commit log, and that is put after all of its parts are durable.
+2. Parts are cut from the payload every `part_bytes`, whatever the world's size; worker r of n owns parts r, r+n, …
+3. A part's name holds its lineage, its step and the SHA-256 of its bytes, so a name never gets other bytes. A part that
+   the last checkpoint has too is not uploaded again; the record names the old one.
+4. Within a lineage steps grow, and lineages grow. So whoever has published (lineage L, step s) may delete what is
+   named at or before (L, s) and in none of the records it keeps: no later record can need it. That holds for a zombie
+   too, however old what it knows (tests/test_commit_log.py).
+5. At most one upload is in flight, in memory of one share. A failed one is said, retried with bounds, and never ends the
+   training; only being fenced does.
+6. `restore` verifies every part, and goes back to an older checkpoint only from one that is damaged, never from one
+   that could not be reached.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import secrets
+import os
+import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import torch
 
+from state.cadence import Cadence, retained
+from state.commit_log import CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, byte_view, decode
-from state.store import FolderStore, StoreUnavailable
+from state.layout import LayoutError, copy_range, decode
+from state.store import Store, StoreUnavailable, checked, prove_put_if_absent
 
-PART_BYTES = 64 << 20
-KEEP_LAST = 3
-MANIFESTS = "manifests"
+PART_BYTES = 16 << 20
+MOST_PART_BYTES = 64 << 20
+CONNECTIONS = 4
+"""How many parts one worker moves at once."""
+READ_TRIES = 3
+"""How often a part is read when its bytes are wrong: they may be right in the store."""
+PARTS = "parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """When checkpoints are made and which stay."""
+
+    every: Cadence = Cadence()
+    keep_last: int = 3
+    keep_every: int = 0
+    """In steps: the first checkpoint at or after each multiple stays for good; 0: none."""
+    part_bytes: int = PART_BYTES
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1 or self.keep_every < 0 or not 1 <= self.part_bytes <= MOST_PART_BYTES:
+            raise ValueError(f"keep_last is {self.keep_last}, keep_every {self.keep_every}, part_bytes {self.part_bytes}. "
+                             f"Use keep_last ≥ 1, keep_every ≥ 0 and 1 ≤ part_bytes ≤ {MOST_PART_BYTES}.")
+
+
+class Peers(Protocol):
+    """What a restore needs of the world."""
+
+    rank: int
+    size: int
+
+    def share_text(self, text: str, root: int) -> str: ...
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a checkpoint's payload."""
+
+    index: int
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass
+class Share:
+    """My parts of one snapshot, on their way up."""
+
+    step: int
+    header: bytes
+    total: int
+    count: int
+    """The parts of all workers together."""
+    pieces: dict[int, torch.Tensor]
+    """Part number → its bytes, in the memory that is reused."""
+    started: float
+    done: list[Part]
+    error: str = ""
+    is_dropped: bool = False
+    pause_s: float = 0.0
 
 
 class Checkpoints:
-    """The checkpoints of one run in one store."""
+    """The checkpoints of one run in one store, as one worker sees them."""
 
-    def __init__(self, store: FolderStore, emit: Callable[..., None]):
-        self.store, self.emit = store, emit
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._writer: threading.Thread | None = None
+    def __init__(self, store: Store, emit: Callable[..., None], plan: Plan | None = None):
+        self.store, self.emit, self.plan = store, emit, plan or Plan()
+        self.log = CommitLog(store)
+        self.share: Share | None = None
         self.newest_step = -1
+        """The newest step that this worker knows to be published."""
+        self.published_at = time.monotonic()
+        self.fenced: Fenced | None = None
+        """Another attempt has taken over: this one must stop."""
+        self.failures = 0
+        """Checkpoints that failed since the last that did not."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._uploaders: list[threading.Thread] = []
+        self._publisher: threading.Thread | None = None
+        self._last_parts: dict[int, Part] = {}
+        """The parts of the last checkpoint that all workers have collected or restored."""
+        self._names: dict[int, frozenset[str]] = {}
 
-    def write(self, state: ElasticState, *, wait: bool = False) -> bool:
-        """Copy the state (the only pause) and write it behind the training. False: one is still being written."""
-        if self._writer and self._writer.is_alive():
-            if not wait:
-                return False
-            self._writer.join()
-        packed, step = state.packed(), state.committed
-        if self._memory.numel() != packed.payload_bytes:
-            self._memory = torch.empty(packed.payload_bytes, dtype=torch.uint8)
-        at = 0
-        for tensor in packed.tensors:  # the pause: one copy of the state into memory that is reused
-            size = tensor.numel() * tensor.element_size()
-            if size:
-                self._memory[at : at + size].copy_(byte_view(tensor))
-            at += size
-        self._writer = threading.Thread(target=self._publish, args=(step, packed.header), name="checkpoint", daemon=True)
-        self._writer.start()
-        if wait:
-            self._writer.join()
-        return True
+    # --- at a step's end, on every worker alike -----------------------------------------------------------------------
 
-    def is_published(self, step: int) -> bool:
-        """True if there is a checkpoint of this step."""
-        return step in self._steps()
+    def begin(self, state: ElasticState, rank: int, size: int, *, reuse: bool = False) -> None:
+        """Copy my share of the state (the only pause) and send it up behind the training.
 
-    def finish(self) -> None:
-        """Wait until the writing in flight, if any, is over."""
-        if self._writer:
-            self._writer.join()
-
-    def _publish(self, step: int, header: bytes) -> None:
-        started, word = time.monotonic(), secrets.token_hex(8)
-        try:
-            bytes_ = self._memory.numpy().data
-            parts = []
-            for number, start in enumerate(range(0, len(bytes_), PART_BYTES)):
-                piece = bytes_[start : start + PART_BYTES]
-                name = f"parts/{step:012d}-{word}/{number:05d}.bin"
-                self.store.put_if_absent(name, [piece])
-                parts.append({"name": name, "bytes": len(piece), "sha256": hashlib.sha256(piece).hexdigest()})
-            manifest = {"step": step, "header": header.decode(), "parts": parts,
-                        "header_sha256": hashlib.sha256(header).hexdigest()}
-            # An older attempt may have published this step; then that one stands and ours is rubbish.
-            if self.store.put_if_absent(f"{MANIFESTS}/{step:012d}.json", [json.dumps(manifest).encode()]):
-                self.emit("state.checkpoint_published", step=step, bytes=len(bytes_),
-                          duration_s=round(time.monotonic() - started, 4))
-            self.newest_step = max(self.newest_step, step)
-            self._prune()
-        except (StoreUnavailable, OSError) as error:
-            self.emit("state.checkpoint_failed", step=step, error=str(error))
-
-    def _steps(self) -> list[int]:
-        return [int(name.rpartition("/")[2].removesuffix(".json")) for name in self.store.list(MANIFESTS)]
-
-    def _prune(self) -> None:
-        """Remove all but the newest: the manifest first, so that no manifest ever names a part that is gone."""
-        kept = sorted(self._steps())[-KEEP_LAST:]
-        for step in self._steps():
-            if step not in kept:
-                self.store.delete(f"{MANIFESTS}/{step:012d}.json")
-        for name in self.store.list("parts"):
-            step = int(name.split("/")[1].partition("-")[0])
-            if step not in kept and step < kept[-1]:
-                self.store.delete(name)
-
-    def restore(self, state: ElasticState) -> int | None:
-        """Load the newest whole checkpoint into the state; returns its step, or None when there is none.
-
-        Raises LayoutError when there are checkpoints but none can be used: that is never a reason to start afresh.
+        `reuse` says that the checkpoint collected last is published, so that its parts may be named again.
         """
-        steps = sorted(self._steps(), reverse=True)
-        refusals = []
-        for step in steps:
+        started = time.monotonic()
+        packed = state.packed()
+        cuts = range(0, packed.payload_bytes, self.plan.part_bytes)
+        mine = [(index, start, min(start + self.plan.part_bytes, packed.payload_bytes))
+                for index, start in enumerate(cuts) if index % size == rank]
+        share = Share(step=state.committed, header=packed.header, total=packed.payload_bytes, count=len(cuts), pieces={},
+                      started=started, done=[])
+        self.share = share
+        if any(thread.is_alive() for thread in self._uploaders):
+            share.error = "the upload before it still holds the memory"
+            return
+        need = sum(stop - start for _, start, stop in mine)
+        if self._memory.numel() < need:
+            self._memory = torch.empty(need, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        at = 0
+        for index, start, stop in mine:
+            share.pieces[index] = self._memory[at : at + stop - start]
+            copy_range(packed, start, stop, share.pieces[index])
+            at += stop - start
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # pinned memory is copied to asynchronously
+        share.pause_s = time.monotonic() - started
+        base = self._last_parts if reuse else {}
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in share.pieces:
+            waiting.put(index)
+        self._uploaders = [threading.Thread(target=self._upload, args=(share, waiting, state.lineage, base),
+                                            name="checkpoint", daemon=True)
+                           for _ in range(min(CONNECTIONS, len(share.pieces)))]
+        for thread in self._uploaders:
+            thread.start()
+
+    def progress(self) -> tuple[bool, bool]:
+        """Return (my share is up, my share has failed), for the vote."""
+        if self.share is None:
+            return False, False
+        return len(self.share.done) == len(self.share.pieces) and not self.share.error, bool(self.share.error)
+
+    def wish(self) -> int:
+        """Return rank 0's word for a checkpoint: 2 if the one collected last is published, so that its parts stay."""
+        return 2 if self._last_parts and not self.failures else 1
+
+    def parts_up(self) -> str:
+        """Return the list of my parts, as JSON, for `collect`."""
+        assert self.share
+        return json.dumps([asdict(part) for part in self.share.done])
+
+    def collect(self, texts: Iterable[str], lineage: int, *, publish: bool) -> None:
+        """Take everybody's parts of the checkpoint in flight; with `publish` (rank 0) publish it behind the training."""
+        share, self.share = self.share, None
+        assert share
+        parts = sorted((Part(**entry) for text in texts for entry in json.loads(text)), key=lambda part: part.index)
+        assert [part.index for part in parts] == list(range(share.count)), "a part is missing"
+        self._last_parts = {part.index: part for part in parts}
+        if not publish:
+            self.failures = 0
+        else:
+            self._publisher = threading.Thread(target=self._publish, args=(share, parts, lineage), name="publisher",
+                                               daemon=True)
+            self._publisher.start()
+
+    def drop(self, why: str = "") -> None:
+        """Forget the checkpoint in flight: what is up of it is rubbish, which a later one collects."""
+        if self.share:
+            reason = self.share.error or why
+            self.share.is_dropped, self.failures = True, self.failures + 1
+            if self.share.error or not why:
+                self.emit("state.checkpoint_failed", step=self.share.step, error=reason or "another worker's share failed")
+            self.share = None
+
+    def is_publishing(self) -> bool:
+        """True while the record of a checkpoint is on its way (rank 0)."""
+        return self._publisher is not None and self._publisher.is_alive()
+
+    def wait(self) -> None:
+        """Wait until my share is up or has failed, and what I publish is published or has failed."""
+        for thread in [*self._uploaders, self._publisher]:
+            if thread:
+                thread.join()
+
+    def write_alone(self, state: ElasticState) -> None:
+        """Make a checkpoint without any peers, and wait for it. Used when this worker is the last that can."""
+        self.drop("written alone instead")
+        self.wait()
+        self.begin(state, 0, 1)
+        self.wait()
+        if self.progress()[0]:
+            self.collect([self.parts_up()], state.lineage, publish=True)
+            self.wait()
+        else:
+            self.drop()
+
+    # --- behind the training ------------------------------------------------------------------------------------------
+
+    def _upload(self, share: Share, waiting: queue.SimpleQueue[int], lineage: int, base: dict[int, Part]) -> None:
+        _yield_to_training()
+        try:
+            while not (share.is_dropped or share.error):
+                index = waiting.get_nowait()
+                piece = share.pieces[index].numpy().data
+                digest = hashlib.sha256(piece).hexdigest()
+                old = base.get(index)
+                if old and (old.sha256, old.bytes) == (digest, len(piece)):
+                    share.done.append(old)
+                    continue
+                name = f"{PARTS}/{lineage:012d}-{share.step:012d}/{index:06d}-{digest}.bin"
+                self.store.put(name, piece)  # network or disk
+                share.done.append(Part(index, name, len(piece), digest))
+        except queue.Empty:
+            pass
+        except Exception as error:  # whatever it was, the training goes on, and the vote tells the others
+            share.error = f"{type(error).__name__}: {error}"
+
+    def _publish(self, share: Share, parts: list[Part], lineage: int) -> None:
+        _yield_to_training()
+        try:
+            if self.log.last is None or self.log.last.lineage != lineage:
+                self.log.take_over(lineage)  # network: three requests, by each new publisher
+            record = self.log.append(lambda last: self._next_record(last, share, parts))
+            self.newest_step, self.published_at, self.failures = record.step, time.monotonic(), 0
+            if record.kind == "checkpoint" and record.step == share.step:  # else a publisher before us had it
+                self.emit("state.checkpoint_published", step=share.step, bytes=share.total, record=record.sequence,
+                          lineage=lineage, parts=len(parts), pause_s=round(share.pause_s, 5),
+                          uploaded_bytes=sum(part.bytes for part in parts if _age(part.name) == (lineage, share.step)),
+                          duration_s=round(time.monotonic() - share.started, 4))
+            with suppress(FileNotFoundError):
+                collect_rubbish(self.store, record, self._names_of)
+        except Fenced as fenced:
+            if fenced.found.lineage == lineage:
+                self.emit("state.publisher_replaced", step=share.step, record=fenced.found.sequence)
+            else:
+                self.emit("state.fenced", step=share.step, error=str(fenced))
+                self.fenced = fenced
+        except Exception as error:  # the training goes on; how old the last good one is is watched
+            self.failures += 1
+            self._last_parts = {}  # what of it stands is not known, so nothing of it is named again
+            self.emit("state.checkpoint_failed", step=share.step, error=f"{type(error).__name__}: {error}")
+
+    def _next_record(self, last: Record, share: Share, parts: list[Part]) -> Record | None:
+        if last.step >= share.step:
+            return None  # a publisher before us has published this step or a later one
+        # A kept checkpoint with a later step was passed over by the restore: it is of a branch that was left.
+        before = {sequence: step for sequence, step in last.kept.items()
+                  if step < share.step and self._names_of(sequence) is not None}
+        reused = {part.name for part in parts if _age(part.name) != (last.lineage, share.step)}
+        if not reused <= frozenset().union(*(self._names_of(sequence) or () for sequence in before)):
+            raise StoreUnavailable("a part of an older checkpoint that this one names is not kept any more")
+        steps = retained([*before.values(), share.step], self.plan.keep_last, self.plan.keep_every)
+        kept = {sequence: step for sequence, step in before.items() if step in steps}
+        sequence = last.sequence + 1
+        body = {"header": share.header.decode(), "header_sha256": hashlib.sha256(share.header).hexdigest(),
+                "bytes": share.total, "part_bytes": self.plan.part_bytes, "parts": [asdict(part) for part in parts],
+                "time": time.time(), "torch": torch.__version__}  # the time is for people; nothing compares it
+        return replace(last, kind="checkpoint", step=share.step, kept=kept | {sequence: share.step}, body=body)
+
+    def _names_of(self, sequence: int) -> frozenset[str] | None:
+        """Return the names of a checkpoint's parts; None when its record is damaged. Only what was read back is kept:
+        at a number where our put failed a late one of ours may stand.
+        """
+        if sequence not in self._names:
             try:
-                state.load(self._read(step))
-            except (LayoutError, StoreUnavailable, FileNotFoundError) as error:
-                self.emit("state.checkpoint_refused", step=step, error=str(error))
-                refusals.append(f"step {step}: {error}")
+                self._names[sequence] = frozenset(part.name for part in parts_of(self.log.read(sequence)))
+            except (Damaged, FileNotFoundError):
+                return None
+        return self._names[sequence]
+
+    # --- a run goes on ------------------------------------------------------------------------------------------------
+
+    def restore(self, state: ElasticState, peers: Peers) -> int | None:
+        """Take the log over and load the newest whole checkpoint, all workers together; returns its step.
+
+        None: there is none. Each worker reads and verifies its share of the parts and hands it on to the others.
+        Raises LayoutError when there are checkpoints but none can be used: that is never a reason to start afresh.
+        Raises StoreUnavailable, StoreRefused.
+        """
+        started, told = time.monotonic(), ""
+        if peers.rank == 0:
+            prove_put_if_absent(self.store)
+            takeover = self.log.begin_lineage()
+            told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
+        facts = json.loads(peers.share_text(told, 0))
+        listed_s, refusals = time.monotonic() - started, []
+        for sequence in facts["kept"]:
+            try:
+                record = self._shared_record(sequence, peers)
+                payload, read_s = self._read_together(record, peers)
+                header = str(record.body["header"]).encode()
+                if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
+                    raise LayoutError("its header was changed")
+                loading = time.monotonic()
+                state.load(decode(header, payload))
+            except (LayoutError, Damaged) as error:
+                refusals.append(f"record {sequence}: {error}")
+                if peers.rank == 0:
+                    self.emit("state.checkpoint_refused", record=sequence, error=str(error))
                 continue
-            self.emit("state.checkpoint_restored", step=step)
-            self.newest_step = step
-            return step
+            state.lineage, self.newest_step = facts["lineage"], record.step
+            self._last_parts = {part.index: part for part in parts_of(record)}
+            if peers.rank == 0:
+                self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=payload.numel(),
+                          list_s=round(listed_s, 4), read_s=round(read_s, 4),
+                          transfer_s=round(loading - started - listed_s - read_s, 4),
+                          load_s=round(time.monotonic() - loading, 4))
+            return record.step
         if refusals:
-            raise LayoutError(f"none of the {len(steps)} checkpoints in {self.store.root} can be restored "
+            raise LayoutError(f"none of the {len(refusals)} checkpoints in {self.store.where} can be restored "
                               f"({'; '.join(refusals)}). Restore the job as it was, or give the run another name (--run).")
+        state.lineage = facts["lineage"]
         return None
 
-    def _read(self, step: int) -> Any:
+    def is_published(self, step: int, lineage: int) -> bool:
+        """True if the newest record is of this lineage and names a checkpoint of this step or a later one."""
         try:
-            manifest = json.loads(self.store.get(f"{MANIFESTS}/{step:012d}.json"))
-            header = manifest["header"].encode()
-            if hashlib.sha256(header).hexdigest() != manifest["header_sha256"]:
-                raise LayoutError(f"the manifest of step {step} has a header that was changed")
-            payload = bytearray()
-            for part in manifest["parts"]:
-                piece = self.store.get(part["name"])
-                if hashlib.sha256(piece).hexdigest() != part["sha256"]:
-                    raise LayoutError(f"{part['name']} has other bytes than were written")
-                payload += piece
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, LayoutError):
-                raise
-            raise LayoutError(f"the manifest of step {step} is not one of ours: {error!r}") from error
-        return decode(header, torch.frombuffer(payload, dtype=torch.uint8) if payload else
-                      torch.empty(0, dtype=torch.uint8))
+            tail = self.log.tail()
+        except (Damaged, StoreUnavailable):
+            return False
+        return tail.lineage == lineage and tail.step >= step
+
+    def _shared_record(self, sequence: int, peers: Peers) -> Record:
+        text = ""
+        if peers.rank == 0:
+            try:
+                text = self.log.read(sequence).to_bytes().decode()
+            except (Damaged, FileNotFoundError) as error:
+                text = "!" + str(error)
+        text = peers.share_text(text, 0)
+        if text.startswith("!"):
+            raise Damaged(text[1:])
+        return Record.from_bytes(text.encode())
+
+    def _read_together(self, record: Record, peers: Peers) -> tuple[torch.Tensor, float]:
+        """Return the payload, of which each worker reads every n-th part. Raises LayoutError on all when one is damaged."""
+        parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
+        payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
+        views = {part.index: payload[part.index * part_bytes :][: part.bytes] for part in parts}
+        waited = 0.0
+        with ThreadPoolExecutor(CONNECTIONS, "reader") as readers:
+            reading = {part.index: readers.submit(read_part, self.store, part, views[part.index])
+                       for part in parts[peers.rank :: peers.size]}
+            try:
+                for first in range(0, len(parts), peers.size):  # a round: everybody hands on one part
+                    group = parts[first : first + peers.size]
+                    mine = torch.empty(0, dtype=torch.uint8)
+                    if peers.rank < len(group):
+                        asked = time.monotonic()
+                        error = reading[first + peers.rank].exception()  # network or disk
+                        waited += time.monotonic() - asked
+                        if isinstance(error, LayoutError):
+                            self.emit("state.checkpoint_refused", record=record.sequence, error=str(error))
+                        elif error:
+                            raise error
+                        else:
+                            mine = views[first + peers.rank]
+                    everyones = peers.allgather(mine, "restore") if peers.size > 1 else mine
+                    if everyones.numel() != sum(part.bytes for part in group):
+                        raise LayoutError(f"a part of step {record.step} is damaged or gone")
+                    at = 0
+                    for part in group if peers.size > 1 else []:
+                        views[part.index].copy_(everyones[at : at + part.bytes])
+                        at += part.bytes
+            finally:
+                for future in reading.values():
+                    future.cancel()
+        return payload, waited
+
+
+def read_part(store: Store, part: Part, out: torch.Tensor) -> None:
+    """Read a part into `out` and verify it. Raises LayoutError when it is damaged or gone, StoreUnavailable."""
+    for _ in range(READ_TRIES):
+        try:
+            piece = store.get(part.name)
+        except FileNotFoundError as error:
+            raise LayoutError(f"{part.name} is gone") from error
+        if len(piece) == part.bytes and hashlib.sha256(piece).hexdigest() == part.sha256:
+            if piece:
+                out.numpy()[:] = memoryview(piece)
+            return
+    raise LayoutError(f"{part.name} has other bytes than were written")
+
+
+def parts_of(record: Record) -> list[Part]:
+    """Return the parts that a record names, checked. Raises Damaged."""
+    try:
+        parts = [Part(int(e["index"]), checked(str(e["name"])), int(e["bytes"]), str(e["sha256"]))
+                 for e in record.body["parts"]]
+        part_bytes, total = int(record.body["part_bytes"]), int(record.body["bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"record {record.sequence} names no parts: {error!r}") from error
+    lengths = [min(part_bytes, total - start) for start in range(0, total, part_bytes)] if part_bytes > 0 else []
+    if [p.index for p in parts] != list(range(len(lengths))) or [p.bytes for p in parts] != lengths or (
+            not all(p.name.startswith(f"{PARTS}/") for p in parts)):
+        raise Damaged(f"record {record.sequence} names parts that do not fit together")
+    return parts
+
+
+def collect_rubbish(store: Store, newest: Record, names_of: Callable[[int], frozenset[str] | None]) -> list[str]:
+    """Delete the parts that no kept checkpoint names and no later one can; returns their names.
+
+    `newest` is the last record that the caller has published, or the tail of the log.
+    """
+    known = [names_of(sequence) for sequence in newest.kept]
+    if any(names is None for names in known):
+        return []  # a kept record is damaged: the next checkpoint keeps it no longer
+    kept: frozenset[str] = frozenset().union(*(names for names in known if names))
+    limit = (newest.lineage, newest.step)
+    rubbish = [name for name in store.list(PARTS) if name not in kept and _age(name) <= limit]
+    if rubbish:
+        store.delete(rubbish)
+    return rubbish
+
+
+def _age(name: str) -> tuple[int, int]:
+    """Return (lineage, step) of a part; what is no name of ours counts as the youngest."""
+    lineage, _, step = name.split("/")[1].partition("-")
+    return (int(lineage), int(step)) if lineage.isdecimal() and step.isdecimal() else (10**12, 0)
+
+
+def _yield_to_training() -> None:
+    """Give this thread what the training leaves of the processor (Linux: niceness is a thread's own)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -50,6 +50,10 @@ class ElasticState(hvd_elastic.TorchState):
         """True once this worker holds the run's values (its own from the start, restored, or received)."""
         self.is_applying = False
         """True while parameters may be half changed: then this worker's values are worth nothing."""
+        self.lineage = 0
+        """The number under which this attempt publishes checkpoints (commit_log.py); 0: it has none."""
+        self.extras: dict[str, Any] = {}
+        """What the user has registered, by name: objects with state_dict and load_state_dict."""
         self.loss = float("nan")
         self.samples = 0
         self.last_vote = (0, 0)
@@ -138,6 +142,7 @@ class ElasticState(hvd_elastic.TorchState):
             "samples": self.samples,
             "loss": self.loss,
             "last_vote": self.last_vote,
+            "lineage": self.lineage,
             "base_rates": [float(rate) for rate in self.base_rates],
             "parameters": dict(self.model.named_parameters()),
             "buffers": self.buffers,
@@ -148,6 +153,7 @@ class ElasticState(hvd_elastic.TorchState):
                 "members": [[names[id(p)] for p in g["params"]] for g in groups],
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
         }
 
     def packed(self) -> Packed:
@@ -175,6 +181,8 @@ class ElasticState(hvd_elastic.TorchState):
             raise LayoutError("the optimizer's parameter groups are not this optimizer's")
         if (values["scaler"] is None) != (self.scaler is None):
             raise LayoutError("a gradient scaler is in only one of the two")
+        if values["extras"].keys() != self.extras.keys():
+            raise LayoutError(f"the extras are {sorted(values['extras'])} there and {sorted(self.extras)} in this job")
         with torch.no_grad():  # from here on nothing can fail but the memory
             for name, tensor in values["parameters"].items():
                 parameters[name].copy_(tensor)
@@ -190,7 +198,10 @@ class ElasticState(hvd_elastic.TorchState):
             group.update(theirs)
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
+        for name, extra in self.extras.items():
+            extra.load_state_dict(values["extras"][name])
         self.base_rates = list(values["base_rates"])
+        self.lineage = int(values["lineage"])
         self.committed = self.prepared = int(values["step"])
         self.samples, self.loss = int(values["samples"]), float(values["loss"])
         self.last_vote = tuple(values["last_vote"])

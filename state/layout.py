@@ -75,6 +75,18 @@ def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]
         at += size
 
 
+def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None:
+    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from whatever device they are on."""
+    at = 0
+    for tensor in packed.tensors:
+        size = tensor.numel() * tensor.element_size()
+        lower, upper = max(start, at), min(stop, at + size)
+        if lower < upper:
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            out[lower - start : upper - start].copy_(flat[lower - at : upper - at], non_blocking=True)
+        at += size
+
+
 def decode(header: bytes, payload: torch.Tensor) -> Any:
     """Build the values from a header and a uint8 payload; the tensors are new. Raises LayoutError."""
     try:

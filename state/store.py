@@ -1,52 +1,121 @@
-"""A folder as a store of objects: put if absent, get, list, delete.
+"""Where objects are kept: the few things that checkpoints ask of a store, and a local folder that does them.
 
-checkpoint → here → local disk or a shared file system
+checkpoint, commit_log → here → a folder (this file) or S3 (s3.py)
 
 What always holds:
 1. `put_if_absent` is atomic and durable: other readers see nothing, or all of it, also after a power cut
    (a synced temporary is linked to the name; `link` fails when the name exists: POSIX link(2)).
-2. A name never leaves the folder.
+2. A name never leaves the folder, or the prefix.
+3. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a StoreRefused.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+TEMPORARIES = ".tmp"
 
 
 class StoreUnavailable(OSError):
-    """The store did not do what it was asked; the cause is chained."""
+    """The store did not do what it was asked; whether a put took effect is not known."""
+
+
+class StoreRefused(StoreUnavailable):
+    """The store said no, and will say it again: no such bucket, not allowed, no put-if-absent."""
+
+
+class Store(Protocol):
+    """Objects by name. Names are relative paths with forward slashes."""
+
+    where: str
+    """The URL, for messages."""
+
+    def put(self, name: str, body: memoryview | bytes) -> None:
+        """Write an object; only ever the same bytes under the same name."""
+        ...
+
+    def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
+        """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """Read an object. Raises FileNotFoundError."""
+        ...
+
+    def list(self, prefix: str, limit: int | None = None) -> list[str]:
+        """Return the names under a folder of the store, sorted; the first `limit` of them."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is not there is no error."""
+        ...
+
+
+def open_store(url: str) -> Store:
+    """Open `s3://bucket/prefix` or a folder. Raises StoreRefused for a URL that is neither."""
+    if url.startswith("s3://"):
+        from state.s3 import S3Store  # here: boto3 costs a third of a second, and a folder does not need it
+
+        return S3Store(url)
+    if "://" in url:
+        raise StoreRefused(f"{url} is neither a folder nor s3://bucket/prefix. Set --store to one of the two.")
+    return FolderStore(Path(url))
+
+
+def checked(name: str) -> str:
+    """Return the name if it is one. Raises ValueError when it could lead out of the store."""
+    if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        raise ValueError(f"{name!r} is no name of an object in a store")
+    return name
+
+
+def prove_put_if_absent(store: Store) -> None:
+    """Prove that the store keeps the first of two that put the same name. Raises StoreRefused when it does not."""
+    name = f"probe/{secrets.token_hex(16)}"
+    store.put_if_absent(name, b"first")  # says False when its answer was lost and it was tried again
+    seen = [store.get(name), store.put_if_absent(name, b"second"), store.get(name)]
+    store.delete([name])
+    if seen != [b"first", False, b"first"]:
+        raise StoreRefused(f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could write over "
+                           f"each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use another endpoint.")
 
 
 class FolderStore:
-    """Objects under one folder; names are relative paths with forward slashes."""
+    """Objects under one folder."""
 
     def __init__(self, root: Path):
-        self.root = root
+        self.root, self.where = root, str(root)
 
-    def _path(self, name: str) -> Path:
-        parts = name.split("/")
-        if not name or name.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in name:
-            raise ValueError(f"{name!r} is no name of an object in a store")
-        return self.root.joinpath(*parts)
+    def put(self, name: str, body: memoryview | bytes) -> None:
+        """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
+        self._write(name, body, os.replace)
 
-    def put_if_absent(self, name: str, chunks: Iterable[memoryview | bytes]) -> bool:
-        """Write an object under a new name; False if the name is taken (then nothing is changed)."""
-        path = self._path(name)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
+        """Write an object under a new name; False if the name is taken. Raises StoreUnavailable."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(name, body, os.link)
+            return True
+        except FileExistsError:
+            return False
+
+    def _write(self, name: str, body: memoryview | bytes, publish: Callable[[Path, Path], None]) -> None:
+        path = self.root / checked(name)
+        temporary = self.root / TEMPORARIES / secrets.token_hex(12)
+        try:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open(temporary, "xb") as file:
-                    for chunk in chunks:
-                        file.write(chunk)
+                    file.write(body)
                     file.flush()
                     os.fsync(file.fileno())
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
             folder = os.open(path.parent, os.O_RDONLY)
@@ -54,24 +123,36 @@ class FolderStore:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-            return True
+        except FileExistsError:
+            raise
         except OSError as error:
             raise StoreUnavailable(f"{self.root} did not take {name}: {error}") from error
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError, StoreUnavailable."""
         try:
-            return self._path(name).read_bytes()
+            return (self.root / checked(name)).read_bytes()
         except FileNotFoundError:
             raise
         except OSError as error:
             raise StoreUnavailable(f"{self.root} did not give {name}: {error}") from error
 
-    def list(self, prefix: str) -> list[str]:
-        """Return the sorted names under a folder of the store."""
-        folder = self._path(prefix)
-        return sorted(str(p.relative_to(self.root)) for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
+    def list(self, prefix: str, limit: int | None = None) -> list[str]:
+        """Return the names under a folder of the store, sorted; the first `limit` of them."""
+        found = (Path(folder, name) for folder, _, names in os.walk(self.root / checked(prefix)) for name in names)
+        return sorted(str(path.relative_to(self.root)) for path in found)[:limit]
 
-    def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
-        self._path(name).unlink(missing_ok=True)
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is not there is no error. What writers left when they died goes after a day."""
+        try:
+            for name in names:
+                path = self.root / checked(name)
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # not empty
+                    path.parent.rmdir()
+            for path in (self.root / TEMPORARIES).glob("*"):
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < time.time() - 86400:
+                        path.unlink()
+        except OSError as error:
+            raise StoreUnavailable(f"{self.root} did not delete: {error}") from error

@@ -44,3 +44,6 @@ class Member:
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return torch.cat(self._share(name, tensor.clone()))
+
+    def share_text(self, text: str, root: int) -> str:
+        return str(self._share("text", text)[root])

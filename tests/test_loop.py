@@ -415,7 +415,8 @@ class Seat(Member, World):
 def job(model: Model, **changes: Any) -> Job:
     whole: dict[str, Any] = {
         "model": model, "optimizer": sgd(model), "dataset": DATA, "loss": mse, "schedule": SCHEDULE,
-        "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate, "checkpoint_every": 50,
+        "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate, "extras": {},
+        "after_step": lambda step: None,
         "device": torch.device("cpu")}
     return Job(**(whole | changes))
 
@@ -509,7 +510,7 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
     ({"seed": -1}, "seed is -1"),
     ({"max_steps": 0}, "max_steps is 0"),
     ({"checkpoint_every": 0}, "checkpoint_every is 0"),
-    ({"cpu_threads": 0}, "cpu_threads 0"),
+    ({"cpu_threads": 0}, "cpu_threads is 0"),
     ({"clip_norm": -1.0}, "clip_norm is -1"),
     ({"dataset": TensorDataset(torch.empty(0, 5), torch.empty(0, 3))}, "dataset_size is 0"),
 ])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from state.checkpoint import KEEP_LAST, MANIFESTS, Checkpoints
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode, pack
-from state.store import FolderStore, StoreUnavailable
+from state.store import FolderStore
 
 
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
@@ -103,7 +101,7 @@ def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
     store, won = FolderStore(tmp_path), []
 
     def put(number: int) -> None:
-        if store.put_if_absent("log/1.json", [bytes([number]) * 1000]):
+        if store.put_if_absent("log/1.json", bytes([number]) * 1000):
             won.append(number)
 
     threads = [threading.Thread(target=put, args=(n,)) for n in range(16)]
@@ -123,90 +121,3 @@ def test_refuses_a_name_when_it_leaves_the_store(tmp_path: Path, name: str) -> N
         FolderStore(tmp_path).get(name)
 
 
-class Events(list[tuple[str, dict[str, Any]]]):
-    """Events as they are emitted."""
-
-    def emit(self, event: str, **facts: Any) -> None:
-        self.append((event, facts))
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self]
-
-
-def test_restores_the_newest_when_all_are_whole(tmp_path: Path) -> None:
-    """What is restored has the bytes that were there when the checkpoint was asked for."""
-    events, state = Events(), trained(1)
-    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
-    for _ in range(5):
-        state.commit(8, 1)
-        with torch.no_grad():
-            next(state.model.parameters()).add_(1)
-        checkpoints.write(state, wait=True)
-    fresh = trained(0)
-    assert Checkpoints(FolderStore(tmp_path), events.emit).restore(fresh) == 6
-    assert bytes_of(fresh) == bytes_of(state)
-    assert len(list((tmp_path / MANIFESTS).iterdir())) == KEEP_LAST
-    assert len({p.parent for p in (tmp_path / "parts").rglob("*.bin")}) == KEEP_LAST
-
-
-def test_keeps_the_bytes_when_training_goes_on_during_the_write(tmp_path: Path) -> None:
-    """The snapshot is a copy: what changes after the pause is not in the checkpoint."""
-    state, events = trained(1), Events()
-    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
-    before = bytes_of(state)
-    checkpoints.write(state)
-    with torch.no_grad():
-        for parameter in state.model.parameters():
-            parameter.zero_()
-    checkpoints.finish()
-    fresh = trained(0)
-    checkpoints.restore(fresh)
-    assert bytes_of(fresh) == before
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str) -> None:
-    """A checkpoint with a part that is not whole is passed over, and said so."""
-    state, events = trained(1), Events()
-    checkpoints = Checkpoints(FolderStore(tmp_path), events.emit)
-    checkpoints.write(state, wait=True)
-    state.commit(8, 1)
-    checkpoints.write(state, wait=True)
-    part = next((tmp_path / "parts").glob("000000000002-*/00000.bin"))
-    manifest = tmp_path / MANIFESTS / "000000000002.json"
-    match damage:
-        case "flip":
-            part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
-        case "truncate":
-            part.write_bytes(part.read_bytes()[:-4])
-        case "remove":
-            part.unlink()
-        case "manifest":
-            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"header": "{}"}))
-    assert checkpoints.restore(trained(0)) == 1
-    assert "state.checkpoint_refused" in events.names()
-
-
-def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: Path) -> None:
-    """Another model's run folder is an error with a remedy, not a new start."""
-    events = Events()
-    Checkpoints(FolderStore(tmp_path), events.emit).write(trained(1), wait=True)
-    with pytest.raises(LayoutError, match="another name"):
-        Checkpoints(FolderStore(tmp_path), events.emit).restore(trained(0, width=9))
-
-
-class FullStore(FolderStore):
-    """A store that takes parts but no manifest."""
-
-    def put_if_absent(self, name: str, chunks: Any) -> bool:
-        if name.startswith(MANIFESTS):
-            raise StoreUnavailable("no space left, as planned")
-        return super().put_if_absent(name, chunks)
-
-
-def test_nothing_is_published_and_training_goes_on_when_the_writer_dies_before_the_manifest(tmp_path: Path) -> None:
-    """Parts without a manifest are no checkpoint; the failure is said, and does not raise."""
-    events, state = Events(), trained(1)
-    Checkpoints(FullStore(tmp_path), events.emit).write(state, wait=True)
-    assert events.names() == ["state.checkpoint_failed"]
-    assert Checkpoints(FolderStore(tmp_path), events.emit).restore(state) is None

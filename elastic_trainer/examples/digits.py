@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=8, help="parts of the global batch: the most workers")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="the highest, after the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples")
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--checkpoint-every", default="auto", help='steps (50), seconds ("30s") or "auto"')
     return parser.parse_args()
 
 

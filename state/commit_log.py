@@ -1,0 +1,198 @@
+"""Which checkpoint counts: one small JSON record per sequence number, put only if absent.
+
+attempt's start → take_over → … → append (a checkpoint exists) → … → somebody else's take_over: fenced
+
+    log/<10^12 - sequence number>.json      the newest record is the first name of a listing
+
+What always holds (needs nothing of the store but put-if-absent; no clocks, no locks):
+1. A writer appends only at its own last number + 1. Whoever finds a stranger's record there is fenced: it stops, and
+   never reads itself up to date. So nobody publishes over a successor, not even when it wakes in the middle of a put.
+2. A new attempt begins a new lineage by a takeover; the lineage's number is that record's, so lineages are ordered. A
+   new publisher of the same attempt takes over within the lineage, and only if the newest record is of it.
+3. An answer that was lost is settled by the record's nonce. A put that was given up may still land later: it then
+   stands at the number that its writer tries next, which knows its own hand and goes on behind it.
+4. Records are never deleted: at a number that is free again a zombie would not notice that it is one.
+
+Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with three broken copies of
+this protocol that the test catches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from state.store import Store, StoreUnavailable
+
+FOLDER = "log"
+LAST = 10**12
+TRIES = 20
+FORMAT = 1
+
+
+class Fenced(Exception):
+    """Somebody else publishes in this log now."""
+
+    def __init__(self, where: str, found: Record):
+        self.found = found
+        super().__init__(f"{where} is written by another attempt (record {found.sequence}, {found.kind}). This one stops; "
+                         f"what it has trained since its last checkpoint is not in the store.")
+
+
+class Damaged(ValueError):
+    """A record whose bytes are not what its writer wrote."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of the log."""
+
+    sequence: int
+    kind: str
+    """"takeover" or "checkpoint"."""
+    lineage: int
+    """The number of the takeover with which the attempt began."""
+    step: int
+    """The step of the lineage's newest checkpoint, this one included; -1: it has none yet."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """Checkpoints that must stay restorable: the numbers of their records and their steps."""
+    body: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint is made of (checkpoint.py)."""
+    writer: str = ""
+    nonce: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the record as it stands in the store: JSON, with a digest of itself."""
+        facts = {"format": FORMAT, **{k: getattr(self, k) for k in self.__dataclass_fields__}}
+        text = json.dumps(facts, sort_keys=True)
+        return json.dumps({"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Record:
+        """Read a record. Raises Damaged."""
+        try:
+            outer = json.loads(data)
+            text = outer["record"]
+            if hashlib.sha256(text.encode()).hexdigest() != outer["sha256"]:
+                raise Damaged("its digest is another")
+            facts = json.loads(text)
+            if facts.pop("format") != FORMAT:
+                raise Damaged(f"its format is not {FORMAT}")
+            facts["kept"] = {int(sequence): int(step) for sequence, step in facts["kept"].items()}
+            return Record(**facts)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise error if isinstance(error, Damaged) else Damaged(repr(error)) from error
+
+
+NOTHING = Record(sequence=0, kind="", lineage=0, step=-1)
+"""What stands before the first record."""
+
+
+class CommitLog:
+    """One writer's view of the log. `last` is the newest record that is its own to follow; None: it must take over."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self.writer = secrets.token_hex(8)
+        self.last: Record | None = None
+
+    def read(self, sequence: int) -> Record:
+        """Return one record. Raises FileNotFoundError, Damaged, StoreUnavailable."""
+        try:
+            found = Record.from_bytes(self.store.get(_name(sequence)))
+        except Damaged as error:
+            raise Damaged(f"record {sequence} of {self.store.where} is damaged: {error}") from error
+        if found.sequence != sequence:
+            raise Damaged(f"record {sequence} of {self.store.where} says that it is {found.sequence}")
+        return found
+
+    def newest(self) -> int:
+        """Return the newest record's number; 0 when there is none. Network: one listing of one name."""
+        names = self.store.list(FOLDER, limit=1)
+        return LAST - int(names[0].rpartition("/")[2].removesuffix(".json")) if names else 0
+
+    def tail(self) -> Record:
+        """Return the newest record. Raises Damaged."""
+        newest = self.newest()
+        return self.read(newest) if newest else NOTHING
+
+    def begin_lineage(self) -> Record:
+        """Take the log over for a new attempt, whoever wrote it before; returns the takeover."""
+        for _ in range(TRIES):
+            newest = self.newest()
+            before = self._newest_whole(newest)
+            mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1, kept=before.kept,
+                          writer=self.writer, nonce=secrets.token_hex(8))
+            if self._put(mine):
+                return mine
+        raise StoreUnavailable(f"{self.store.where}: others took the log over {TRIES} times in a row")
+
+    def take_over(self, lineage: int) -> Record:
+        """Become the publisher of a lineage that is alive. Raises Fenced when it is not the newest any more."""
+        for _ in range(TRIES):
+            try:
+                before = self.tail()
+            except Damaged as error:  # whose it is cannot be known
+                raise StoreUnavailable(str(error)) from error
+            if before.lineage != lineage:
+                raise Fenced(self.store.where, before)
+            mine = Record(sequence=before.sequence + 1, kind="takeover", lineage=lineage, step=before.step,
+                          kept=before.kept, writer=self.writer, nonce=secrets.token_hex(8))
+            if self._put(mine):
+                return mine
+        raise StoreUnavailable(f"{self.store.where}: others took the log over {TRIES} times in a row")
+
+    def append(self, make: Callable[[Record], Record | None]) -> Record:
+        """Publish `make(last)` behind the last record; returns the record that stands there then.
+
+        `make` gives kind, step, kept and body, or None when there is nothing left to say after `last`. It is asked again
+        when an earlier put of this writer turns out to have landed. Raises Fenced, StoreUnavailable (then it is not
+        known whether the record stands; the next call settles it).
+        """
+        assert self.last is not None, "take over first"
+        while True:
+            wanted = make(self.last)
+            if wanted is None:
+                return self.last
+            mine = Record(sequence=self.last.sequence + 1, kind=wanted.kind, lineage=self.last.lineage, step=wanted.step,
+                          kept=wanted.kept, body=wanted.body, writer=self.writer, nonce=secrets.token_hex(8))
+            if self._put(mine):
+                return mine
+            found = self._settled(mine.sequence)
+            if found.writer != self.writer:
+                self.last = None
+                raise Fenced(self.store.where, found)
+            self.last = found
+
+    def _put(self, mine: Record) -> bool:
+        """Put a record, and follow it if it stands. Network: one put, and one get when its answer was no."""
+        is_mine = self.store.put_if_absent(_name(mine.sequence), mine.to_bytes()) or (
+            self._settled(mine.sequence).nonce == mine.nonce)
+        if is_mine:
+            self.last = mine
+        return is_mine
+
+    def _settled(self, sequence: int) -> Record:
+        try:
+            return self.read(sequence)
+        except (FileNotFoundError, Damaged) as error:
+            raise StoreUnavailable(f"record {sequence} of {self.store.where} stands there and cannot be read") from error
+
+    def _newest_whole(self, newest: int) -> Record:
+        """Return the newest record whose bytes are whole, at or before a number."""
+        for sequence in range(newest, 0, -1):
+            try:
+                return self.read(sequence)
+            except (Damaged, FileNotFoundError):
+                continue
+        if newest:
+            raise StoreUnavailable(f"{self.store.where} has {newest} records and none of them is whole")
+        return NOTHING
+
+
+def _name(sequence: int) -> str:
+    return f"{FOLDER}/{LAST - sequence:013d}.json"

@@ -1,0 +1,195 @@
+"""Objects in S3, or in what speaks like it: the one module that touches boto3.
+
+checkpoint, commit_log → here → endpoint
+
+What always holds:
+1. One object is one PUT of at most PUT_BYTES: no multipart upload, so no parts that are billed and forgotten, and the
+   conditional PUT is the one that every server of ../shared/notes/cloud.md section 1 checks (Ceph ignores the
+   condition on CompleteMultipartUpload, and a quoted ETag in If-Match).
+2. Credentials come from AWS's standard chain, the endpoint from its standard variables (AWS_ENDPOINT_URL_S3): nothing
+   of either is in a URL, a command line or a log.
+3. Retries are ours (tenacity), with bounds, so that they are said and counted; botocore's own are off.
+4. No checksum of the server's is relied on: every part has a SHA-256 in its record.
+
+Why boto3 and not s3fs: a PUT of a bytes slice copies nothing and costs half the CPU (cloud.md section 2), and s3fs hides
+the refusal of a conditional PUT in an OSError(EINVAL).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.parsers import ResponseParserError
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+from urllib3.exceptions import HTTPError
+
+from state.store import StoreRefused, StoreUnavailable, checked
+
+PUT_BYTES = 64 << 20
+ATTEMPTS, ATTEMPTS_S = 8, 90.0
+PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",
+                  "ExpectedBucketOwner")
+"""Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
+NEVER_MENDED = {
+    "NoSuchBucket": "Create the bucket, or correct --store",
+    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/README.md has the policy)",
+    "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
+    "SignatureDoesNotMatch": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
+    "ExpiredToken": "Renew the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
+    "RequestTimeTooSkewed": "Set this host's clock: it is more than 15 minutes off",
+    "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
+    "InvalidArgument": "Correct the settings behind the ? of --store",
+    "PermanentRedirect": "Set AWS_REGION to the bucket's region",
+    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/README.md has the policy)",
+}
+WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
+T = TypeVar("T")
+
+
+class S3Store:
+    """Objects under `s3://bucket/prefix`."""
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
+        self.where = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        settings = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        odd = settings.keys() - set(PASSED_THROUGH)
+        if not self.bucket or odd:
+            raise StoreRefused(f"{url} has no bucket, or settings that are not passed through ({', '.join(sorted(odd))}). "
+                               f"Use s3://bucket/prefix?NAME=VALUE with NAME of {', '.join(PASSED_THROUGH)}.")
+        self._owner = {k: v for k, v in settings.items() if k in ("RequestPayer", "ExpectedBucketOwner")}
+        self._settings: dict[str, Any] = settings | (
+            {"BucketKeyEnabled": settings["BucketKeyEnabled"].lower() == "true"} if "BucketKeyEnabled" in settings else {})
+        self.retries = 0
+        """How often a request was tried again."""
+        self._lock = threading.Lock()
+        try:
+            self._client = boto3.client("s3", config=Config(
+                retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=30, max_pool_connections=16,
+                tcp_keepalive=True, request_checksum_calculation="when_required",
+                response_checksum_validation="when_required"))  # older servers break on the new checksums
+        except (BotoCoreError, ValueError) as error:
+            raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_REGION and the like.") from error
+
+    def put(self, name: str, body: memoryview | bytes) -> None:
+        """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
+        whole = self._sized(name, body)
+        self._tried(f"take {name}", lambda: self._client.put_object(
+            Bucket=self.bucket, Key=self._key(name), Body=whole, **self._settings))
+
+    def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
+        """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
+        whole = self._sized(name, body)
+
+        def put() -> bool:
+            try:
+                self._client.put_object(Bucket=self.bucket, Key=self._key(name), Body=whole, IfNoneMatch="*",
+                                        **self._settings)
+                return True
+            except ClientError as error:
+                if _code(error) in ("PreconditionFailed", "412"):
+                    return False
+                raise
+
+        return self._tried(f"take {name}", put)
+
+    def get(self, name: str) -> bytes:
+        """Read an object. Raises FileNotFoundError, StoreUnavailable."""
+        key = self._key(name)
+
+        def get() -> bytes:
+            try:
+                answer = self._client.get_object(Bucket=self.bucket, Key=key, **self._owner)
+            except ClientError as error:
+                if _code(error) in ("NoSuchKey", "404"):
+                    raise FileNotFoundError(f"{self.where} has no {name}") from error
+                raise
+            body: bytes = answer["Body"].read()  # raises when it ends before Content-Length
+            return body
+
+        return self._tried(f"give {name}", get)
+
+    def list(self, prefix: str, limit: int | None = None) -> list[str]:
+        """Return the names under a folder of the store, sorted; the first `limit` of them."""
+        found: list[str] = []
+        key, token = self._key(prefix) + "/", dict[str, str]()
+        cut = len(key) - len(prefix) - 1
+        while True:
+            most = {"MaxKeys": min(1000, limit - len(found))} if limit is not None else {}
+            page = self._tried(f"list {prefix}", lambda: self._client.list_objects_v2(
+                Bucket=self.bucket, Prefix=key, **token, **most, **self._owner))  # noqa: B023 (called at once)
+            found += [entry["Key"][cut:] for entry in page.get("Contents", [])]
+            if not page.get("IsTruncated") or (limit is not None and len(found) >= limit):
+                return sorted(found)
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is not there is no error. Raises StoreUnavailable."""
+        keys = [{"Key": self._key(name)} for name in names]
+        for start in range(0, len(keys), 1000):
+            answer = self._tried("delete", lambda: self._client.delete_objects(
+                Bucket=self.bucket, Delete={"Objects": keys[start : start + 1000], "Quiet": True},  # noqa: B023
+                **self._owner))
+            if answer.get("Errors"):
+                first = answer["Errors"][0]
+                raise StoreUnavailable(f"{self.where} did not delete {first.get('Key')}: {first.get('Code')}")
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)
+
+    def _sized(self, name: str, body: memoryview | bytes) -> bytes:
+        if len(body) > PUT_BYTES:
+            raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
+        return bytes(body)  # botocore takes no memoryview
+
+    def _tried(self, what: str, act: Callable[[], T]) -> T:
+        """Do it, again and again within the bounds while the fault is the world's."""
+        try:
+            for attempt in Retrying(retry=retry_if_exception(_may_pass), reraise=True,
+                                    stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
+                                    wait=wait_random_exponential(multiplier=0.1, max=10.0)):
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        with self._lock:
+                            self.retries += 1
+                    return act()
+        except FileNotFoundError:
+            raise
+        except NoCredentialsError as error:
+            raise StoreRefused(f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or give the "
+                               f"instance a role.") from error
+        except ClientError as error:
+            code = _code(error)
+            if code in NEVER_MENDED:
+                raise StoreRefused(f"{self.where} did not {what}: {code}. {NEVER_MENDED[code]}.") from error
+            raise StoreUnavailable(f"{self.where} did not {what}: {code}") from error
+        except WORLDS_FAULTS as error:
+            raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
+        raise AssertionError("not reached: reraise=True")
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """True for what another try may mend: 5xx, throttling, 409, resets, time-outs, answers that end too early."""
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if _code(error) in NEVER_MENDED:
+            return False
+        return status >= 500 or status in (200, 408, 409, 429) or _code(error) in ("SlowDown", "RequestTimeout")
+    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, NoCredentialsError))

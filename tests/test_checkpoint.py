@@ -1,0 +1,481 @@
+"""Checkpoints of simulated workers (threads) in a folder: what is published, what is restored, what is deleted."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import Hub, Member
+from test_state import bytes_of, trained
+
+from state.cadence import Cadence, best_interval_s, loss_every_s, retained
+from state.checkpoint import PARTS, Checkpoints, Part, Plan, collect_rubbish, parts_of
+from state.commit_log import CommitLog, Record
+from state.elastic_state import ElasticState
+from state.layout import LayoutError
+from state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
+
+SMALL = Plan(part_bytes=100)
+
+
+class Events(list[tuple[str, dict[str, Any]]]):
+    """Events as they are emitted."""
+
+    def emit(self, event: str, **facts: Any) -> None:
+        self.append((event, facts))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self]
+
+    def facts(self, event: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self if name == event]
+
+
+class Fleet:
+    """Workers that hold the same state and one store."""
+
+    def __init__(self, root: Path, size: int = 1, plan: Plan = SMALL, store: Callable[[Path], Any] = FolderStore, **how: Any):
+        self.size, self.events = size, Events()
+        self.stores = [store(root) for _ in range(size)]
+        self.workers = [Checkpoints(s, self.events.emit, plan) for s in self.stores]
+        self.states = [trained(**how) for _ in range(size)]
+
+    def restore(self) -> list[Any]:
+        """Restore on all workers together; returns what each got, or raised."""
+        hub, results = Hub(self.size), [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank))
+            except (LayoutError, StoreUnavailable) as error:
+                results[rank] = error
+                hub.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+    def train(self, steps: int = 1, frozen: int = 0) -> None:
+        """Change all parameters but the first ones, and commit."""
+        for state in self.states:
+            for _ in range(steps):
+                with torch.no_grad():
+                    for parameter in list(state.model.parameters())[frozen:]:
+                        parameter.add_(1)
+                state.commit(8, 1)
+
+    def checkpoint(self, *, without: int | None = None, reuse: bool | None = None) -> None:
+        """Publish a checkpoint; worker `without` dies before its share is up."""
+        wish = self.workers[0].wish() == 2 if reuse is None else reuse
+        for rank, (worker, state) in enumerate(zip(self.workers, self.states, strict=True)):
+            if rank != without:
+                worker.begin(state, rank, self.size, reuse=wish)
+        for rank, worker in enumerate(self.workers):
+            if rank != without:
+                worker.wait()
+        if without is not None or any(worker.progress()[1] for worker in self.workers):
+            for worker in self.workers:
+                worker.drop()
+            return
+        assert all(worker.progress()[0] for worker in self.workers)
+        texts = [worker.parts_up() for worker in self.workers]
+        for rank, worker in enumerate(self.workers):
+            worker.collect(texts, self.states[rank].lineage, publish=rank == 0)
+            worker.wait()
+
+
+def files(root: Path, folder: str) -> list[str]:
+    return sorted(p.name for p in (root / folder).rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: int, after: int) -> None:
+    """Parts do not depend on the number of writers, and every reader gets every byte."""
+    writers = Fleet(tmp_path, before)
+    assert writers.restore() == [None] * before
+    writers.train()
+    writers.checkpoint()
+    readers = Fleet(tmp_path, after, steps=0)
+    assert readers.restore() == [4] * after
+    assert readers.states[0].lineage == 3  # takeover, checkpoint, takeover
+    for state in [*writers.states, *readers.states]:
+        state.lineage = 0
+    assert {bytes_of(state) for state in readers.states} == {bytes_of(writers.states[0])}
+    names = files(tmp_path, PARTS)
+    assert len(names) > 4 and len(set(names)) == len(names)
+
+
+def test_the_parts_are_the_same_when_the_world_is_another(tmp_path: Path) -> None:
+    """The layout in the store does not depend on the world's size."""
+    found = []
+    for size in (1, 3):
+        fleet = Fleet(tmp_path / str(size), size)
+        fleet.restore()
+        fleet.checkpoint()
+        found.append(files(tmp_path / str(size), PARTS))
+    assert found[0] == found[1]
+
+
+def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
+    """Disjoint shares, together all parts; nobody copies or writes another's."""
+    fleet = Fleet(tmp_path, 4)
+    fleet.restore()
+    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
+        worker.begin(state, rank, 4)
+    for worker in fleet.workers:
+        worker.wait()
+    shares = [{entry["index"] for entry in json.loads(worker.parts_up())} for worker in fleet.workers]
+    count = fleet.workers[0].share.count if fleet.workers[0].share else 0
+    assert sorted(index for share in shares for index in share) == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:
+    """The snapshot is a copy: what changes after the pause is not in the checkpoint."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    before = bytes_of(state)
+    worker.begin(state, 0, 1)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    worker.wait()
+    worker.collect([worker.parts_up()], state.lineage, publish=True)
+    worker.wait()
+    reader = Fleet(tmp_path, steps=0)
+    reader.restore()
+    reader.states[0].lineage = state.lineage
+    assert bytes_of(reader.states[0]) == before
+
+
+@pytest.mark.parametrize("keep_every", [0, 4])
+def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
+    """Retention deletes parts that no kept record names, and no record."""
+    fleet = Fleet(tmp_path, 2, Plan(part_bytes=300, keep_last=2, keep_every=keep_every), steps=0)
+    fleet.restore()
+    for _ in range(9):
+        fleet.train()
+        fleet.checkpoint(reuse=False)
+    kept = [4, 8, 9] if keep_every else [8, 9]
+    assert {int(p.name.split("-")[1]) for p in (tmp_path / PARTS).iterdir()} == set(kept)
+    tail = CommitLog(FolderStore(tmp_path)).tail()
+    assert sorted(tail.kept.values()) == kept
+    assert len(files(tmp_path, "log")) == 10
+
+
+def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
+    """A frozen part is named again; rubbish collection knows that an old step's part is still needed."""
+    fleet = Fleet(tmp_path, 2, Plan(part_bytes=64, keep_last=1), steps=0, optimizer="SGD", width=64)
+    fleet.restore()
+    for _ in range(4):
+        fleet.train(frozen=2)
+        fleet.checkpoint()
+    first, *later = [facts["uploaded_bytes"] for facts in fleet.events.facts("state.checkpoint_published")]
+    assert len(later) == 3 and all(0 < n < first / 2 for n in later)
+    reader = Fleet(tmp_path, 3, steps=0, optimizer="SGD", width=64)
+    assert reader.restore() == [4, 4, 4]
+
+
+def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) -> None:
+    """A new publisher that missed a checkpoint must not name what that one's retention has deleted."""
+    plan = Plan(part_bytes=64, keep_last=1)
+    fleet = Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    fleet.train()
+    fleet.checkpoint()
+    stale, content = dict(worker._last_parts), [p.detach().clone() for p in state.model.parameters()]
+    fleet.train()
+    fleet.checkpoint()  # all parts are others now, and the first ones are deleted
+    with torch.no_grad():
+        for parameter, old in zip(state.model.parameters(), content, strict=True):
+            parameter.copy_(old)
+    state.commit(8, 1)
+    worker._last_parts = stale
+    fleet.checkpoint(reuse=True)
+    assert "not kept any more" in fleet.events.facts("state.checkpoint_failed")[0]["error"]
+    fleet.train()
+    fleet.checkpoint()
+    assert Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64).restore() == [4]
+
+
+def test_what_a_dead_worker_left_is_collected_later(tmp_path: Path) -> None:
+    """Parts without a record are no checkpoint, and go with the next one's retention."""
+    fleet = Fleet(tmp_path, 3, Plan(part_bytes=300, keep_last=1))
+    fleet.restore()
+    fleet.checkpoint(without=2)
+    assert files(tmp_path, PARTS) and CommitLog(FolderStore(tmp_path)).tail().step == -1
+    fleet.train()
+    fleet.checkpoint()
+    assert {p.name.split("-")[1] for p in (tmp_path / PARTS).iterdir()} == {f"{4:012d}"}
+
+
+def part_of_step(root: Path, step: int) -> Path:
+    return next(p for p in sorted((root / PARTS).rglob("*.bin")) if int(p.parent.name.split("-")[1]) == step)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "record"])
+def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str, readers: int) -> None:
+    """All workers pass over the same checkpoint, say so, and the run can publish earlier steps again."""
+    fleet = Fleet(tmp_path, 2)
+    fleet.restore()
+    for _ in range(2):
+        fleet.train()
+        fleet.checkpoint()
+    part = part_of_step(tmp_path, 5)
+    match damage:
+        case "flip":
+            part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
+        case "truncate":
+            part.write_bytes(part.read_bytes()[:-4])
+        case "remove":
+            part.unlink()
+        case "record":
+            record = min((tmp_path / "log").iterdir())
+            record.write_bytes(record.read_bytes().replace(b"parts", b"party", 1))
+    reader = Fleet(tmp_path, readers, steps=0)
+    assert reader.restore() == [4] * readers
+    assert bool(reader.events.facts("state.checkpoint_refused")) == (damage != "record")
+    reader.train()
+    reader.checkpoint()  # step 5 again: not the damaged one
+    again = Fleet(tmp_path, 1, steps=0)
+    assert again.restore() == [5]
+    tail = CommitLog(FolderStore(tmp_path)).tail()
+    assert sorted(tail.kept.values()) == [4, 5]
+
+
+def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: Path) -> None:
+    """Another model's store is an error with a remedy, not a new start."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    (error,) = Fleet(tmp_path, steps=0, width=9).restore()
+    assert isinstance(error, LayoutError) and "another name" in str(error)
+
+
+class ManyFaults(FolderStore):
+    """A folder whose operations fail as the test says."""
+
+    failing: set[str] = set()
+
+    def put(self, name: str, body: Any) -> None:
+        if "put" in self.failing:
+            raise StoreUnavailable("no space left, as planned")
+        super().put(name, body)
+
+    def put_if_absent(self, name: str, body: Any) -> bool:
+        if "record" in self.failing and name.startswith("log"):
+            raise StoreUnavailable("no space left, as planned")
+        if "lost answer" in self.failing and name.startswith("log"):
+            super().put_if_absent(name, body)
+            raise StoreUnavailable("timed out, as planned")
+        return super().put_if_absent(name, body)
+
+    def get(self, name: str) -> bytes:
+        if "get" in self.failing and name.startswith(PARTS):
+            raise StoreUnavailable("slow down, as planned")
+        return super().get(name)
+
+
+@pytest.mark.parametrize("where", ["put", "record", "lost answer"])
+def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is said and raises nothing; the next one stands."""
+    fleet = Fleet(tmp_path, 2, store=ManyFaults)
+    fleet.restore()
+    monkeypatch.setattr(ManyFaults, "failing", {where})
+    fleet.checkpoint()
+    assert fleet.events.facts("state.checkpoint_failed")
+    assert fleet.workers[0].failures > 0 and fleet.workers[0].wish() == 1
+    monkeypatch.setattr(ManyFaults, "failing", set())
+    fleet.train()
+    fleet.checkpoint()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
+    assert fleet.workers[0].failures == 0
+    tail = CommitLog(FolderStore(tmp_path)).tail()
+    assert sorted(tail.kept.values()) == ([3, 4] if where == "lost answer" else [4])  # it did stand, and is known to
+    assert Fleet(tmp_path, 2, steps=0).restore() == [4, 4]
+
+
+def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not reached is not damaged: the restore fails, and is tried again."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    fleet.train()
+    fleet.checkpoint()
+    monkeypatch.setattr(ManyFaults, "failing", {"get"})
+    reader = Fleet(tmp_path, steps=0, store=ManyFaults)
+    assert isinstance(reader.restore()[0], StoreUnavailable)
+    monkeypatch.setattr(ManyFaults, "failing", set())
+    assert reader.restore() == [4]
+
+
+def test_a_zombie_of_an_older_attempt_is_fenced(tmp_path: Path) -> None:
+    """It learns so when it publishes, its record does not stand, and it is told to stop."""
+    old = Fleet(tmp_path)
+    old.restore()
+    old.checkpoint()
+    new = Fleet(tmp_path, 2, steps=0)
+    assert new.restore() == [3, 3]
+    old.train()
+    old.checkpoint()
+    assert old.workers[0].fenced and "another attempt" in str(old.workers[0].fenced)
+    new.train(2)
+    new.checkpoint()
+    assert CommitLog(FolderStore(tmp_path)).tail().step == 5
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path) -> None:
+    """The rank 0 before is fenced without an alarm, and may take over again later."""
+    fleet = Fleet(tmp_path, 2)
+    fleet.restore()
+    first, second = fleet.workers
+    for worker in (first, second, first, second):
+        fleet.train()
+        for w in fleet.workers:
+            w.drop("test")
+        worker.write_alone(fleet.states[0])
+    assert first.fenced is None and second.fenced is None
+    published = [e["step"] for e in fleet.events.facts("state.checkpoint_published")]
+    assert published[0] == 4 and CommitLog(FolderStore(tmp_path)).tail().step >= 5
+    assert published == sorted(published)
+
+
+def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
+    """A publisher that comes after finds the step published and adds nothing."""
+    fleet = Fleet(tmp_path, 2)
+    fleet.restore()
+    fleet.workers[0].write_alone(fleet.states[0])
+    fleet.workers[1].write_alone(fleet.states[1])
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
+    assert fleet.workers[1].newest_step == 3
+
+
+class Careless(FolderStore):
+    """A store that ignores the condition, as rclone and s3rver do."""
+
+    def put_if_absent(self, name: str, body: Any) -> bool:
+        super().put(name, body)
+        return True
+
+
+def test_a_store_is_refused_when_it_ignores_the_condition(tmp_path: Path) -> None:
+    """Said at the start, with the endpoints that are known for it."""
+    with pytest.raises(StoreRefused, match="rclone"):
+        prove_put_if_absent(Careless(tmp_path))
+    prove_put_if_absent(FolderStore(tmp_path))
+    assert not files(tmp_path, "probe")
+
+
+@pytest.mark.parametrize("change", [
+    {"name": "../../etc/passwd"}, {"name": "log/0999999999999.json"}, {"name": "/x"}, {"bytes": -1}, {"index": 7}])
+def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A name from a record never leads out of the parts' folder."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    record = CommitLog(FolderStore(tmp_path)).tail()
+    assert parts_of(record)
+    record.body["parts"][1] |= change
+    with pytest.raises(ValueError, match="parts"):
+        parts_of(record)
+
+
+def test_rubbish_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
+    """What may be an upload in flight is never collected."""
+    store = FolderStore(tmp_path)
+    for name in ("parts/000000000001-000000000005/a.bin", "parts/000000000001-000000000006/b.bin",
+                 "parts/000000000002-000000000001/c.bin", "parts/odd/d.bin"):
+        store.put(name, b"x")
+    newest = Record(sequence=9, kind="checkpoint", lineage=1, step=5)
+    assert collect_rubbish(store, newest, lambda sequence: frozenset()) == ["parts/000000000001-000000000005/a.bin"]
+
+
+# --- when ---------------------------------------------------------------------------------------------------------------
+
+
+@given(cost_s=st.floats(1e-4, 100), every_s=st.floats(10, 1e6))
+def test_the_interval_loses_less_than_its_neighbours(cost_s: float, every_s: float) -> None:
+    """Daly's interval is close to the best one of his own model of the loss."""
+    def lost(interval: float) -> float:
+        return cost_s / interval + (interval + cost_s) / (2 * every_s)
+
+    best = best_interval_s(cost_s, every_s)
+    assert best > 0
+    if cost_s < every_s / 50:
+        assert lost(best) <= 1.1 * min(lost(best * factor) for factor in (0.25, 0.5, 2.0, 4.0))
+
+
+@given(st.floats(1e-4, 50), st.integers(0, 100), st.floats(0, 1e6))
+def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_s: float) -> None:
+    """However many losses there are, checkpoints take at most 1 % of the time; more losses never mean fewer of them."""
+    every = Cadence()
+    interval = every.interval_s(cost_s=cost_s, losses=losses, observed_s=observed_s, step_s=1.0)
+    assert cost_s / interval <= 0.01 + 1e-9
+    assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s, step_s=1.0) <= interval * (1 + 1e-9)
+    assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
+
+
+@pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)), ("auto", Cadence()),
+                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5))])
+def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
+    """What the user writes."""
+    assert Cadence.parse(text) == cadence
+
+
+@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5])
+def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
+    """With what works instead."""
+    with pytest.raises(ValueError, match="auto"):
+        Cadence.parse(text)
+
+
+@given(st.lists(st.integers(1, 500), unique=True, min_size=1), st.integers(1, 5), st.integers(0, 100))
+def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last: int, keep_every: int) -> None:
+    """A checkpoint that was kept as an n-th stays, and one that was let go is never missed."""
+    kept: set[int] = set()
+    for step in sorted(steps):
+        kept = retained([*kept, step], keep_last, keep_every)
+        assert step in kept
+    assert kept == retained(steps, keep_last, keep_every)
+
+
+def test_extras_come_back_with_the_state(tmp_path: Path) -> None:
+    """A moving average of the weights, say; another set of extras is refused."""
+    def averaged(state: ElasticState) -> torch.optim.swa_utils.AveragedModel:
+        average = torch.optim.swa_utils.AveragedModel(state.model)
+        state.extras = {"average": average}
+        return average
+
+    fleet = Fleet(tmp_path)
+    average = averaged(fleet.states[0])
+    fleet.restore()
+    fleet.train()
+    average.update_parameters(fleet.states[0].model)
+    fleet.checkpoint()
+    reader = Fleet(tmp_path, steps=0)
+    theirs = averaged(reader.states[0])
+    assert reader.restore() == [4]
+    assert all(torch.equal(a, b) for a, b in zip(average.state_dict().values(), theirs.state_dict().values(), strict=True))
+    assert isinstance(Fleet(tmp_path, steps=0).restore()[0], LayoutError)
+
+
+def test_part_bounds_are_checked() -> None:
+    """At most 64 MiB a part: one PUT."""
+    with pytest.raises(ValueError, match="part_bytes"):
+        Plan(part_bytes=65 << 20)
+    assert Part(0, "parts/x/y", 1, "").bytes == 1

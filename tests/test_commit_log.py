@@ -1,0 +1,461 @@
+"""The protocol of checkpoints under crashes, zombies, lost and late answers: thousands of seeded interleavings.
+
+A simulated store and some attempts that run as threads, of which exactly one moves at a time; the seed decides who, who
+crashes and which answers are lost. After every single effect on the store the laws are checked:
+
+1. whatever the newest record names is whole (its parts are there, with the right bytes), and so is all that it keeps;
+2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a kept one that is
+   restored), and steps of a lineage grow;
+3. no acknowledged checkpoint is lost: its record stands for ever, with the same bytes;
+4. nobody is fenced when there is nobody else.
+
+Then the protocol is broken in five ways, and the same test must see each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from state import checkpoint as checkpoint_module
+from state import commit_log as commit_log_module
+from state.cadence import Cadence
+from state.checkpoint import Checkpoints, Plan, parts_of
+from state.commit_log import CommitLog, Damaged, Fenced, Record
+from state.layout import pack
+from state.store import StoreUnavailable
+
+SEEDS = 2000
+ACTORS = 4
+MOVES = 120
+DELETED = object()
+
+
+class Crashed(BaseException):
+    """This simulated process is dead."""
+
+
+class LawBroken(AssertionError):
+    """One of the laws above does not hold."""
+
+
+def closed() -> threading.Lock:
+    """Return a gate that one `release` opens for one `acquire` (a Semaphore is Python code, and ten times slower)."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class World:
+    """The scheduler: one thread moves at a time, and the seed says which."""
+
+    def __init__(self, seed: int):
+        self.chance = random.Random(seed)
+        self.objects: dict[str, bytes] = {}
+        self.late: list[tuple[str, bytes, bool]] = []
+        """Puts whose client has given up and that may land at any time."""
+        self.acknowledged: dict[int, bytes] = {}
+        self.parent: dict[str, str] = {}
+        """Content after a step → content before it."""
+        self.gates: dict[str, threading.Lock] = {}
+        self.back = closed()
+        self.crashing: set[str] = set()
+        self.actors_ever = 0
+        self.faults = 0
+        self.error: BaseException | None = None
+        self.checked = (0, 0)
+        self.effects = 0
+
+    # --- seen from an actor -------------------------------------------------------------------------------------------
+
+    def pause(self, name: str) -> None:
+        """Let others move; returns when it is this actor's turn."""
+        self.back.release()
+        self.gates[name].acquire()
+        if name in self.crashing:
+            raise Crashed
+
+    # --- the scheduler ------------------------------------------------------------------------------------------------
+
+    def run(self, actor: Callable[[World, str], None]) -> None:
+        """Let actors start, move, crash; and at last one alone finish."""
+        threads: dict[str, threading.Thread] = {}
+
+        def start() -> None:
+            self.actors_ever += 1
+            name = f"actor {self.actors_ever}"
+            self.gates[name] = closed()
+
+            def body() -> None:
+                self.gates[name].acquire()
+                try:
+                    actor(self, name)
+                except Crashed:
+                    pass
+                except BaseException as error:
+                    self.error = self.error or error
+                finally:
+                    del self.gates[name]
+                    self.back.release()
+
+            threads[name] = threading.Thread(target=body, daemon=True)
+            threads[name].start()
+
+        def move(name: str) -> None:
+            self.gates[name].release()
+            self.back.acquire()
+            self.check()
+
+        start()
+        for _ in range(MOVES):
+            dice = self.chance.random()
+            if (dice < 0.02 and len(self.gates) < ACTORS) or not self.gates:
+                start()
+            if dice > 0.985:
+                self.crashing.add(self.chance.choice(sorted(self.gates)))
+            if self.late and dice < 0.5 and self.chance.random() < 0.2:
+                self.land(self.late.pop(self.chance.randrange(len(self.late))))
+                self.check()
+            move(self.chance.choice(sorted(self.gates)))
+            if self.error:
+                break
+        self.crashing |= set(self.gates)
+        while self.gates:
+            move(sorted(self.gates)[0])
+        if self.error:
+            raise self.error
+
+    def land(self, put: tuple[str, bytes, bool]) -> None:
+        """Let a late put take effect."""
+        name, body, if_absent = put
+        if not (if_absent and name in self.objects):
+            self.effects += 1
+            self.objects[name] = body
+
+    # --- the laws -----------------------------------------------------------------------------------------------------
+
+    def records(self) -> list[Record]:
+        return [parsed(self.objects[name]) for name in sorted(self.objects, reverse=True)
+                if name.startswith("log/")]
+
+    def check(self) -> None:
+        now = (len(self.acknowledged), self.effects)
+        if now == self.checked:
+            return
+        self.checked = now
+        try:
+            self._check()
+        except LawBroken as error:
+            self.error = self.error or error
+
+    def _check(self) -> None:
+        for sequence, body in self.acknowledged.items():
+            if self.objects.get(commit_log_module._name(sequence)) != body:
+                raise LawBroken(f"the acknowledged record {sequence} is lost")
+        records = {r.sequence: r for r in self.records()}
+        if not records:
+            return
+        tail = records[max(records)]
+        for sequence in tail.kept:
+            for part in named(self.objects[commit_log_module._name(sequence)]):
+                body = self.objects.get(part.name)
+                if body is None or hashlib.sha256(body).hexdigest() != part.sha256:
+                    raise LawBroken(f"{part.name} of the kept checkpoint {sequence} is not whole")
+        content = ""
+        step: dict[int, int] = {}
+        for sequence in sorted(records):
+            record = records[sequence]
+            if record.kind == "checkpoint":
+                mine = json.loads(record.body["header"])["values"]["$dict"][0][1]
+                before = mine
+                while before != content and before:
+                    before = self.parent[before]
+                if before != content:
+                    raise LawBroken(f"record {sequence} was not trained from the checkpoint before it")
+                if record.step <= step.get(record.lineage, -1):
+                    raise LawBroken(f"lineage {record.lineage} goes back to step {record.step}")
+                content, step[record.lineage] = mine, record.step
+
+
+@functools.lru_cache(10000)
+def parsed(body: bytes) -> Record:
+    return Record.from_bytes(body)
+
+
+@functools.lru_cache(10000)
+def named(body: bytes) -> list[checkpoint_module.Part]:
+    return parts_of(parsed(body))
+
+
+class SimulatedStore:
+    """The store as one actor sees it: other actors move before and after each effect, and answers are lost."""
+
+    where = "the simulated store"
+
+    def __init__(self, world: World, name: str):
+        self.world, self.name = world, name
+
+    def _effect(self, act: Callable[[], Any], put: tuple[str, bytes, bool] | None = None) -> Any:
+        world = self.world
+        world.pause(self.name)
+        dice = world.chance.random()
+        if put and dice < 0.03:
+            world.faults += 1
+            world.late.append(put)  # on its way when the client gives up
+            raise StoreUnavailable("timed out, as planned")
+        if dice < 0.06:
+            world.faults += 1
+            raise StoreUnavailable("reset, as planned")
+        result = act()
+        world.effects += put is not None or result is DELETED
+        if put and dice > 0.95:
+            world.faults += 1
+            world.pause(self.name)
+            raise StoreUnavailable("the answer was lost, as planned")
+        return result
+
+    def put(self, name: str, body: Any) -> None:
+        self._effect(lambda: self.world.objects.__setitem__(name, bytes(body)), (name, bytes(body), False))
+
+    def put_if_absent(self, name: str, body: Any) -> bool:
+        def put() -> bool:
+            if name in self.world.objects:
+                return False
+            self.world.objects[name] = bytes(body)
+            return True
+
+        if self.world.chance.random() < 0.05:  # tried again below us, after the first answer was lost
+            self._effect(put)
+        return bool(self._effect(put, (name, bytes(body), True)))
+
+    def get(self, name: str) -> bytes:
+        def get() -> bytes:
+            if name not in self.world.objects:
+                raise FileNotFoundError(name)
+            return self.world.objects[name]
+
+        return bytes(self._effect(get))
+
+    def list(self, prefix: str, limit: int | None = None) -> list[str]:
+        return list(self._effect(lambda: sorted(n for n in self.world.objects if n.startswith(prefix + "/"))[:limit]))
+
+    def delete(self, names: Any) -> None:
+        for name in names:
+            self._effect(lambda: self.world.objects.pop(name, None) and DELETED)  # noqa: B023 (called at once)
+
+
+class State:
+    """What an attempt trains: its content says which history made it."""
+
+    def __init__(self, content: str, step: int, lineage: int):
+        self.content, self.committed, self.lineage = content, step, lineage
+
+    def packed(self) -> Any:
+        tensors = [torch.tensor([self.committed // 3, 7], dtype=torch.int32),  # a part that seldom changes
+                   torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]), dtype=torch.uint8)]
+        return pack({"content": self.content, "tensors": tensors})
+
+
+def attempt(world: World, name: str) -> None:
+    """One attempt: takes the log over, restores, trains, publishes; now and then a peer becomes its publisher."""
+    store = SimulatedStore(world, name)
+    told: list[str] = []
+    plan = Plan(every=Cadence(steps=1), keep_last=1 + world.chance.randrange(2), part_bytes=8)
+
+    def worker() -> Checkpoints:
+        return Checkpoints(store, lambda event, **facts: told.append(event), plan)  # type: ignore[arg-type]
+
+    me = worker()
+    while True:
+        try:
+            takeover = me.log.begin_lineage()
+            newest = max(takeover.kept, default=None)
+            record = me.log.read(newest) if newest else None
+            break
+        except StoreUnavailable:
+            continue
+    state = State("", 0, takeover.lineage)
+    if record:
+        state = State(json.loads(record.body["header"])["values"]["$dict"][0][1], record.step, takeover.lineage)
+        me._last_parts = {part.index: part for part in parts_of(record)}
+    first_actor_alone = world.actors_ever == 1
+    for _ in range(6):
+        world.pause(name)
+        if world.chance.random() < 0.15:
+            me, before = worker(), me  # another rank 0 of the same attempt; the old one may still be at it
+            me._last_parts = before._last_parts if world.chance.random() < 0.5 else {}
+        before_step = state.content
+        state.committed += 1
+        state.content = f"{name}/{state.committed}/{state.lineage}"
+        world.parent[state.content] = before_step
+        reuse = me.wish() == 2
+        share = begin(me, state, reuse)
+        if share is None:
+            continue
+        upload(me, share, state, reuse)
+        if share.error:
+            me.drop()
+            continue
+        texts = [me.parts_up()]
+        parts = [checkpoint_module.Part(**entry) for entry in json.loads(texts[0])]
+        me._last_parts, me.share = {part.index: part for part in parts}, None
+        me._publish(share, sorted(parts, key=lambda part: part.index), state.lineage)
+        last = me.log.last
+        if last and last.kind == "checkpoint" and last.step == state.committed and told[-1:] != ["state.checkpoint_failed"]:
+            world.acknowledged[last.sequence] = last.to_bytes()
+        if me.fenced:
+            if first_actor_alone and world.actors_ever == 1:
+                raise LawBroken("fenced although nobody else was there")
+            return
+
+
+def begin(me: Checkpoints, state: State, reuse: bool) -> Any:
+    """Take the snapshot without a thread."""
+    packed = state.packed()
+    share = checkpoint_module.Share(step=state.committed, header=packed.header, total=packed.payload_bytes, count=2,
+                                    pieces={}, started=0.0, done=[])
+    data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
+    share.pieces = {0: data[:8], 1: data[8:16]}
+    me.share = share
+    return share
+
+
+def upload(me: Checkpoints, share: Any, state: State, reuse: bool) -> None:
+    """Upload in this thread, with the same code."""
+    import queue
+
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in share.pieces:
+        waiting.put(index)
+    me._upload(share, waiting, state.lineage, me._last_parts if reuse else {})
+
+
+def outcome(seeds: range) -> tuple[int, int, int]:
+    """Return (checkpoints that were acknowledged, takeovers, faults) over all seeds. Raises LawBroken."""
+    acknowledged = takeovers = faults = 0
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run(attempt)
+        except LawBroken as error:
+            raise LawBroken(f"seed {seed}: {error}") from error
+        acknowledged += len(world.acknowledged)
+        takeovers += sum(r.kind == "takeover" for r in world.records())
+        faults += world.faults
+    return acknowledged, takeovers, faults
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No niceness for threads of the test."""
+    monkeypatch.setattr(checkpoint_module, "_yield_to_training", lambda: None)
+
+
+def test_the_laws_hold_in_every_interleaving() -> None:
+    """And the interleavings are worth something: attempts take over, faults strike, checkpoints are acknowledged."""
+    acknowledged, takeovers, faults = outcome(range(SEEDS))
+    assert acknowledged > SEEDS and takeovers > 2 * SEEDS and faults > SEEDS
+
+
+@contextmanager
+def unconditional(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put records whether or not one stands there."""
+    def put_if_absent(self: SimulatedStore, name: str, body: Any) -> bool:
+        self.put(name, body)
+        return True
+
+    patch.setattr(SimulatedStore, "put_if_absent", put_if_absent)
+    yield
+
+
+@contextmanager
+def without_reading_back(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take a refusal for a stranger's record, without a look."""
+    def _put(self: CommitLog, mine: Record) -> bool:
+        won = self.store.put_if_absent(commit_log_module._name(mine.sequence), mine.to_bytes())
+        if won:
+            self.last = mine
+        return won
+
+    def _settled(self: CommitLog, sequence: int) -> Record:
+        return Record(sequence=sequence, kind="unknown", lineage=-1, step=-1, writer="a stranger")
+
+    patch.setattr(CommitLog, "_put", _put)
+    patch.setattr(CommitLog, "_settled", _settled)
+    yield
+
+
+@contextmanager
+def refreshed_by_zombies(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read oneself up to date before each record, as if one were not fenced."""
+    kept = CommitLog.append
+
+    def append(self: CommitLog, make: Any) -> Record:
+        assert self.last
+        try:
+            self.last = replace(self.tail(), lineage=self.last.lineage)
+        except (StoreUnavailable, Damaged, FileNotFoundError):
+            pass
+        return kept(self, make)
+
+    patch.setattr(CommitLog, "append", append)
+    yield
+
+
+@contextmanager
+def record_before_parts(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Count a part as up although its put has failed."""
+    kept = SimulatedStore.put
+
+    def put(self: SimulatedStore, name: str, body: Any) -> None:
+        try:
+            kept(self, name, body)
+        except StoreUnavailable:
+            pass
+
+    patch.setattr(SimulatedStore, "put", put)
+    yield
+
+
+@contextmanager
+def eager_collection(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Delete all that is not kept, however young."""
+    kept = checkpoint_module.collect_rubbish
+
+    def collect_rubbish(store: Any, newest: Record, names_of: Any) -> list[str]:
+        return kept(store, replace(newest, lineage=10**9), names_of)
+
+    patch.setattr(checkpoint_module, "collect_rubbish", collect_rubbish)
+    yield
+
+
+@contextmanager
+def remembered_names(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remember the names of a record that was sent, before it is known to stand (the first version did)."""
+    kept = Checkpoints._next_record
+
+    def _next_record(self: Checkpoints, last: Record, share: Any, parts: Any) -> Record | None:
+        record = kept(self, last, share, parts)
+        self._names[last.sequence + 1] = frozenset(part.name for part in parts)
+        return record
+
+    patch.setattr(Checkpoints, "_next_record", _next_record)
+    yield
+
+
+@pytest.mark.parametrize("broken", [unconditional, without_reading_back, refreshed_by_zombies, record_before_parts,
+                                    eager_collection, remembered_names])
+def test_the_test_sees_it_when_the_protocol_is_broken(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the protocol's rules is needed, and its lack is seen."""
+    with broken(monkeypatch), pytest.raises((LawBroken, Fenced)):
+        outcome(range(SEEDS))
