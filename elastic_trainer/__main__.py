@@ -3,6 +3,7 @@
     elastic-trainer run demo [--example gpt|digits] [--steps N] [--workers N] …
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer verify|watch|report runs/NAME
+    elastic-trainer checkpoints ls|show|verify|prune|export URL
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -14,12 +15,14 @@ import os
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("gpt", "digits")
+LOCAL_S3 = "s3://elastic-trainer/checkpoints"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +35,15 @@ def main(argv: list[str] | None = None) -> int:
     for name, what in (("verify", "prove from the events that nothing was lost or repeated"),
                        ("watch", "show the progress of a run"), ("report", "show the summary of a run")):
         commands.add_parser(name, help=what).add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+    for_checkpoints = commands.add_parser("checkpoints", help="list, show, verify, prune or export checkpoints")
     try:
         if argv[:1] == ["run"]:
             return run(argv[1:])
+        if argv[:1] == ["checkpoints"]:
+            from elastic_trainer import checkpoints  # here: it imports torch
+
+            checkpoints.add_commands(for_checkpoints)
+            return checkpoints.run(parser.parse_args(argv))
         chosen = parser.parse_args(argv)
         if not chosen.run_dir.is_dir():
             raise ConfigError(f"there is no folder {chosen.run_dir}. Name a run's folder, e.g. runs/NAME.")
@@ -46,10 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Train to the end, in as many attempts as it takes; returns the exit code."""
-    from elastic_trainer.attempts import supervise
-    from elastic_trainer.events import read_events
-    from elastic_trainer.report import print_summary, summarize
-    from elastic_trainer.watch import Watch
+    from elastic_trainer.local_s3 import local_s3
 
     ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
@@ -65,6 +71,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--example", choices=EXAMPLES, default="gpt", help="demo: what to train (%(default)s)")
     parser.add_argument("--steps", type=int, help="demo: how many steps")
     parser.add_argument("--seed", type=int, help="demo: the seed")
+    parser.add_argument("--store", metavar="URL", default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
+                        help="where checkpoints go: a folder, s3://bucket/prefix, or s3 for a server of its own on this "
+                             "machine (the run's folder)")
     options, horovodrun_options = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
     is_demo = not command
     if is_demo and horovodrun_options:
@@ -84,8 +93,23 @@ def run(argv: list[str]) -> int:
         if not any(o in ("-np", "--num-proc") for o in horovodrun_options):
             horovodrun_options += ["-np", str(options.workers), "--min-np", str(options.min_workers)]
     os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
+    os.environ["ELASTIC_TRAINER_STORE"] = store_of_run(options.store, name)
 
-    started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce}
+    with local_s3(run_dir) if options.store == "s3" else nullcontext():
+        _prove(os.environ["ELASTIC_TRAINER_STORE"])
+        return _train(run_dir, horovodrun_options, command, options, is_demo)
+
+
+def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], options: argparse.Namespace,
+           is_demo: bool) -> int:
+    from elastic_trainer.attempts import supervise
+    from elastic_trainer.events import read_events
+    from elastic_trainer.report import print_summary, summarize
+    from elastic_trainer.watch import Watch
+
+    name = run_dir.name
+    started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce,
+               "store": os.environ["ELASTIC_TRAINER_STORE"].partition("?")[0]}
     print(f"run {name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it with --run {name}", flush=True)
     watch = Watch(run_dir)
     log_path = run_dir / "output.log"
@@ -105,6 +129,26 @@ def run(argv: list[str]) -> int:
         print(*last_words(log_path), sep="\n")
     print("weights", result["weights_sha256"])
     return exit_code
+
+
+def store_of_run(store: str, run: str) -> str:
+    """Return the URL under which one run keeps its checkpoints; "" is the run's own folder."""
+    if store == "s3":
+        store = LOCAL_S3
+    where, mark, settings = store.partition("?")
+    return f"{where.rstrip('/')}/{run}{mark}{settings}" if store else ""
+
+
+def _prove(store: str) -> None:
+    """Find out now, before anything is started, whether the store can be used. Raises ConfigError."""
+    if "://" not in store:
+        return  # the first worker proves a folder, in a millisecond
+    from state.store import StoreUnavailable, open_store, prove_put_if_absent
+
+    try:
+        prove_put_if_absent(open_store(store))
+    except StoreUnavailable as error:
+        raise ConfigError(str(error)) from error
 
 
 def last_words(log_path: Path, most: int = 3) -> list[str]:

@@ -41,7 +41,7 @@ from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.world import Control, PeersLost, World, WorldChanged
 from state.cadence import Cadence
-from state.checkpoint import Checkpoints, Plan
+from state.checkpoint import PART_BYTES, Checkpoints, Plan
 from state.elastic_state import ElasticState
 from state.layout import byte_view
 from state.store import StoreRefused, StoreUnavailable, open_store
@@ -91,7 +91,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
           collate: Callable[[list[Any]], Any] = default_collate,
           extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
-          checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
+          checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0, part_bytes: int = PART_BYTES,
           reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
           run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
           listeners: list[Callable[[str, dict[str, Any]], None]] | None = None) -> Result:
@@ -105,6 +105,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
     the time. The last `keep_last` checkpoints stay, and the first at or after each multiple of `keep_every` steps.
+    Objects in the store have `part_bytes` bytes, whatever the world's size (at most 64 MiB).
     `store` is a folder or s3://bucket/prefix; None takes the launcher's (--store). `reduce` is "exact" (the same bits
     for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
@@ -131,7 +132,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if cpu_threads < 1:
         raise ConfigError(f"cpu_threads is {cpu_threads}. Use 1 or more.")
     try:
-        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last, keep_every=keep_every)
+        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last, keep_every=keep_every,
+                    part_bytes=part_bytes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     lacking = [name for name, extra in (extras or {}).items()

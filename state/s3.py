@@ -39,6 +39,7 @@ from state.store import StoreRefused, StoreUnavailable, checked
 
 PUT_BYTES = 64 << 20
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
+READ_TIMEOUT_S = 30.0
 PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",
                   "ExpectedBucketOwner")
 """Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
@@ -78,7 +79,7 @@ class S3Store:
         self._lock = threading.Lock()
         try:
             self._client = boto3.client("s3", config=Config(
-                retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=30, max_pool_connections=16,
+                retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S, max_pool_connections=16,
                 tcp_keepalive=True, request_checksum_calculation="when_required",
                 response_checksum_validation="when_required"))  # older servers break on the new checksums
         except (BotoCoreError, ValueError) as error:

@@ -37,6 +37,7 @@ class Cluster:
                  options: Sequence[str] = (), command: Sequence[str] | None = None):
         self.folder, self.run_dir = folder, folder / "runs" / "run"
         self.plan = plan or Plan()
+        folder.mkdir(parents=True, exist_ok=True)
         self.hosts_file = folder / "hosts"
         self.all_hosts = [f"127.0.0.{number}" for number in range(1, hosts + 1)]
         start_with = start_with or hosts
@@ -91,6 +92,18 @@ class Cluster:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return next(int(pid) for pid in children
                     if b"elastic_trainer.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def kill_everyone(self) -> None:
+        """SIGKILL the supervisor, the driver and all workers, and wait until they are gone."""
+        workers, driver = self.live_pids(), self.driver_pid()
+        assert self.process
+        for pid in (self.process.pid, driver, *workers.values()):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + DEADLINE_S
+        while any(is_worker(pid, name) for name, pid in workers.items()):
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(POLL_S)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Wait for the end of the run; returns the exit code."""

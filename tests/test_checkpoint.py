@@ -41,7 +41,8 @@ class Events(list[tuple[str, dict[str, Any]]]):
 class Fleet:
     """Workers that hold the same state and one store."""
 
-    def __init__(self, root: Path, size: int = 1, plan: Plan = SMALL, store: Callable[[Path], Any] = FolderStore, **how: Any):
+    def __init__(self, root: Path, size: int = 1, plan: Plan = SMALL, store: Callable[[Path], Any] = FolderStore,
+                 **how: Any):
         self.size, self.events = size, Events()
         self.stores = [store(root) for _ in range(size)]
         self.workers = [Checkpoints(s, self.events.emit, plan) for s in self.stores]

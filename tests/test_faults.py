@@ -16,8 +16,6 @@ import pytest
 from cluster import Cluster
 from faults import Plan
 
-from elastic_trainer.attempts import is_worker
-
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
 SLOW = ("--steps", "120", "--step-s", "0.05")
@@ -268,12 +266,7 @@ def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_o
     """All workers, the driver and the supervisor die at once; the same command goes on from the checkpoint."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
-        workers, driver = cluster.live_pids(), cluster.driver_pid()
-        assert cluster.process
-        for pid in (cluster.process.pid, driver, *workers.values()):
-            os.kill(pid, signal.SIGKILL)
-        cluster.process.wait()
-        assert not any(is_worker(pid, name) for name, pid in workers.items())
+        cluster.kill_everyone()
         cluster.start()
         assert cluster.wait() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)

@@ -28,6 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least")
 parser.add_argument("--checkpoint-every", type=int, default=20)
+parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
 options = parser.parse_args()
 
@@ -60,7 +61,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 result = train(model, optimizer, Samples(), global_batch=64, shards=8, epochs=1000, seed=3, max_steps=options.steps,
                loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
                schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,
-               checkpoint_every=options.checkpoint_every, reduce=options.reduce,
+               checkpoint_every=options.checkpoint_every, part_bytes=options.part_bytes, reduce=options.reduce,
                listeners=[injector] if injector else None)
 print("loss", result.loss)
 print("weights", result.weights_sha256)

@@ -1,0 +1,147 @@
+"""The command `elastic-trainer checkpoints`: look at a run's checkpoints, prove them, take them out, tidy up.
+
+    elastic-trainer checkpoints ls|show|verify|prune|export URL
+
+URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. Nothing here disturbs a run that is being trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.config import ConfigError
+from state.checkpoint import collect_rubbish, parts_of, read_part
+from state.commit_log import CommitLog, Damaged, Record
+from state.layout import LayoutError, decode
+from state.store import Store, StoreUnavailable, open_store
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Declare the sub-commands and their options."""
+    commands = parser.add_subparsers(dest="action", required=True)
+    for name, what in (("ls", "list the checkpoints that can be restored"), ("show", "show what one is made of, as JSON"),
+                       ("verify", "read all of them and prove that every byte is whole"),
+                       ("prune", "delete what no checkpoint needs"),
+                       ("export", "write one as a safetensors file: parameters and buffers by name")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("url", help="runs/NAME/checkpoints or s3://bucket/prefix/NAME")
+        if name in ("show", "export"):
+            command.add_argument("--step", type=int, help="which one (the newest)")
+        if name == "export":
+            command.add_argument("output", help="a file, or any URL that fsspec can write, e.g. s3://bucket/model.safetensors")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one sub-command; returns the exit code."""
+    try:
+        store = open_store(options.url)
+        log = CommitLog(store)
+        tail = log.tail()
+        if not tail.kept:
+            raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
+        match options.action:
+            case "ls":
+                return _ls(log, tail)
+            case "show":
+                return _show(_chosen(log, tail, options.step))
+            case "verify":
+                return _verify(store, log, tail)
+            case "prune":
+                return _prune(store, log, tail)
+            case _:
+                return _export(store, _chosen(log, tail, options.step), options.output)
+    except (StoreUnavailable, Damaged, LayoutError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
+    of_step = {kept: sequence for sequence, kept in tail.kept.items()}
+    wanted = tail.kept[max(tail.kept)] if step is None else step
+    if wanted not in of_step:
+        raise ConfigError(f"there is no checkpoint of step {wanted}. Use --step with one of {sorted(of_step)}.")
+    return log.read(of_step[wanted])
+
+
+def _ls(log: CommitLog, tail: Record) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "written (UTC)", "bytes", "parts", "attempt's lineage", "record")
+    for sequence in sorted(tail.kept):
+        try:
+            record = log.read(sequence)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.body["time"]))
+            facts = [written, f"{record.body['bytes']:,}", len(record.body["parts"]), record.lineage]
+        except (Damaged, FileNotFoundError) as error:
+            facts = ["damaged", "", "", str(error)]
+        table.add_row(str(tail.kept[sequence]), *map(str, facts), str(sequence))
+    Console().print(table)
+    return 0
+
+
+def _show(record: Record) -> int:
+    header = json.loads(record.body["header"])
+    facts: dict[str, Any] = {"step": record.step, "record": record.sequence, "lineage": record.lineage,
+                             "kept": sorted(record.kept.values()),
+                             **{k: v for k, v in record.body.items() if k not in ("header", "parts")},
+                             "tensors": header["tensors"], "parts": record.body["parts"]}
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+def _verify(store: Store, log: CommitLog, tail: Record) -> int:
+    bad = 0
+    for sequence in sorted(tail.kept):
+        try:
+            record = log.read(sequence)
+            _payload(store, record)
+            print(f"whole: step {record.step}, {record.body['bytes']} bytes in {len(record.body['parts'])} parts")
+        except (Damaged, LayoutError, FileNotFoundError) as error:
+            bad += 1
+            print(f"DAMAGED: step {tail.kept[sequence]}: {error}")
+    return 1 if bad else 0
+
+
+def _prune(store: Store, log: CommitLog, tail: Record) -> int:
+    def names_of(sequence: int) -> frozenset[str] | None:
+        try:
+            return frozenset(part.name for part in parts_of(log.read(sequence)))
+        except (Damaged, FileNotFoundError):
+            return None
+
+    removed = collect_rubbish(store, tail, names_of)
+    print(f"deleted {len(removed)} parts that no checkpoint needs")
+    return 0
+
+
+def _export(store: Store, record: Record, output: str) -> int:
+    import fsspec
+    from safetensors.torch import save_file
+
+    values = decode(str(record.body["header"]).encode(), _payload(store, record))
+    tensors = {**values["parameters"], **values["buffers"]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"})
+        with fsspec.open(output, "wb") as target, open(path, "rb") as source:
+            while piece := source.read(16 << 20):
+                target.write(piece)
+    print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
+    return 0
+
+
+def _payload(store: Store, record: Record) -> Any:
+    """Read and verify all parts of a checkpoint. Raises LayoutError."""
+    import torch
+
+    parts = parts_of(record)
+    payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
+    for part in parts:
+        start = part.index * int(record.body["part_bytes"])
+        read_part(store, part, payload[start : start + part.bytes])
+    return payload

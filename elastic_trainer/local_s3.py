@@ -1,0 +1,86 @@
+"""An S3 server on this machine, for a laptop: `./horovodrun_elastic.sh demo --store s3`.
+
+ministack (PyPI) in a virtual environment of its own, on a loopback port, with its data beside the run. Its own, since it
+pins a botocore that s3fs does not work with. It is for trying the S3 path, not for keeping anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_trainer.config import ConfigError
+
+VERSION = "1.5.33"
+BUCKET = "elastic-trainer"
+START_S = 30.0
+
+
+@contextmanager
+def local_s3(run_dir: Path) -> Iterator[None]:
+    """Run the server, with its bucket, for as long as the block; AWS's variables of this process point to it."""
+    data = run_dir.parent / ".s3"
+    data.mkdir(parents=True, exist_ok=True)
+    program = installed()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(data / "server.log", "ab") as log:
+        server = subprocess.Popen([program], stdout=log, stderr=log, cwd=data, start_new_session=True, env=os.environ | {
+            "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "S3_PERSIST": "1", "S3_DATA_DIR": str(data)})
+    try:
+        os.environ.update(AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{port}", AWS_REGION="us-east-1", AWS_ACCESS_KEY_ID="test",
+                          AWS_SECRET_ACCESS_KEY=secrets.token_hex(8), AWS_EC2_METADATA_DISABLED="true")
+        _make_bucket(server, data)
+        yield
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def installed() -> str:
+    """Return the server's program, installed on the first call. Raises ConfigError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-trainer"
+    python = hashlib.sha256(sys.version.encode()).hexdigest()[:8]
+    home = cache / f"ministack-{VERSION}-{python}"
+    program = home / "bin" / "ministack"
+    if not (home / "complete").exists():
+        print(f"installing ministack {VERSION} (an S3 server for this machine) into {home}", flush=True)
+        try:
+            venv.create(home, with_pip=True, clear=True)
+            subprocess.run([home / "bin" / "pip", "install", "--quiet", f"ministack=={VERSION}"], check=True,
+                           capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(f"ministack {VERSION} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
+                              f"--store with a folder or a bucket of yours.") from error
+        (home / "complete").touch()
+    return str(program)
+
+
+def _make_bucket(server: subprocess.Popen[bytes], data: Path) -> None:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = boto3.client("s3", config=Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5))
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            client.create_bucket(Bucket=BUCKET)
+            return
+        except (BotoCoreError, ClientError) as error:
+            if isinstance(error, ClientError) and "BucketAlready" in str(error):
+                return
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise ConfigError(f"the S3 server on this machine did not start; its log is {data}/server.log. Use --store "
+                                  f"with a folder or a bucket of yours.") from error
+            time.sleep(0.05)

@@ -1,0 +1,257 @@
+"""Checkpoints over HTTP on real S3 servers, with a proxy that plays the network's and the servers' faults."""
+
+from __future__ import annotations
+
+import datetime
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import botocore.auth
+import pytest
+import s3_servers
+from faulty_proxy import STATUS, FaultyProxy
+from test_checkpoint import SMALL, Fleet
+
+from state import s3
+from state.checkpoint import PARTS
+from state.commit_log import CommitLog, Fenced, Record
+from state.s3 import S3Store
+from state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
+
+SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real S3 server with a bucket."""
+    try:
+        with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as endpoint:
+            yield endpoint
+    except s3_servers.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy before it, to which AWS's variables point; time-outs are short."""
+    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 1.0)
+    with FaultyProxy(endpoint) as proxy:
+        for name, value in s3_servers.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+@pytest.fixture
+def url(proxy: FaultyProxy, request: pytest.FixtureRequest) -> str:
+    """A place in the bucket for this test alone."""
+    return f"s3://{s3_servers.BUCKET}/tests/{abs(hash(request.node.name))}-{time.monotonic_ns()}"
+
+
+def fleet(url: str, size: int = 2, **how: Any) -> Fleet:
+    return Fleet(Path("unused"), size, SMALL, store=lambda root: open_store(url), **how)
+
+
+def test_any_world_restores_what_any_world_has_written(url: str) -> None:
+    """Three write, two read, one reads; and the store is proved first."""
+    writers = fleet(url, 3)
+    assert writers.restore() == [None] * 3
+    for _ in range(4):
+        writers.train()
+        writers.checkpoint()
+    assert fleet(url, 2, steps=0).restore() == [7, 7]
+    assert fleet(url, 1, steps=0).restore() == [7]
+    store = open_store(url)
+    assert len({name.split("/")[1] for name in store.list(PARTS)}) <= 4
+    assert store.list("log", limit=1) == store.list("log")[:1]
+
+
+def test_one_wins_when_many_put_the_same_name(url: str) -> None:
+    """Put if absent: one of 16 racing creators, and its bytes are whole."""
+    store, won = S3Store(url), []
+
+    def put(number: int) -> None:
+        if store.put_if_absent("log/1.json", bytes([number]) * 1000):
+            won.append(number)
+
+    threads = [threading.Thread(target=put, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.get("log/1.json") == bytes(won) * 1000
+    prove_put_if_absent(store)
+
+
+WRITING = [(kind, "PUT", where) for kind in ("reset", "timeout", "lose_answer", "slow_down", "internal")
+           for where in ("/parts/", "/log/")]
+READING = [*((kind, "GET", "/parts/") for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal")),
+           ("truncate", "GET", "/log/"), ("slow", "GET", "list-type"), ("internal", "GET", "list-type"),
+           ("rubbish", "GET", "list-type"), ("reset", "GET", "list-type")]
+
+
+@pytest.mark.parametrize(("kind", "method", "where"), WRITING)
+def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, url: str, kind: str, method: str,
+                                                           where: str) -> None:
+    """The world's faults are tried again within bounds, and a lost answer is settled by the record's nonce."""
+    writers = fleet(url)
+    writers.restore()
+    fault = proxy.fault(kind, method=method, contains=where, times=2)
+    writers.checkpoint()
+    assert fault.fired == 2
+    assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [3]
+    assert writers.workers[0].fenced is None
+    assert fleet(url, 1, steps=0).restore() == [3]
+
+
+@pytest.mark.parametrize(("kind", "method", "where"), READING)
+def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, kind: str, method: str, where: str) -> None:
+    """Truncated, wrong or refused answers are asked for again; the newest checkpoint is the one that comes back."""
+    writers = fleet(url)
+    writers.restore()
+    for _ in range(2):
+        writers.train()
+        writers.checkpoint()
+    fault = proxy.fault(kind, method=method, contains=where, times=2)
+    assert fleet(url, 2, steps=0).restore() == [5, 5]
+    assert fault.fired >= 1
+
+
+@pytest.mark.parametrize("kind", ["forbidden", "no_bucket", "slow_down", "skewed"])
+def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str, kind: str,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission lost, bucket gone, throttled for good: said, with the reason; the next checkpoint stands."""
+    monkeypatch.setattr(s3, "ATTEMPTS", 3)
+    writers = fleet(url)
+    writers.restore()
+    proxy.fault(kind, method="PUT", times=10**6)
+    writers.checkpoint()
+    failed, *_ = writers.events.facts("state.checkpoint_failed")
+    assert STATUS[kind][1] in failed["error"]
+    proxy.clear()
+    writers.train()
+    writers.checkpoint()
+    assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [4]
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [("forbidden", "Allow s3:GetObject"), ("no_bucket", "Create the bucket"),
+                                              ("skewed", "clock")])
+def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: FaultyProxy, url: str, kind: str,
+                                                                    remedy: str) -> None:
+    """With the remedy, and without trying again what no try will mend."""
+    fault = proxy.fault(kind, times=10**6)
+    with pytest.raises(StoreRefused, match=remedy):
+        prove_put_if_absent(open_store(url))
+    assert fault.fired == 1
+
+
+def test_an_endpoint_is_refused_when_it_ignores_the_condition(proxy: FaultyProxy, url: str) -> None:
+    """As rclone's and s3rver's do; the proxy takes the condition off (a signature that is checked forbids that)."""
+    proxy.fault("unconditional", method="PUT", times=10**6)
+    with pytest.raises(StoreRefused, match=r"rclone|credentials"):
+        prove_put_if_absent(open_store(url))
+
+
+def test_settings_of_the_url_reach_the_server(proxy: FaultyProxy, url: str) -> None:
+    """Storage class and ACL go along with each PUT; anything else is refused."""
+    store = S3Store(url + "?ACL=private&StorageClass=STANDARD")
+    store.put("parts/a", b"x")
+    (headers,) = [headers for method, path, headers in proxy.seen if method == "PUT"]
+    assert headers["x-amz-acl"] == "private"
+    assert headers["x-amz-storage-class"] == "STANDARD"
+    with pytest.raises(StoreRefused, match="ServerSideEncryption"):
+        S3Store(url + "?Body=x")
+
+
+def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch,
+                                              request: pytest.FixtureRequest) -> None:
+    """A server that checks signatures refuses them; nothing of ours depends on a clock."""
+    if "ministack" in request.node.name:
+        pytest.skip("ministack does not check signatures here")
+    off = datetime.timedelta(minutes=20)
+    now = botocore.auth.get_current_datetime
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *a, **k: now(*a, **k) + off)
+    with pytest.raises(StoreRefused, match="clock"):
+        prove_put_if_absent(S3Store(url))
+
+
+def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor whose clock is a day behind takes over, publishes and is restored from."""
+    first = fleet(url)
+    first.restore()
+    first.checkpoint()
+    clock = time.time
+    monkeypatch.setattr("state.checkpoint.time.time", lambda: clock() - 86400)
+    second = fleet(url, 1, steps=0)
+    assert second.restore() == [3]
+    second.train()
+    second.checkpoint()
+    assert fleet(url, 1, steps=0).restore() == [4]
+
+
+def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str) -> None:
+    """Six incarnations take over at random while answers are lost; what was acknowledged stands, in one lineage."""
+    chance, lock = random.Random(7), threading.Lock()
+    acknowledged: dict[int, Record] = {}
+    fenced = 0
+    proxy.on_request = lambda method, path: "lose_answer" if chance.random() < 0.15 else None
+    ends = time.monotonic() + 6.0
+
+    def incarnation(number: int) -> None:
+        nonlocal fenced
+        own = random.Random(number)
+        while time.monotonic() < ends:
+            log = CommitLog(open_store(url))
+            try:
+                step = log.begin_lineage().sequence * 1000
+                while time.monotonic() < ends:
+                    step += 1
+                    kept = {step: step}
+                    record = log.append(lambda last: Record(last.sequence, "checkpoint", last.lineage, step, kept))  # noqa: B023
+                    with lock:
+                        acknowledged[record.sequence] = record
+                    threading.Event().wait(own.random() * 0.2)
+                    if own.random() < 0.1:
+                        break
+            except Fenced:
+                with lock:
+                    fenced += 1
+            except StoreUnavailable:
+                continue
+
+    threads = [threading.Thread(target=incarnation, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proxy.on_request = lambda method, path: None
+    log = CommitLog(open_store(url))
+    records = [log.read(sequence) for sequence in range(1, log.newest() + 1)]
+    assert fenced > 3 and len(acknowledged) > 20
+    for sequence, record in acknowledged.items():
+        assert records[sequence - 1].nonce == record.nonce
+    for before, record in zip(records, records[1:], strict=False):
+        assert record.kind == "takeover" or (record.writer, record.lineage) == (before.writer, before.lineage)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
+def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Before any request is made."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    store = S3Store("s3://bucket/prefix")
+    act: Callable[[str], Any]
+    for act in (store.get, lambda n: store.put(n, b""), lambda n: store.delete([n])):
+        with pytest.raises(ValueError, match="no name"):
+            act(name)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://bucket/x", "s3://bucket/x?Nonsense=1"])
+def test_refuses_a_url_when_it_names_no_store(url: str) -> None:
+    """With the form that works."""
+    with pytest.raises(StoreRefused, match="s3://bucket/prefix"):
+        open_store(url)

@@ -1,0 +1,160 @@
+"""Real runs whose checkpoints go to a real S3 server, and workers that die at every point of a checkpoint's life.
+
+A proxy sees each request before it is forwarded: there it kills who sent it (a worker is known by the host it runs on).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import s3_servers
+from cluster import Cluster
+from faulty_proxy import FaultyProxy
+
+from elastic_trainer.attempts import is_worker
+
+Twin = Callable[..., str]
+JOB = ("--steps", "60", "--part-bytes", "65536", "--step-s", "0.02")
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Ceph's gateway if it can be had, else ministack."""
+    for server in (s3_servers.ceph, s3_servers.ministack):
+        try:
+            with server(tmp_path_factory.mktemp("s3")) as endpoint:
+                yield endpoint
+                return
+        except s3_servers.Unavailable as error:
+            why = str(error)
+    pytest.skip(why)
+
+
+@pytest.fixture
+def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy, to which AWS's variables point."""
+    with FaultyProxy(endpoint) as proxy:
+        for name, value in s3_servers.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+def store(tmp_path: Path) -> list[str]:
+    return ["--store", f"s3://{s3_servers.BUCKET}/{tmp_path.name}-{os.getpid()}"]
+
+
+class Killer:
+    """Kills one worker (or everybody) when the n-th matching request comes by; `then` says what becomes of that."""
+
+    def __init__(self, cluster: Cluster, proxy: FaultyProxy, *, contains: str, nth: int, victim: str, then: str | None):
+        self.cluster, self.contains, self.nth, self.victim, self.then = cluster, contains, nth, victim, then
+        self.seen, self.lock, self.fired = 0, threading.Lock(), threading.Event()
+        proxy.on_request = self
+
+    def __call__(self, method: str, path: str) -> str | None:
+        if method != "PUT" or self.contains not in path:
+            return None
+        with self.lock:
+            self.seen += 1
+            if self.seen != self.nth:
+                return None
+            if self.victim == "everyone":
+                threading.Thread(target=self._everyone).start()
+            else:
+                self._one()
+        return self.then
+
+    def _one(self) -> None:
+        formed = self.cluster.events("driver.generation_formed")[-1]["workers"]
+        name = formed[0 if self.victim == "rank 0" else -1]
+        pid = self.cluster.live_pids()[name]
+        assert is_worker(pid, name)
+        os.kill(pid, signal.SIGKILL)
+        self.fired.set()
+
+    def _everyone(self) -> None:
+        self.cluster.kill_everyone()
+        self.fired.set()
+
+
+# The first record of a run is the attempt's takeover, so the third one is the second checkpoint's.
+POINTS = {
+    "a writer between its parts": ("/parts/", 20, "last rank", None),
+    "a part of a dead writer lands": ("/parts/", 20, "rank 0", "lose_answer"),
+    "rank 0 before the record": ("/log/", 3, "rank 0", "drop"),
+    "rank 0 when the record stands": ("/log/", 3, "rank 0", "lose_answer"),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path, twin_of: Twin,
+                                                        point: str) -> None:
+    """No step is lost, and a later checkpoint stands, published by whoever is rank 0 then."""
+    contains, nth, victim, then = POINTS[point]
+    with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
+        killer = Killer(cluster, proxy, contains=contains, nth=nth, victim=victim, then=then)
+        assert cluster.wait() == 0
+        assert killer.fired.is_set(), cluster.story()
+        result = cluster.assert_nothing_lost(twin_of(*JOB), victims=1)
+        assert cluster.events("state.checkpoint_published")[-1]["step"] == 60, cluster.story()
+    assert result["attempts"] == 1
+    assert result["steps_redone"] <= 1
+
+
+@pytest.mark.parametrize("then", ["drop", "lose_answer"])
+def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path,
+                                                                              twin_of: Twin, then: str) -> None:
+    """Everybody and the driver are killed during the put of the second record: it stands or not, and is used or not."""
+    with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
+        killer = Killer(cluster, proxy, contains="/log/", nth=3, victim="everyone", then=then)
+        assert killer.fired.wait(120), cluster.story()
+        cluster.start()
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*JOB), victims=0)
+        (restored,) = cluster.events("state.checkpoint_restored")
+    assert restored["step"] >= (20 if then == "drop" else 40)
+    assert result["attempts"] == 2
+
+
+def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path, twin_of: Twin) -> None:
+    """The failures are said, the steps go on, and when the store is back a checkpoint stands."""
+    with Cluster(tmp_path, job=("--steps", "120", *JOB[2:]), options=store(tmp_path)) as cluster:
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        fault = proxy.fault("forbidden", times=10**6)
+        cluster.wait_for("failure", lambda: cluster.events("state.checkpoint_failed"))
+        steps = len(cluster.events("worker.step_committed"))
+        cluster.wait_for_step(steps + 5)
+        proxy.clear()
+        assert cluster.wait() == 0
+        assert fault.fired
+        cluster.assert_nothing_lost(twin_of("--steps", "120", *JOB[2:]), victims=0)
+        assert cluster.events("state.checkpoint_published")[-1]["step"] == 120, cluster.story()
+
+
+def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """A clear error at once, before any worker is."""
+    proxy.fault("no_bucket", times=10**6)
+    with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
+        assert cluster.wait() == 2
+        assert "Create the bucket" in (tmp_path / "output.log").read_text()
+        assert not cluster.events("driver.worker_started")
+
+
+def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """A second coordinator with a diary of its own: the first one's fleet is fenced, and says so instead of fighting."""
+    job = ("--steps", "2000", *JOB[2:])
+    with Cluster(tmp_path / "first", job=job, options=store(tmp_path)) as first:
+        first.wait_for("checkpoint", lambda: first.events("state.checkpoint_published"))
+        newest = first.events("state.checkpoint_published")[-1]["step"]
+        with Cluster(tmp_path / "second", hosts=1, min_workers=1, job=job, options=store(tmp_path)) as second:
+            second.wait_for("restore", lambda: second.events("state.checkpoint_restored"))
+            assert first.wait() == 70
+            assert first.events("state.fenced"), first.story()
+            assert second.events("state.checkpoint_restored")[0]["step"] >= newest
+            second.wait_for("checkpoint", lambda: second.events("state.checkpoint_published"))
+    assert first.events("attempt.ended")[-1]["verdict"] == "user_error"
