@@ -87,7 +87,6 @@ def _ls(log: CommitLog, tail: Record) -> int:
 def _show(record: Record) -> int:
     header = json.loads(record.body["header"])
     facts: dict[str, Any] = {"step": record.step, "record": record.sequence, "lineage": record.lineage,
-                             "kept": sorted(record.kept.values()),
                              **{k: v for k, v in record.body.items() if k not in ("header", "parts")},
                              "tensors": header["tensors"], "parts": record.body["parts"]}
     print(json.dumps(facts, indent=2))

@@ -6,9 +6,11 @@ pins a botocore that s3fs does not work with. It is for trying the S3 path, not 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from elastic_trainer.config import ConfigError
 VERSION = "1.5.33"
 BUCKET = "elastic-trainer"
 START_S = 30.0
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @contextmanager
@@ -35,7 +38,8 @@ def local_s3(run_dir: Path) -> Iterator[None]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with open(data / "server.log", "ab") as log:
-        server = subprocess.Popen([program], stdout=log, stderr=log, cwd=data, start_new_session=True, env=os.environ | {
+        server = subprocess.Popen([program], stdout=log, stderr=log, cwd=data, start_new_session=True,
+                                  preexec_fn=_die_with_parent, env=os.environ | {  # noqa: PLW1509 (no threads here yet)
             "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "S3_PERSIST": "1", "S3_DATA_DIR": str(data)})
     try:
         os.environ.update(AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{port}", AWS_REGION="us-east-1", AWS_ACCESS_KEY_ID="test",
@@ -45,6 +49,11 @@ def local_s3(run_dir: Path) -> Iterator[None]:
     finally:
         server.terminate()
         server.wait(20)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end the server when this process is killed: nobody else would."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def installed() -> str:

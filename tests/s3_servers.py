@@ -80,7 +80,7 @@ def _wait_for_bucket(endpoint: str, servers: list[subprocess.Popen[bytes]], fold
 
 
 @contextmanager
-def ceph(folder: Path) -> Iterator[str]:
+def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
     """Run a monitor, an object store daemon (in memory) and a gateway; yields the endpoint. Raises Unavailable."""
     if not all(map(shutil.which, PACKAGES)):
         if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -144,7 +144,8 @@ rgw cache enabled = true
         do("ceph", "osd", "new", osd)
         do("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
         for name, command in (("osd", ["ceph-osd", "-f", "-i", "0"]), ("rgw", ["radosgw", "-f", "-n", "client.rgw.a"])):
-            running.append(servers.enter_context(process([*command, *conf], folder / f"{name}.out.log")))
+            running.append(servers.enter_context(process(["nice", "-n", str(nice), *command, *conf],
+                                                         folder / f"{name}.out.log")))
         do("radosgw-admin", "user", "create", "--uid=test", "--display-name=test", f"--access-key={KEY}",
            f"--secret-key={SECRET}")
         endpoint = f"http://127.0.0.1:{port}"

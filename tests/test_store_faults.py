@@ -158,3 +158,15 @@ def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyPro
             assert second.events("state.checkpoint_restored")[0]["step"] >= newest
             second.wait_for("checkpoint", lambda: second.events("state.checkpoint_published"))
     assert first.events("attempt.ended")[-1]["verdict"] == "user_error"
+
+
+def test_a_laptop_gets_an_s3_server_of_its_own(tmp_path: Path, twin_of: Twin) -> None:
+    """`--store s3`: started with the run, on loopback, and resumed from after everyone was killed."""
+    with Cluster(tmp_path, job=JOB, options=["--store", "s3"]) as cluster:
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        cluster.kill_everyone()
+        cluster.start()
+        assert cluster.wait() == 0
+        cluster.assert_nothing_lost(twin_of(*JOB), victims=0)
+        assert cluster.events("state.checkpoint_restored"), cluster.story()
+    assert (tmp_path / "runs" / ".s3").is_dir()

@@ -1,0 +1,110 @@
+"""What a checkpoint costs and what it saves: pause, slow-down, time to published, restore, and a restart from zero hosts.
+
+    .venv/bin/python tests/bench/checkpoint.py [--gb 1.0] [--store s3|folder]
+
+4 workers with a state of --gb (weights and Adam's moments) and a real S3 server (Ceph's radosgw, objects in memory, at
+nice 19: elsewhere it would have cores of its own). In the same processes, at the same moment, with the same state: a
+bare copy, `torch.save`, `torch.distributed.checkpoint.async_save`, and `torch.save`/`torch.load` through s3fs. Then
+everybody and the driver are killed, and the next attempt is timed by its phases.
+
+Last line: one JSON object with pause_s, memcpy_s, torch_save_s, async_save_pause_s, step_slowdown, publish_s,
+peer_publish_s, restore_s, peer_restore_s, restart_phases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import s3_servers  # noqa: E402
+from cluster import Cluster  # noqa: E402
+
+PEERS_AT = 4
+CHECKPOINTS = 4
+DEADLINE_S = 900.0
+
+
+def main() -> None:
+    """Run the job, kill it, resume it, and print the figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--every", type=int, default=12)
+    parser.add_argument("--store", choices=("s3", "folder"), default="s3")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
+        folder, store, peer = Path(name), [], []
+        if options.store == "s3":
+            os.environ.update(s3_servers.environment(servers.enter_context(s3_servers.ceph(folder / "s3", nice=19))))
+            store = ["--store", f"s3://{s3_servers.BUCKET}/bench"]
+            peer = ["--peer-url", f"{s3_servers.BUCKET}/peer.pt"]
+        job = [sys.executable, str(HERE / "jobs" / "big.py"), "--gb", str(options.gb), "--every", str(options.every),
+               "--peers-at", str(PEERS_AT), "--folder", str(folder), *peer]
+        result = measured(folder, job, store)
+    print(json.dumps({"gb": options.gb, "store": options.store, **result}))
+
+
+def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
+    """Return the figures of one run and its resumption."""
+    with Cluster(folder / "cluster", command=job, options=store) as cluster:
+        def published(count: int) -> Any:
+            return lambda: len(cluster.events("state.checkpoint_published")) >= count
+
+        cluster.wait_for("checkpoints", published(CHECKPOINTS), DEADLINE_S)
+        steps = cluster.events("worker.step_committed")
+        checkpoints = cluster.events("state.checkpoint_published")
+        peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
+        cluster.kill_everyone()
+        killed_at = time.time()
+        cluster.start()
+        cluster.wait_for("restore", lambda: cluster.events("state.checkpoint_restored"), DEADLINE_S)
+        restored = cluster.events("state.checkpoint_restored")[0]
+        cluster.wait_for("step", lambda: after(cluster, restored["time"]), DEADLINE_S)
+        first = after(cluster, restored["time"])[0]
+        starting = [e["time"] for e in cluster.events("attempt.started")][-1]
+        ready = [e["time"] for e in cluster.events("driver.worker_ready") if e["time"] > killed_at]
+        formed = [e["time"] for e in cluster.events("driver.generation_formed") if e["time"] > killed_at][0]
+    # The first checkpoint's memory is new; its pages cost more than its copy.
+    later = checkpoints[1:]
+    during = [(e["time"] - e["duration_s"], e["time"]) for e in later]
+    beside, alone = [], []
+    for step in steps:
+        if step["step"] > PEERS_AT and step["time"] > checkpoints[0]["time"]:
+            is_beside = any(step["time"] - step["step_s"] < end and step["time"] > start for start, end in during)
+            (beside if is_beside else alone).append(step["step_s"])
+    pause, copy = statistics.median(e["pause_s"] for e in later), statistics.median(p["memcpy_s"] for p in peers)
+    read = {name: restored[name] for name in ("list_s", "read_s", "transfer_s", "load_s")}
+    return {
+        "pause_s": pause, "first_pause_s": checkpoints[0]["pause_s"], "memcpy_s": round(copy, 5),
+        "pause_over_memcpy": round(pause / copy, 3),
+        "torch_save_s": round(peers[0]["torch_save_s"], 4),
+        "async_save_pause_s": round(statistics.median(p["async_save_pause_s"] for p in peers), 4),
+        "step_s": round(statistics.median(alone), 4), "step_s_beside_upload": round(statistics.median(beside), 4),
+        "step_slowdown": round(statistics.mean(beside) / statistics.mean(alone), 3),
+        "steps_measured": [len(alone), len(beside)],
+        "publish_s": statistics.median(e["duration_s"] for e in later),
+        "peer_publish_s": round(peers[0].get("peer_publish_s", 0.0), 3),
+        "restore_s": round(sum(read.values()), 3), "peer_restore_s": round(peers[0].get("peer_restore_s", 0.0), 3),
+        "bytes": checkpoints[0]["bytes"], "parts": checkpoints[0]["parts"],
+        "restart_phases": {"start_s": round(starting - killed_at, 3), "boot_s": round(max(ready) - starting, 3),
+                           "places_s": round(formed - max(ready), 3), **read,
+                           "first_step_s": round(first["time"] - restored["time"], 3),
+                           "together_s": round(first["time"] - killed_at, 3)}}
+
+
+def after(cluster: Cluster, moment: float) -> list[dict[str, Any]]:
+    """Return the steps that were done after a moment."""
+    return [e for e in cluster.events("worker.step_committed") if e["time"] > moment and not e.get("repeated")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's pause is, beside its peers'.
+
+At the steps that --peers-at names, every worker times, at the same time as the others: a bare copy of its share of the
+state into memory that is there already, `torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0
+alone, the others wait, as they would) `torch.save` to a file and through s3fs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer import train
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--gb", type=float, required=True)
+parser.add_argument("--steps", type=int, default=100000)
+parser.add_argument("--every", type=int, required=True)
+parser.add_argument("--peers-at", type=int, default=0)
+parser.add_argument("--folder", type=Path, required=True)
+parser.add_argument("--peer-url", default="")
+parser.add_argument("--work", type=int, default=8, help="how much arithmetic a step has")
+options = parser.parse_args()
+
+BLOCKS = 16
+WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)  # 12 bytes a parameter: itself and Adam's two moments
+
+
+class Model(torch.nn.Module):
+    """Square matrices, of which each sample uses all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(BLOCKS))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        rows = points.repeat(options.work, 1)
+        for block in self.blocks:
+            rows = torch.tanh(rows @ block)
+        return rows
+
+
+def state_dict() -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def timed(act: Any) -> float:
+    started = time.monotonic()
+    act()
+    return time.monotonic() - started
+
+
+def bare_copy(size: int) -> float:
+    """Copy a share of the state, tensor by tensor, into memory that is there already; the second time counts."""
+    wanted, sources = int(options.gb * 1e9 / size), []
+    for parameter in model.parameters():
+        for tensor in (parameter.detach(), *(v for v in optimizer.state[parameter].values() if v.numel() > 1)):
+            if wanted > 0:
+                sources.append(tensor.reshape(-1)[: max(1, wanted // 4)])
+                wanted -= sources[-1].numel() * 4
+    targets = [torch.zeros_like(source) for source in sources]
+
+    def copy() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    copy()
+    return timed(copy)
+
+
+def async_save(rank: int, size: int) -> float:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    store = f"file://{options.folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    seconds = 0.0
+    for number in range(2):  # the second one reuses what the first has made
+        dist.barrier()
+        started = time.monotonic()
+        future = dcp.async_save(state_dict(), checkpoint_id=str(options.folder / f"dcp-{number}"))
+        seconds = time.monotonic() - started
+        future.result()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        for number in range(2):
+            shutil.rmtree(options.folder / f"dcp-{number}")
+    return seconds
+
+
+def to_s3() -> tuple[float, float]:
+    import s3fs
+
+    files = s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"])
+    url = options.peer_url
+
+    def write() -> None:
+        with files.open(url, "wb") as file:
+            torch.save(state_dict(), file)
+
+    def read() -> None:
+        with files.open(url, "rb") as file:
+            torch.load(file, weights_only=True)
+
+    seconds = timed(write), timed(read)
+    files.rm(url)
+    return seconds
+
+
+def after_step(step: int) -> None:
+    if step + 1 != options.peers_at:
+        return
+    rank, size = place["rank"], place["size"]
+    facts = {"memcpy_s": bare_copy(size), "async_save_pause_s": async_save(rank, size)}
+    if rank == 0:
+        path = options.folder / "torch.save"
+        facts["torch_save_s"] = timed(lambda: torch.save(state_dict(), path))
+        path.unlink()
+        if options.peer_url:
+            facts["peer_publish_s"], facts["peer_restore_s"] = to_s3()
+    (options.folder / f"peers-{rank}.json").write_text(json.dumps(facts))
+
+
+def listen(event: str, facts: dict[str, Any]) -> None:
+    if event == "world.generation_entered":
+        place.update(rank=facts["rank"], size=facts["size"])
+
+
+torch.manual_seed(0)
+place = {"rank": 0, "size": 1}
+model = Model()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+points = torch.randn(64, WIDTH)
+train(model, optimizer, torch.utils.data.TensorDataset(points), loss=lambda m, batch: m(batch[0]).square().mean(),
+      global_batch=16, shards=4, epochs=10**6, max_steps=options.steps, checkpoint_every=options.every, keep_last=1,
+      after_step=after_step, listeners=[listen])

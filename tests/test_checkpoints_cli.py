@@ -1,0 +1,98 @@
+"""`elastic-trainer checkpoints`: what it shows, proves, deletes and takes out of a real run's store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from elastic_trainer import train
+from elastic_trainer.__main__ import main, store_of_run
+from state.checkpoint import PARTS
+from state.store import FolderStore
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
+    """A finished run of 40 steps with three checkpoints; returns its store and its model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    train(model, torch.optim.AdamW(model.parameters()), data, global_batch=16, shards=2, epochs=10, checkpoint_every=10,
+          part_bytes=200, run_dir=run_dir, loss=lambda m, batch: (m(batch[0]) - batch[1]).square().mean())
+    return str(run_dir / "checkpoints"), model
+
+
+def test_lists_the_checkpoints_that_can_be_restored(run: tuple[str, torch.nn.Module],
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """Step, time, size, parts."""
+    assert main(["checkpoints", "ls", run[0]]) == 0
+    said = capsys.readouterr().out
+    assert all(f" {step} " in said for step in (20, 30, 40)) and " 10 " not in said
+
+
+def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON, the newest or the one that is asked for."""
+    for arguments, step in (([], 40), (["--step", "30"], 30)):
+        assert main(["checkpoints", "show", run[0], *arguments]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["step"] == step
+        assert sum(part["bytes"] for part in shown["parts"]) == shown["bytes"]
+        assert {"dtype": "float32", "shape": [8, 4]} in shown["tensors"]
+
+
+def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    """And proves all of them when none is."""
+    assert main(["checkpoints", "verify", run[0]]) == 0
+    assert capsys.readouterr().out.count("whole: step") == 3
+    part = next(Path(run[0], PARTS).rglob("*-000000000030/*.bin"))
+    right = part.read_bytes()
+    part.write_bytes(bytes([right[0] ^ 1]) + right[1:])
+    try:
+        assert main(["checkpoints", "verify", run[0]]) == 1
+        assert "DAMAGED: step 30" in capsys.readouterr().out
+    finally:
+        part.write_bytes(right)
+
+
+def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    """Left over from a dead writer, yes; what may be in flight, no."""
+    store = FolderStore(Path(run[0]))
+    old, young = (f"{PARTS}/000000000001-{step:012d}/000000-x.bin" for step in (35, 41))
+    store.put(old, b"x")
+    store.put(young, b"x")
+    assert main(["checkpoints", "prune", run[0]]) == 0
+    assert "deleted 1 parts" in capsys.readouterr().out
+    assert old not in store.list(PARTS) and young in store.list(PARTS)
+    assert main(["checkpoints", "verify", run[0]]) == 0
+
+
+def test_export_is_a_file_that_is_loaded_without_us(run: tuple[str, torch.nn.Module], tmp_path: Path) -> None:
+    """Parameters and buffers by name, with the bits of the trained model."""
+    output = tmp_path / "model.safetensors"
+    assert main(["checkpoints", "export", run[0], str(output)]) == 0
+    fresh = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    fresh.load_state_dict(load_file(output))
+    assert all(torch.equal(a, b) for a, b in zip(run[1].state_dict().values(), fresh.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["ls", "nowhere"], "has no checkpoint"), (["show", "URL", "--step", "7"], "[20, 30, 40]"),
+    (["ls", "gs://bucket/x"], "neither a folder nor s3")])
+def test_the_user_is_told_when_there_is_nothing_to_see(run: tuple[str, torch.nn.Module], arguments: list[str], said: str,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and what to name instead."""
+    assert main(["checkpoints", *(run[0] if a == "URL" else a for a in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("store", "url"), [
+    ("", ""), ("/data", "/data/run"), ("s3://bucket/prefix/", "s3://bucket/prefix/run"),
+    ("s3://bucket?ACL=private", "s3://bucket/run?ACL=private"), ("s3", "s3://elastic-trainer/checkpoints/run")])
+def test_each_run_has_a_place_of_its_own_in_the_store(store: str, url: str) -> None:
+    """What --store says, and the run's name."""
+    assert store_of_run(store, "run") == url
