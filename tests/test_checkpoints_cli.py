@@ -1,4 +1,4 @@
-"""`elastic-trainer checkpoints`: what it shows, proves, deletes and takes out of a real run's store."""
+"""`elastic-trainer checkpoints`: what it shows, proves, deletes and takes out of a store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_checkpoint import Fleet
 
-from elastic_trainer import train
 from elastic_trainer.__main__ import main, store_of_run
 from state.checkpoint import PARTS
 from state.store import FolderStore
@@ -17,14 +17,14 @@ from state.store import FolderStore
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
-    """A finished run of 40 steps with three checkpoints; returns its store and its model."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
-    run_dir = tmp_path_factory.mktemp("runs") / "run"
-    train(model, torch.optim.AdamW(model.parameters()), data, global_batch=16, shards=2, epochs=10, checkpoint_every=10,
-          part_bytes=200, run_dir=run_dir, loss=lambda m, batch: (m(batch[0]) - batch[1]).square().mean())
-    return str(run_dir / "checkpoints"), model
+    """A store with four checkpoints, of which three are kept; returns it and the model of the newest."""
+    folder = tmp_path_factory.mktemp("runs") / "checkpoints"
+    fleet = Fleet(folder, 2, steps=0)
+    fleet.restore()
+    for _ in range(4):
+        fleet.train(10)
+        fleet.checkpoint()
+    return str(folder), fleet.states[0].model
 
 
 def test_lists_the_checkpoints_that_can_be_restored(run: tuple[str, torch.nn.Module],
