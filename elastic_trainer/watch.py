@@ -150,6 +150,12 @@ def in_words(event: Event, picture: Picture) -> str | None:
             return f"step {event['step']} was in flight and is done again"
         case "state.checkpoint_published":
             return f"checkpoint of step {event['step']} published"
+        case "state.checkpoint_failed":
+            return f"checkpoint of step {event['step']} FAILED: {event['error']}"
+        case "state.checkpoint_overdue":
+            return f"the last good checkpoint is {event['age_s']:.0f} s old"
+        case "state.fenced":
+            return f"STOPPED: {event['error']}"
         case "run.finished":
             return f"finished: {event['steps']} steps, {event['samples']} samples, loss {event['loss']:.4f}"
     return None
