@@ -1,41 +1,61 @@
-"""Print the hosts file: the script that horovodrun calls every second.
+"""Who is here. The script that horovodrun calls every second, and the daemons that keep its file true.
 
-    python -S -m discovery hosts-file FILE
+    python -S -m discovery hosts-file FILE [MAX_AGE_S]     print the file (what horovodrun calls)
+    python -m discovery ec2 --once --tag Job=mine …        print the list straight from EC2, without poller and agents
+    python -m discovery poll --hosts-file FILE --tag …     keep FILE true (on the coordinator)
+    python -m discovery agent --key-file FILE …            watch this host and answer the poller (on each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
 1. stdout is the protocol: `host:slots` lines and nothing else.
-2. Unknown is never empty: a file that is not there or not whole ends with exit code 1, and horovodrun keeps its list.
-   A file that is there and empty means that there are no hosts.
-
-What it does not do yet: ask a cloud (the poller that writes the file comes with discovery/ec2).
+2. Unknown is never empty: a file that is not there, not whole or too old ends with exit code 1, and horovodrun keeps
+   its list. A file that is there and empty means that there are no hosts.
+3. `hosts-file` imports nothing that it does not need: it has 60 ms, under a lock of horovodrun's.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 
 HOST_NAME = r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*"  # RFC 1123
 
 
 def main(argv: list[str]) -> int:
+    """Run one command; returns the exit code."""
+    if argv[:1] == ["hosts-file"]:
+        return hosts_file(argv[1:])
+    if argv[:1] and argv[0] in ("ec2", "poll", "agent"):
+        from discovery.commands import run  # here: it imports boto3
+
+        return run(argv)
+    print(str(__doc__).split("\n\n")[1], file=sys.stderr)
+    return 2
+
+
+def hosts_file(argv: list[str]) -> int:
     """Print the file named in argv; returns the exit code."""
-    if len(argv) != 2 or argv[0] != "hosts-file":
-        print("usage: python -m discovery hosts-file FILE", file=sys.stderr)
+    if len(argv) not in (1, 2) or not re.fullmatch("[0-9]{1,6}", argv[1] if argv[1:] else "0"):
+        print("usage: python -m discovery hosts-file FILE [MAX_AGE_S]", file=sys.stderr)
         return 2
     try:
-        with open(argv[1], encoding="ascii") as file:
-            text = file.read()
+        with open(argv[0], encoding="ascii") as file:
+            text, age_s = file.read(), time.time() - os.fstat(file.fileno()).st_mtime
     except (OSError, UnicodeDecodeError) as error:
-        print(f"the hosts file {argv[1]} cannot be read: {error}", file=sys.stderr)
+        print(f"the hosts file {argv[0]} cannot be read: {error}", file=sys.stderr)
+        return 1
+    if argv[1:] and age_s > int(argv[1]):
+        print(f"the hosts file {argv[0]} is {age_s:.0f} s old: its poller does not run, or the cloud does not answer",
+              file=sys.stderr)
         return 1
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:
         host, _, slots = line.strip().partition(":")
         if not re.fullmatch(HOST_NAME, host) or not re.fullmatch("[0-9]{1,4}", slots) or int(slots) < 1:
-            print(f"{argv[1]} has a line that is not host:slots: {line!r}", file=sys.stderr)
+            print(f"{argv[0]} has a line that is not host:slots: {line!r}", file=sys.stderr)
             return 1
     sys.stdout.write("".join(line.strip() + "\n" for line in lines))
     return 0

@@ -47,7 +47,7 @@ def test_fails_and_prints_nothing_when_there_is_no_file(tmp_path: Path) -> None:
     assert str(tmp_path / "hosts") in done.stderr.decode()
 
 
-@pytest.mark.parametrize("arguments", [(), ("hosts-file",), ("ec2", "x"), ("hosts-file", "x", "y")])
+@pytest.mark.parametrize("arguments", [(), ("hosts-file",), ("hosts-file", "x", "y")])
 def test_fails_and_prints_nothing_when_it_is_called_wrongly(arguments: tuple[str, ...]) -> None:
     """stdout is the protocol, so the usage goes to stderr."""
     done = ask(*arguments)

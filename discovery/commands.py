@@ -1,0 +1,76 @@
+"""The commands of `python -m discovery` that take their time: ec2, poll, agent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from discovery.agent import Agent, read_key, serve
+from discovery.ec2 import HOST_NAMES, CloudUnavailable, Ec2
+from discovery.hosts import Policy
+from discovery.notices import ENDPOINT, Metadata
+from discovery.poll import Poller, once
+
+AGENT_PORT = 7411
+
+
+def run(argv: list[str]) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.command == "agent":
+            metadata = None if options.no_metadata else Metadata(options.metadata)
+            serve(options.bind, options.port, read_key(options.key_file), Agent(metadata, options.folder),
+                  lambda port: print(port, flush=True))
+            return 0
+        cloud = Ec2(dict(tag.split("=", 1) for tag in options.tag), options.group, cpu_slots=options.cpu_slots,
+                    host_name=options.host_name)
+        policy = Policy(lifecycle=options.lifecycle, same_type=options.same_type,
+                        agents=options.command == "poll" and options.key_file is not None)
+        if options.command == "ec2":
+            sys.stdout.write("".join(f"{name}:{slots}\n" for name, slots in once(cloud, policy)))
+            return 0
+        key = read_key(options.key_file) if options.key_file else b""
+        Poller(cloud, options.hosts_file, policy, interval_s=options.interval, key=key, events_file=options.events,
+               agent_port=options.agent_port if options.key_file else None).run()
+        return 0
+    except (CloudUnavailable, ValueError, OSError) as error:
+        print(f"discovery: {error}", file=sys.stderr)
+        return 1
+
+
+def _tag(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m discovery")
+    commands = parser.add_subparsers(dest="command", required=True)
+    ec2 = commands.add_parser("ec2", help="print host:slots lines straight from EC2")
+    ec2.add_argument("--once", action="store_true", required=True, help="ask once (a daemon is `poll`)")
+    poll = commands.add_parser("poll", help="keep the hosts file true")
+    poll.add_argument("--hosts-file", type=Path, required=True)
+    poll.add_argument("--interval", type=float, default=5.0, help="seconds between questions to EC2 (%(default)s)")
+    poll.add_argument("--key-file", type=Path, help="the run's key (mode 600): ask the agents; none: do without them")
+    poll.add_argument("--agent-port", type=int, default=AGENT_PORT)
+    poll.add_argument("--events", type=Path, help="append to this diary, e.g. runs/NAME/events.jsonl")
+    for command in (ec2, poll):
+        command.add_argument("--tag", type=_tag, action="append", required=True, metavar="NAME=VALUE",
+                             help="only instances with this tag (more than one: with all of them)")
+        command.add_argument("--group", help="only instances InService in this auto scaling group")
+        command.add_argument("--lifecycle", choices=("spot", "on-demand", "any"), default="spot")
+        command.add_argument("--cpu-slots", type=int, default=1, help="slots of a type without GPUs (%(default)s)")
+        command.add_argument("--host-name", choices=HOST_NAMES, default=HOST_NAMES[0],
+                             help="private-dns must be unique to the incarnation: resource names, not ip names")
+        command.add_argument("--same-type", action="store_true", help="only the largest group of one instance type")
+    agent = commands.add_parser("agent", help="watch this host and answer the poller")
+    agent.add_argument("--bind", required=True, help="this host's private address")
+    agent.add_argument("--port", type=int, default=AGENT_PORT, help="0: any; it is printed (%(default)s)")
+    agent.add_argument("--key-file", type=Path, required=True, help="the run's key (mode 600)")
+    agent.add_argument("--folder", type=Path, default=Path("/"), help="whose disk must not be full (%(default)s)")
+    agent.add_argument("--metadata", default=ENDPOINT, help="the metadata service (%(default)s)")
+    agent.add_argument("--no-metadata", action="store_true", help="this machine has none")
+    return parser

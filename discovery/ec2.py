@@ -1,0 +1,115 @@
+"""EC2's answer to "who is here": the one module of discovery that touches boto3.
+
+EC2, Auto Scaling → here → hosts (the decision)
+
+What always holds:
+1. The answer is whole or it is CloudUnavailable: never some of the pages.
+2. What a filter should have left out is looked at again by `hosts.decide`: servers other than AWS's ignore filters.
+3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from discovery.hosts import Instance
+
+PAGE = 1000
+HOST_NAMES = ("private-dns", "private-ip")
+
+
+class CloudUnavailable(OSError):
+    """The cloud did not answer whole; what is known from before stays."""
+
+
+class Ec2:
+    """The instances with some tags, and perhaps of one auto scaling group."""
+
+    def __init__(self, tags: dict[str, str], group: str | None = None, *, cpu_slots: int = 1,
+                 host_name: str = "private-dns"):
+        config = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2, read_timeout=5)
+        self.tags, self.group, self.cpu_slots, self.host_name = tags, group, cpu_slots, host_name
+        self.calls = 0
+        """API calls so far."""
+        try:
+            self._ec2 = boto3.client("ec2", config=config)
+            self._scaling = boto3.client("autoscaling", config=config) if group else None
+        except (BotoCoreError, ValueError) as error:
+            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_REGION and the like.") from error
+        self._gpus: dict[str, int] = {}
+
+    def instances(self) -> list[Instance]:
+        """Return all instances that are not terminated. Raises CloudUnavailable."""
+        try:
+            described = [i for page in self._pages("describe_instances", Filters=self._filters(), MaxResults=PAGE)
+                         for reservation in page["Reservations"] for i in reservation["Instances"]]
+            if self.group:
+                described = [i for i in described if _tags(i).get("aws:autoscaling:groupName") == self.group]
+            described = [i for i in described if i["State"]["Name"] != "terminated"]
+            status = self._status() if described else {}
+            in_group = self._group_states()
+            self._learn_types({i["InstanceType"] for i in described} - self._gpus.keys())
+        except (BotoCoreError, ClientError, KeyError) as error:
+            raise CloudUnavailable(f"EC2 did not answer: {error}") from error
+        return [self._instance(i, status.get(i["InstanceId"], {}), in_group) for i in described]
+
+    def _instance(self, described: dict[str, Any], status: dict[str, Any], in_group: dict[str, str]) -> Instance:
+        identity = described["InstanceId"]
+        address = described.get("PrivateIpAddress", "")
+        name = address if self.host_name == "private-ip" else described.get("PrivateDnsName") or address
+        checks = [status.get(kind, {}).get("Status") for kind in ("InstanceStatus", "SystemStatus")]
+        return Instance(
+            id=identity, name=name, type=described["InstanceType"],
+            zone=described.get("Placement", {}).get("AvailabilityZone", ""),
+            launched=described["LaunchTime"].timestamp(),
+            lifecycle="spot" if described.get("InstanceLifecycle") == "spot" else "on-demand",
+            state=described["State"]["Name"],
+            group_state=in_group.get(identity, "not in the group") if self.group else "",
+            is_impaired="impaired" in checks,
+            events=tuple(event["Code"] for event in status.get("Events", [])
+                         if not event.get("Description", "").startswith("[Completed]")),
+            slots=(self._gpus[described["InstanceType"]] or self.cpu_slots) if name else 0)
+
+    def _filters(self) -> list[dict[str, Any]]:
+        wanted = [{"Name": f"tag:{name}", "Values": [value]} for name, value in self.tags.items()]
+        return [*wanted, {"Name": "instance-state-name", "Values": ["pending", "running", "shutting-down", "stopping"]}]
+
+    def _status(self) -> dict[str, dict[str, Any]]:
+        """Return status checks and scheduled events by id, of running instances (asked without ids: fewer calls)."""
+        return {entry["InstanceId"]: entry
+                for page in self._pages("describe_instance_status", MaxResults=PAGE) for entry in page["InstanceStatuses"]}
+
+    def _group_states(self) -> dict[str, str]:
+        if self._scaling is None:
+            return {}
+        self.calls += 1
+        groups = self._scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self.group])["AutoScalingGroups"]
+        if not groups:
+            raise CloudUnavailable(f"there is no auto scaling group {self.group}. Correct --group.")
+        return {i["InstanceId"]: i["LifecycleState"] for i in groups[0]["Instances"]}
+
+    def _learn_types(self, new: set[str]) -> None:
+        for start in range(0, len(new), 100):
+            for page in self._pages("describe_instance_types", InstanceTypes=sorted(new)[start : start + 100]):
+                for entry in page["InstanceTypes"]:
+                    gpus = entry.get("GpuInfo", {}).get("Gpus", [])
+                    self._gpus[entry["InstanceType"]] = sum(int(gpu["Count"]) for gpu in gpus)
+
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        token: dict[str, str] = {}
+        while True:
+            self.calls += 1
+            page = getattr(self._ec2, operation)(**arguments, **token)
+            yield page
+            if not page.get("NextToken"):
+                return
+            token = {"NextToken": page["NextToken"]}
+
+
+def _tags(described: dict[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in described.get("Tags", [])}

@@ -1,0 +1,180 @@
+"""The decision who may work: laws for all fleets, and one case for each reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from discovery.hosts import ENDING, IN, Decision, Health, History, Instance, Policy, decide
+
+QUICK = Policy(settle_s=0.0)
+
+
+def instance(number: int, **how: object) -> Instance:
+    return replace(Instance(id=f"i-{number}", name=f"host-{number}", launched=float(number)), **how)  # type: ignore[arg-type]
+
+
+def names(decision: Decision) -> list[str]:
+    return [name for name, _ in decision.hosts]
+
+
+INSTANCES = st.builds(
+    Instance, id=st.integers(0, 9).map(lambda n: f"i-{n}"), name=st.just(""), type=st.sampled_from(["a", "b"]),
+    launched=st.floats(0, 100), lifecycle=st.sampled_from(["spot", "on-demand"]),
+    state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
+    group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
+    is_impaired=st.sampled_from([False, False, False, True]),
+    events=st.sampled_from([(), (), (), ("instance-stop",)]), slots=st.integers(0, 8))
+HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]), why=st.just("why"),
+                   rebalance=st.booleans(), heard_at=st.just(0.0))
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[tuple[list[Instance], dict[str, Health], float]]:
+    """Polls one after the other: what the cloud said, what the agents said, and when."""
+    polls, now = [], 0.0
+    for _ in range(draw(st.integers(1, 12))):
+        now += draw(st.floats(0.5, 400))
+        fleet = draw(st.lists(INSTANCES, unique_by=lambda i: i.id, max_size=8))
+        health = {i.id: replace(draw(HEALTH), heard_at=now) for i in fleet if draw(st.booleans())}
+        polls.append(([replace(i, name=f"host-{i.id}") for i in fleet], health, now))
+    return polls
+
+
+@settings(max_examples=400, deadline=None)
+@given(stories(), st.builds(Policy, lifecycle=st.sampled_from(["spot", "any"]), agents=st.booleans(),
+                            same_type=st.booleans()))
+def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str, Health], float]], policy: Policy) -> None:
+    """Nobody doomed, nobody unfit on a believed list, a reason for everyone, order by age, and no mutation of the past."""
+    history, doomed = History(), set[str]()
+    for fleet, health, now in story:
+        before = history
+        decision = decide(fleet, health, history, now, policy)
+        assert decide(fleet, health, before, now, policy) == decision
+        history = decision.history
+        doomed = {i for i in doomed if i in history.past} | {i for i, says in health.items() if says.state == "draining"
+                                                             and i in history.past and history.past[i].doomed}
+        listed = [i for i, _, _ in history.listed]
+        assert not doomed & set(listed)
+        assert {i.id for i in fleet} <= decision.reasons.keys()
+        assert len(set(listed)) == len(listed) == len(decision.hosts)
+        if not history.doubts:
+            by_id = {i.id: i for i in fleet}
+            assert [by_id[i].launched for i in listed] == sorted(by_id[i].launched for i in listed)
+            for i in listed:
+                assert by_id[i].state == "running" and not by_id[i].is_impaired and by_id[i].slots > 0
+                assert by_id[i].group_state in ("", "InService") and decision.reasons[i] == IN
+                assert policy.lifecycle == "any" or by_id[i].lifecycle == "spot"
+            if policy.same_type:
+                assert len({by_id[i].type for i in listed}) <= 1
+        else:
+            assert set(listed) <= {i for i, _, _ in before.listed}
+
+
+@pytest.mark.parametrize(("how", "why"), [
+    ({"state": "pending"}, "pending"), ({"lifecycle": "on-demand"}, "only spot"), ({"is_impaired": True}, "impaired"),
+    ({"group_state": "Terminating:Wait"}, "Terminating:Wait"), ({"slots": 0}, "no slots"),
+    *[({"events": (code,)}, code) for code in ENDING]])
+def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) -> None:
+    """Each of the cloud's states that forbids to work."""
+    decision = decide([instance(1), instance(2, **how)], {}, History(), 0.0, QUICK)
+    assert names(decision) == ["host-1"]
+    assert why in decision.reasons["i-2"]
+
+
+def test_the_oldest_comes_first() -> None:
+    """It becomes rank 0; whoever joins later is behind it."""
+    fleet = [instance(3), instance(1), instance(2)]
+    assert names(decide(fleet, {}, History(), 0.0, QUICK)) == ["host-1", "host-2", "host-3"]
+
+
+def test_a_host_under_notice_never_comes_back() -> None:
+    """Its agent may die, be restarted, or say ready again: the incarnation is doomed."""
+    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
+    ready = Health("ready", heard_at=0.0)
+    first = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
+    assert names(first) == ["host-1", "host-2"]
+    notice = decide(fleet, {"i-1": replace(ready, state="draining", why="terminate at 12:00"), "i-2": ready},
+                    first.history, 1.0, policy)
+    assert names(notice) == ["host-2"]
+    assert notice.reasons["i-1"] == "notice: terminate at 12:00"
+    again = decide(fleet, {"i-1": ready, "i-2": ready}, notice.history, 2.0, policy)
+    assert names(again) == ["host-2"]
+
+
+def test_a_rebalance_recommendation_makes_no_one_leave() -> None:
+    """It is right about one time in three."""
+    says = {"i-1": Health("ready", rebalance=True)}
+    assert names(decide([instance(1)], says, History(), 0.0, replace(QUICK, agents=True))) == ["host-1"]
+
+
+def test_ten_that_arrive_within_seconds_enter_together() -> None:
+    """Each join costs a pause: one for all of them, and none waits for ever."""
+    policy, history, changes, listed = Policy(), History(), 0, []
+    for second in range(40):
+        fleet = [instance(0), *(instance(n) for n in range(1, 11) if second >= 2 * n)]
+        decision = decide(fleet, {}, history, float(second), policy)
+        changes += names(decision) != listed
+        listed, history = names(decision), decision.history
+    assert len(listed) == 11
+    assert changes <= 3  # the first host, a batch after settle_most_s, the rest
+
+
+def test_a_host_that_flaps_is_held_back_longer_each_time() -> None:
+    """It is let in again when it has stayed for a while."""
+    history, held = History(), []
+    fleet = [instance(1), instance(2)]
+    for second in range(0, 300, 5):
+        state = "pending" if second % 20 == 10 and second < 200 else "running"
+        decision = decide([fleet[0], replace(fleet[1], state=state)], {}, history, float(second), QUICK)
+        history = decision.history
+        if "held back" in decision.reasons["i-2"]:
+            held.append(second)
+    assert held and held[0] <= 60
+    assert history.past["i-2"].holds > 1
+    assert names(decide(fleet, {}, history, 4000.0, QUICK)) == ["host-1", "host-2"]
+
+
+def test_an_empty_answer_must_be_said_twice() -> None:
+    """Losing more than half without a notice is believed only when the next poll says so too."""
+    fleet = [instance(n) for n in range(4)]
+    full = decide(fleet, {}, History(), 0.0, QUICK)
+    odd = decide([], {}, full.history, 5.0, QUICK)
+    assert names(odd) == names(full)
+    assert names(decide(fleet, {}, odd.history, 10.0, QUICK)) == names(full)
+    assert names(decide([], {}, odd.history, 10.0, QUICK)) == []
+    one_less = decide(fleet[1:], {}, full.history, 5.0, QUICK)
+    assert len(names(one_less)) == 3
+
+
+def test_all_leave_at_once_when_all_are_under_notice() -> None:
+    """A notice explains the loss."""
+    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
+    ready = {i.id: Health("ready") for i in fleet}
+    first = decide(fleet, ready, History(), 0.0, policy)
+    draining = {i: replace(h, state="draining") for i, h in ready.items()}
+    assert names(decide(fleet, draining, first.history, 1.0, policy)) == []
+
+
+def test_a_silent_agent_costs_its_host_the_place_only_after_a_while() -> None:
+    """Not yet heard: booting. Heard, then silent: in for silence_s, then out."""
+    policy = replace(QUICK, agents=True)
+    fleet = [instance(1)]
+    assert "booting" in decide(fleet, {}, History(), 0.0, policy).reasons["i-1"]
+    first = decide(fleet, {"i-1": Health("ready", heard_at=0.0)}, History(), 0.0, policy)
+    soon = decide(fleet, {}, first.history, 10.0, policy)
+    assert names(soon) == ["host-1"]
+    late = decide(fleet, {}, soon.history, 30.0, policy)
+    assert "silent" in decide(fleet, {}, late.history, 31.0, policy).reasons["i-1"]
+    assert names(decide(fleet, {}, late.history, 31.0, policy)) == []
+
+
+def test_only_the_largest_group_of_one_type_works_when_asked() -> None:
+    """The slowest type would set the pace for all."""
+    fleet = [instance(1, type="a"), instance(2, type="b"), instance(3, type="b")]
+    decision = decide(fleet, {}, History(), 0.0, replace(QUICK, same_type=True))
+    assert names(decision) == ["host-2", "host-3"]
+    assert "most are b" in decision.reasons["i-1"]
