@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from elastic_trainer.config import ConfigError
 
-VERSION = "1.5.33"
+MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"
 START_S = 30.0
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -33,7 +34,7 @@ def local_s3(run_dir: Path) -> Iterator[None]:
     """Run the server, with its bucket, for as long as the block; AWS's variables of this process point to it."""
     data = run_dir.parent / ".s3"
     data.mkdir(parents=True, exist_ok=True)
-    program = installed()
+    program = f"{installed()}/ministack"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -56,23 +57,25 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def installed() -> str:
-    """Return the server's program, installed on the first call. Raises ConfigError."""
+def installed(requirement: str = MINISTACK) -> str:
+    """Return the folder of a package's programs, in a virtual environment of its own, made by the first call.
+
+    Raises ConfigError.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-trainer"
-    python = hashlib.sha256(sys.version.encode()).hexdigest()[:8]
-    home = cache / f"ministack-{VERSION}-{python}"
-    program = home / "bin" / "ministack"
+    name = re.split(r"[\[=]", requirement)[0]
+    home = cache / f"{name}-{hashlib.sha256((requirement + sys.version).encode()).hexdigest()[:8]}"
     if not (home / "complete").exists():
-        print(f"installing ministack {VERSION} (an S3 server for this machine) into {home}", flush=True)
+        print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
         try:
             venv.create(home, with_pip=True, clear=True)
-            subprocess.run([home / "bin" / "pip", "install", "--quiet", f"ministack=={VERSION}"], check=True,
-                           capture_output=True, text=True)
+            subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement], check=True, capture_output=True,
+                           text=True)
         except subprocess.CalledProcessError as error:
-            raise ConfigError(f"ministack {VERSION} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
+            raise ConfigError(f"{requirement} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
                               f"--store with a folder or a bucket of yours.") from error
         (home / "complete").touch()
-    return str(program)
+    return str(home / "bin")
 
 
 def _make_bucket(server: subprocess.Popen[bytes], data: Path) -> None:

@@ -160,7 +160,7 @@ def ministack(folder: Path) -> Iterator[str]:
     from elastic_trainer.local_s3 import installed
 
     try:
-        program = installed()
+        program = f"{installed()}/ministack"
     except ConfigError as error:
         raise Unavailable(str(error)) from error
     folder.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def main() -> None:
 
 def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
     """Return the figures of one run and its resumption."""
-    with Cluster(folder / "cluster", command=job, options=store) as cluster:
+    with Cluster(folder / "cluster", command=job, options=[*store, "--reduce", "ring"]) as cluster:  # needs less memory
         def published(count: int) -> Any:
             return lambda: len(cluster.events("state.checkpoint_published")) >= count
 

@@ -1,0 +1,204 @@
+"""EC2 over HTTP on loopback (moto's server): who is here, in every state, with pages, throttling and rubbish."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from faulty_proxy import FaultyProxy
+from s3_servers import Unavailable, free_port, process
+
+from discovery import ec2 as ec2_module
+from discovery.ec2 import CloudUnavailable, Ec2
+from discovery.hosts import Policy
+from discovery.poll import once
+
+MOTO = "moto[ec2,autoscaling,server]==5.2.5"
+ROOT = Path(__file__).resolve().parent.parent
+TAGS = {"Job": "mine"}
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An EC2 API server."""
+    from elastic_trainer.config import ConfigError
+    from elastic_trainer.local_s3 import installed
+
+    try:
+        program = f"{installed(MOTO)}/moto_server"
+    except ConfigError as error:
+        pytest.skip(str(error))
+    port, folder = free_port(), tmp_path_factory.mktemp("moto")
+    with process([program, "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                client("ec2", f"http://127.0.0.1:{port}").describe_vpcs()
+                break
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"moto did not start: {error}") from error
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+
+
+def client(service: str, endpoint: str) -> Any:
+    return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+                        aws_secret_access_key="x")
+
+
+@pytest.fixture
+def proxy(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy before a fresh account, to which AWS's variables point."""
+    import urllib.request
+
+    urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")).read()
+    with FaultyProxy(moto) as proxy:
+        for name, value in {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x",
+                            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+def launch(endpoint: str, count: int, *, spot: bool = True, kind: str = "c5.large",
+           tags: dict[str, str] | None = None) -> list[str]:
+    """Start instances; returns their ids."""
+    ec2 = client("ec2", endpoint)
+    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    how = {"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}
+    labels = [{"Key": k, "Value": v} for k, v in (tags or TAGS).items()]
+    started = ec2.run_instances(ImageId=image, MinCount=count, MaxCount=count, InstanceType=kind,
+                                TagSpecifications=[{"ResourceType": "instance", "Tags": labels}], **how)
+    return [i["InstanceId"] for i in started["Instances"]]
+
+
+def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProxy) -> None:
+    """Not on-demand ones, not another job's, not stopped ones; slots by the type's GPUs."""
+    spot, on_demand = launch(moto, 2), launch(moto, 1, spot=False)
+    gpus = launch(moto, 1, kind="g5.12xlarge")
+    launch(moto, 1, tags={"Job": "another"})
+    stopped = launch(moto, 1)
+    client("ec2", moto).stop_instances(InstanceIds=stopped)
+    found = {i.id: i for i in Ec2(TAGS, cpu_slots=3).instances()}
+    assert set(spot + on_demand + gpus) <= found.keys() <= set(spot + on_demand + gpus + stopped)
+    assert [found[i].lifecycle for i in (spot[0], on_demand[0])] == ["spot", "on-demand"]
+    assert found[gpus[0]].slots == 4 and found[spot[0]].slots == 3
+    assert all(i.name and i.launched > 0 for i in found.values())
+    hosts = once(Ec2(TAGS, cpu_slots=3), Policy())
+    assert sorted(hosts) == sorted((found[i].name, found[i].slots) for i in spot + gpus)
+    assert len(once(Ec2(TAGS), Policy(lifecycle="any"))) == 4
+
+
+def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that does not come makes the whole answer unknown."""
+    monkeypatch.setattr(ec2_module, "PAGE", 5)
+    launch(moto, 13)
+    cloud = Ec2(TAGS)
+    assert len(cloud.instances()) == 13
+    assert cloud.calls >= 3
+    pages = 0
+
+    def second_page_fails(method: str, path: str) -> str | None:
+        nonlocal pages
+        pages += 1
+        return "internal" if pages >= 2 else None
+
+    proxy.on_request = second_page_fails
+    with pytest.raises(CloudUnavailable):
+        cloud.instances()
+
+
+@pytest.mark.parametrize("kind", ["internal", "slow_down", "reset", "rubbish", "forbidden"])
+def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: FaultyProxy, kind: str) -> None:
+    """The world's faults, throttling and lost permission: CloudUnavailable, and exit code 1 without a line."""
+    launch(moto, 1)
+    proxy.fault(kind, times=10**6)
+    with pytest.raises(CloudUnavailable):
+        Ec2(TAGS).instances()
+    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "EC2 did not answer" in done.stderr
+
+
+def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy) -> None:
+    """Throttled once: asked once more."""
+    launch(moto, 1)
+    fault = proxy.fault("slow_down", times=1)
+    assert len(Ec2(TAGS).instances()) == 1
+    assert fault.fired == 1
+
+
+def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyProxy) -> None:
+    """A lifecycle hook's Terminating:Wait, a detached one, or a stranger with the same tags is out."""
+    ec2, scaling = client("ec2", moto), client("autoscaling", moto)
+    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    ec2.create_launch_template(LaunchTemplateName="t", LaunchTemplateData={"ImageId": image, "InstanceType": "c5.large"})
+    scaling.create_auto_scaling_group(
+        AutoScalingGroupName="g", MinSize=0, MaxSize=5, DesiredCapacity=3, AvailabilityZones=["us-east-1a"],
+        LaunchTemplate={"LaunchTemplateName": "t"}, Tags=[{"Key": "Job", "Value": "mine", "PropagateAtLaunch": True}])
+    stranger = launch(moto, 1)
+    cloud = Ec2(TAGS, "g")
+    found = {i.id: i for i in cloud.instances()}
+    assert len(found) == 3 and stranger[0] not in found
+    gone = next(iter(found))
+    scaling.enter_standby(AutoScalingGroupName="g", InstanceIds=[gone], ShouldDecrementDesiredCapacity=True)
+    after = {i.id: i.group_state for i in cloud.instances()}
+    assert after.pop(gone) == "Standby" and set(after.values()) == {"InService"}
+    assert len(once(cloud, Policy(lifecycle="any"))) == 2
+    with pytest.raises(CloudUnavailable, match="--group"):
+        Ec2(TAGS, "nobody").instances()
+
+
+def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> None:
+    """Good enough for plain horovodrun: lines of host:slots and nothing else."""
+    launch(moto, 2)
+    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine", "--host-name",
+                           "private-ip", "--cpu-slots", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(line.endswith(":2") and line.count(".") == 3 for line in lines)
+
+
+def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Instances come, one is terminated, the API fails: the file follows, and stays while nothing is known."""
+    hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
+    ids = launch(moto, 3)
+    poller = subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
+                               "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+    try:
+        def wait_for(count: int) -> None:
+            deadline = time.monotonic() + 60
+            while not hosts.exists() or len(hosts.read_text().splitlines()) != count:
+                assert time.monotonic() < deadline and poller.poll() is None
+                time.sleep(0.05)
+
+        wait_for(3)
+        client("ec2", moto).terminate_instances(InstanceIds=ids[:1])
+        wait_for(2)
+        fault = proxy.fault("internal", times=10**6)
+        deadline = time.monotonic() + 60
+        while "discovery.cloud_unavailable" not in events.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(hosts.read_text().splitlines()) == 2 and fault.fired
+        proxy.clear()
+        launch(moto, 1)
+        wait_for(3)
+    finally:
+        poller.send_signal(signal.SIGTERM)
+        assert poller.wait(20) == 0
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    (out,) = [e for e in told if e["event"] == "discovery.host_out"]
+    assert out["id"] == ids[0] and out["why"]
+    table = json.loads((tmp_path / "hosts.json").read_text())
+    assert sum(host["is_in"] for host in table["hosts"]) == 3
