@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         from discovery.commands import run  # here: it imports boto3
 
         return run(argv)
-    print(str(__doc__).split("\n\n")[1], file=sys.stderr)
+    print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)
     return 2
 
 

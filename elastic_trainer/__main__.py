@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import time
@@ -81,6 +82,9 @@ def run(argv: list[str]) -> int:
     if not 1 <= options.min_workers <= options.workers:
         raise ConfigError(f"--min-workers is {options.min_workers} and --workers {options.workers}. Use 1 ≤ min ≤ workers.")
 
+    if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
+        raise ConfigError(f"--run is {options.run!r}. Use letters, digits, '.', '_' and '-': it names a folder and a place "
+                          f"in the store.")
     name = options.run or f"{options.example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (options.runs_dir / name).resolve()
     if is_demo:

@@ -92,10 +92,13 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     idle = 0
     while True:
         attempt += 1
+        told = read_events(run_dir)
         # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
                             "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
-                            "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(read_events(run_dir)))}
+                            "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(told)),
+                            "ELASTIC_TRAINER_LOST_ATTEMPTS": str(lost_attempts(told)),
+                            "ELASTIC_TRAINER_RUN_S": f"{told[-1]['time'] - told[0]['time']:.1f}"}
         events.emit("attempt.started", attempt=attempt)
         process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
@@ -140,6 +143,13 @@ def _lock(run_dir: Path) -> int:
 def newest_checkpoint(events: list[dict[str, Any]]) -> int:
     """Return the newest step that was published as a checkpoint; 0 if none was."""
     return max((int(e["step"]) for e in events if e["event"] == "state.checkpoint_published"), default=0)
+
+
+def lost_attempts(events: list[dict[str, Any]]) -> int:
+    """Return how many attempts that trained have ended with everybody gone, or without a word."""
+    trained = {e["attempt"] for e in events if e["event"] == "worker.step_committed"}
+    kept = {e["attempt"] for e in events if e["event"] == "attempt.ended" and e["verdict"] in ("finished", "interrupted")}
+    return len(trained - kept)
 
 
 def _end_orphans(events: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +42,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         store = open_store(options.url)
         log = CommitLog(store)
-        tail = log.tail()
+        tail = log.newest_whole()
+        for damage in log.passed_over:
+            print(f"DAMAGED: {damage}", file=sys.stderr)
         if not tail.kept:
             raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
         match options.action:

@@ -86,6 +86,10 @@ class Launch:
     horovod: bool = False
     """True when horovodrun (ours or plain) started us; False: a world of one."""
     reduce: str = "exact"
+    lost_attempts: int = 0
+    """Earlier attempts of this run that ended with everybody gone: what checkpoints are for."""
+    run_s: float = 0.0
+    """How long the run had been going when this attempt began."""
     store: str = ""
     """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
     resume_step: int = 0
@@ -119,6 +123,8 @@ class Launch:
             horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
             reduce=reduce,
             store=env.get("ELASTIC_TRAINER_STORE", ""),
+            lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
+            run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),
             limits=Limits.from_environment(env),
             resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),

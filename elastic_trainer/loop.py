@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import random
 import signal
 import sys
@@ -29,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import horovod
 import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate
@@ -46,6 +48,7 @@ from state.elastic_state import ElasticState
 from state.layout import byte_view
 from state.store import StoreRefused, StoreUnavailable, open_store
 
+RESTORE_PAUSE_S = 5.0
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 OVERDUE_S = 60.0
@@ -192,7 +195,7 @@ class Trainer:
         if launch.store or launch.run_dir:
             url = launch.store or str(launch.run_dir / "checkpoints")  # type: ignore[operator]
             try:
-                self.checkpoints = Checkpoints(open_store(url), events.emit, plan)
+                self.checkpoints = Checkpoints(open_store(url), events.emit, plan, describe(job))
             except StoreRefused as error:
                 raise ConfigError(str(error)) from error
         self.error: BaseException | None = None
@@ -242,8 +245,9 @@ class Trainer:
             self._say_committed(step, time.monotonic() - started)
             self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
             self.timing.step(time.monotonic() - started, self._is_uploading())
-            if control.stop:
+            if control.stop or control.all_drain:
                 self._checkpoint_now()                                          # nothing may be lost
+            if control.stop:
                 raise RunOver("interrupted", f"stopped after step {state.committed}")
             if control.change:
                 raise WorldChanged                                              # somebody joins or leaves
@@ -374,14 +378,22 @@ class Trainer:
         try:
             step = self.checkpoints.restore(self.state, self.world) if self.checkpoints else None
         except StoreRefused as error:
-            raise ConfigError(str(error)) from error
+            if self.checkpoints is not None and self.checkpoints.log.last is None and self.world.rank == 0:
+                raise ConfigError(str(error)) from error  # the store was never usable in this attempt
+            raise self._ask_again(error) from error
         except StoreUnavailable as error:
-            raise PeersLost(f"the store: {error}") from error  # the next generation asks again
+            raise self._ask_again(error) from error
         if step is None and self.launch.resume_step:
             raise ConfigError(f"the run has a checkpoint of step {self.launch.resume_step}, but {self.launch.run_dir} on "
                               f"this host has none. Put the folder of runs (--runs-dir) on a disk that all hosts share.")
         self.state.has_state = step is not None or self.world.rank == 0
         return "fresh" if step is None else "checkpoint"
+
+    def _ask_again(self, error: StoreUnavailable) -> PeersLost:
+        """Return what ends this generation after a while: the next one asks the store again."""
+        self.events.emit("state.store_unavailable", error=str(error))
+        time.sleep(RESTORE_PAUSE_S)
+        return PeersLost(f"the store: {error}")
 
     def _say_where_we_are(self) -> None:
         state, schedule = self.state, self.job.schedule
@@ -404,20 +416,23 @@ class Trainer:
     def _is_uploading(self) -> bool:
         return self.checkpoints is not None and (self.checkpoints.share is not None or self.checkpoints.is_publishing())
 
-    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], int]:
-        """Return what the vote says of checkpoints: (my share is up, it has failed), and rank 0's wish after `step`."""
+    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], int, int]:
+        """Return what the vote says of checkpoints: (my share is up, it has failed), rank 0's wish after `step`, and the
+        newest step that it knows to be published.
+        """
         checkpoints = self.checkpoints
         if checkpoints is None:
-            return (False, False), 0
-        is_due = self.world.rank == 0 and not self._is_uploading() and self.timing.is_due(
-            checkpoints, step, self.world.losses, self.events)
-        return checkpoints.progress(), is_due * checkpoints.wish()
+            return (False, False), 0, -1
+        is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events) and (
+            not self._is_uploading())
+        return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:
         """Go one step further with the checkpoint in flight: everybody here does the same, by the vote's word."""
         checkpoints, state, world = self.checkpoints, self.state, self.world
         if checkpoints is None:
             return
+        checkpoints.know(control.published)
         if control.upload_failed:
             checkpoints.drop()
         elif control.uploaded == world.size:
@@ -437,7 +452,10 @@ class Trainer:
             checkpoints.wait()                                                  # the store
             is_due = world.rank == 0 and checkpoints.share is None and (
                 checkpoints.newest_step < state.committed and tries < LAST_TRIES and not checkpoints.fenced)
-            control = world.vote(state.committed, 0, 0, False, checkpoints.progress(), is_due * checkpoints.wish())
+            self.error = checkpoints.fenced
+            control = world.vote(state.committed, 0, 0, self.error is not None, checkpoints.progress(),
+                                 is_due * checkpoints.wish(), checkpoints.newest_step)
+            self._raise_if_failed(control.failed_rank)
             had_share = checkpoints.share is not None
             self._mind_checkpoints(control)
             tries += bool(control.checkpoint)
@@ -454,6 +472,17 @@ class Trainer:
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.world.vote(state.committed, 0, 0, has_failed=False)
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """Return what a checkpoint's record says of the job, for people."""
+    schedule = job.schedule
+    return {"schedule": {name: getattr(schedule, name) for name in (
+                "dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps", "steps")},
+            "config": {"optimizer": type(job.optimizer).__name__, "clip_norm": job.clip_norm,
+                       "model": type(job.model).__name__},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "horovod": horovod.__version__,
+                         "numpy": numpy.__version__}}
 
 
 class Timing:
@@ -485,20 +514,20 @@ class Timing:
         slower = max(0.0, self._seconds[True] - self._seconds[False]) if self._seconds[False] else 0.0
         return self.pause_s + slower * self._uploading_steps
 
-    def is_due(self, checkpoints: Checkpoints, step: int, losses: int, events: Events) -> bool:
+    def is_due(self, checkpoints: Checkpoints, step: int, launch: Launch, events: Events) -> bool:
         """True if a checkpoint after `step` is due; says it when the last good one is too old."""
         now, every = time.monotonic(), checkpoints.plan.every
         begun_step = step - 1 if self.begun_step is None else self.begun_step
         self.begun_step = begun_step
-        interval_s = every.interval_s(cost_s=self.cost_s(), losses=losses, observed_s=now - self.started,
-                                      step_s=self._seconds[False])
+        interval_s = every.interval_s(cost_s=self.cost_s(), losses=launch.lost_attempts, step_s=self._seconds[False],
+                                      observed_s=launch.run_s + now - self.started)
         age_s = now - checkpoints.published_at
         is_overdue = age_s > max(OVERDUE_S, 3.0 * interval_s)
         if is_overdue and not self._is_alarmed:
             events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1), newest_step=checkpoints.newest_step)
         self._is_alarmed = is_overdue
         waited_s = now - self.begun_at
-        if checkpoints.failures and waited_s < min(60.0, 2.0 ** checkpoints.failures):
+        if checkpoints.failures and waited_s < min(60.0, 2.0 ** min(checkpoints.failures, 6)):
             return False
         if checkpoints.failures:
             return True  # the last one came to nothing

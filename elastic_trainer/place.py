@@ -55,6 +55,7 @@ class Driver(Protocol):
     def next_place(self, holds_state: bool, step: int) -> Place: ...
     def wants_change(self) -> bool: ...
     def wants_stop(self) -> bool: ...
+    def drains(self) -> bool: ...
     def is_broken(self) -> bool: ...
     def is_finished(self) -> bool: ...
     def note(self, phase: str, step: int) -> None: ...
@@ -73,7 +74,7 @@ class Alone:
         """Never."""
         return False
 
-    wants_stop = is_broken = is_finished = wants_change
+    wants_stop = drains = is_broken = is_finished = wants_change
 
     def note(self, phase: str, step: int) -> None:
         """Nobody listens."""
@@ -183,6 +184,10 @@ class OurDriver:
     def wants_stop(self) -> bool:
         """True when the attempt should stop at the next step, with a checkpoint: the driver is lost or was stopped."""
         return self._lost or "over" in self._news
+
+    def drains(self) -> bool:
+        """True when this worker was told to leave."""
+        return bool(self._status["drains"])
 
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""
@@ -326,6 +331,10 @@ class PlainDriver:
         return False
 
     is_broken = is_finished = wants_stop
+
+    def drains(self) -> bool:
+        """True when this worker was told to leave."""
+        return self._drains
 
     def note(self, phase: str, step: int) -> None:
         """Horovod's driver does not listen."""

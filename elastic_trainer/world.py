@@ -77,6 +77,10 @@ class Control:
     upload_failed: bool
     checkpoint: int
     """What rank 0 wants after this step: 0 nothing, 1 a checkpoint, 2 one that may name the last one's parts."""
+    published: int
+    """The newest step that rank 0 knows to be published; -1: it knows of none."""
+    all_drain: bool
+    """Everybody has been told to leave: this step is the last that anybody holds."""
 
 
 class World:
@@ -91,8 +95,6 @@ class World:
         self._horovod_was_up = False
         self._is_guarded = False
         self._init_since: float | None = None
-        self.losses = 0
-        """Generations that broke under this worker."""
         self.expected_step_s: Callable[[int], float] = lambda size: 0.0
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
@@ -123,7 +125,7 @@ class World:
                 self._is_guarded = False
                 return
             except (HorovodInternalError, PeersLost) as error:
-                left_at, self.losses = time.monotonic(), self.losses + 1
+                left_at = time.monotonic()
                 self._close_sockets()  # first of all: our neighbours notice by it
                 self.events.emit("worker.generation_broken", error=str(error)[:500])
                 self._leave()
@@ -237,15 +239,16 @@ class World:
         return self.wait(hvd.allgather_async(tensor, name=name))
 
     def vote(self, step: int, samples: int, digest: int, has_failed: bool,
-             upload: tuple[bool, bool] = (False, False), checkpoint: int = 0) -> Control:
+             upload: tuple[bool, bool] = (False, False), checkpoint: int = 0, published: int = -1) -> Control:
         """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
 
-        `upload` is (my share is up, it has failed); `checkpoint` is rank 0's wish (see Control). It completes anywhere
-        only if every member's gradients were reduced. Network: one allreduce of 9 integers.
+        `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). It
+        completes anywhere only if every member's gradients were reduced. Network: one allreduce of 11 integers.
         """
         wants_change, wants_stop = self.driver.wants_change(), self.driver.wants_stop()
-        word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint],
-                            dtype=torch.int64)
+        known = published + 1 if self.rank == 0 else 0
+        word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint, known,
+                             self.driver.drains()], dtype=torch.int64)
         if self.size > 1:
             self.wait(self.allreduce_start(word, "vote"))
             assert int(word[0]) == self.size, f"{int(word[0])} of {self.size} voted in step {step}"
@@ -256,7 +259,8 @@ class World:
             failed_rank = int(ranks.min())
         return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
                        stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
-                       upload_failed=bool(word[7]), checkpoint=int(word[8]))
+                       upload_failed=bool(word[7]), checkpoint=int(word[8]), published=int(word[9]) - 1,
+                       all_drain=int(word[10]) == self.size)
 
     def share_text(self, text: str, root: int) -> str:
         """Give everybody the text of one rank."""

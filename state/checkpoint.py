@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,10 +39,14 @@ from state.cadence import Cadence, retained
 from state.commit_log import CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, copy_range, decode
-from state.store import Store, StoreUnavailable, checked, prove_put_if_absent
+from state.store import Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
 
 PART_BYTES = 16 << 20
 MOST_PART_BYTES = 64 << 20
+UPLOAD_S = 900.0
+"""A share that is not up by then has failed: a folder's file system may hang without an error."""
+RESTORE_S = 3600.0
+"""How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
 """How many parts one worker moves at once."""
 READ_TRIES = 3
@@ -73,6 +77,7 @@ class Peers(Protocol):
     size: int
 
     def share_text(self, text: str, root: int) -> str: ...
+    def gather_texts(self, text: str) -> list[str]: ...
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
 
 
@@ -107,8 +112,10 @@ class Share:
 class Checkpoints:
     """The checkpoints of one run in one store, as one worker sees them."""
 
-    def __init__(self, store: Store, emit: Callable[..., None], plan: Plan | None = None):
-        self.store, self.emit, self.plan = store, emit, plan or Plan()
+    def __init__(self, store: Store, emit: Callable[..., None], plan: Plan | None = None,
+                 facts: dict[str, Any] | None = None):
+        self.store, self.emit, self.plan, self.facts = store, emit, plan or Plan(), facts or {}
+        """`facts` go into each record, for people: the job's numbers, versions."""
         self.log = CommitLog(store)
         self.share: Share | None = None
         self.newest_step = -1
@@ -132,17 +139,21 @@ class Checkpoints:
 
         `reuse` says that the checkpoint collected last is published, so that its parts may be named again.
         """
-        started = time.monotonic()
+        share = Share(step=state.committed, header=b"", total=0, count=0, pieces={}, started=time.monotonic(), done=[])
+        self.share = share
+        try:
+            if any(thread.is_alive() for thread in self._uploaders):
+                raise StoreUnavailable("the upload before it still holds the memory")
+            self._begin(share, state, rank, size, reuse)
+        except Exception as error:  # no memory, no thread, a value that cannot be kept: the training goes on
+            share.error = f"{type(error).__name__}: {error}"
+
+    def _begin(self, share: Share, state: ElasticState, rank: int, size: int, reuse: bool) -> None:
         packed = state.packed()
         cuts = range(0, packed.payload_bytes, self.plan.part_bytes)
         mine = [(index, start, min(start + self.plan.part_bytes, packed.payload_bytes))
                 for index, start in enumerate(cuts) if index % size == rank]
-        share = Share(step=state.committed, header=packed.header, total=packed.payload_bytes, count=len(cuts), pieces={},
-                      started=started, done=[])
-        self.share = share
-        if any(thread.is_alive() for thread in self._uploaders):
-            share.error = "the upload before it still holds the memory"
-            return
+        share.header, share.total, share.count = packed.header, packed.payload_bytes, len(cuts)
         need = sum(stop - start for _, start, stop in mine)
         if self._memory.numel() < need:
             self._memory = torch.empty(need, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
@@ -153,7 +164,7 @@ class Checkpoints:
             at += stop - start
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # pinned memory is copied to asynchronously
-        share.pause_s = time.monotonic() - started
+        share.pause_s = time.monotonic() - share.started
         base = self._last_parts if reuse else {}
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in share.pieces:
@@ -168,7 +179,14 @@ class Checkpoints:
         """Return (my share is up, my share has failed), for the vote."""
         if self.share is None:
             return False, False
+        if time.monotonic() - self.share.started > UPLOAD_S and not self.share.error:
+            self.share.error = f"it was not up after {UPLOAD_S:.0f} s"
         return len(self.share.done) == len(self.share.pieces) and not self.share.error, bool(self.share.error)
+
+    def know(self, published: int) -> None:
+        """Take over what rank 0 knows to be published."""
+        if published > self.newest_step:
+            self.newest_step, self.published_at = published, time.monotonic()
 
     def wish(self) -> int:
         """Return rank 0's word for a checkpoint: 2 if the one collected last is published, so that its parts stay."""
@@ -210,7 +228,7 @@ class Checkpoints:
         """Wait until my share is up or has failed, and what I publish is published or has failed."""
         for thread in [*self._uploaders, self._publisher]:
             if thread:
-                thread.join()
+                thread.join(UPLOAD_S)
 
     def write_alone(self, state: ElasticState) -> None:
         """Make a checkpoint without any peers, and wait for it. Used when this worker is the last that can."""
@@ -250,6 +268,8 @@ class Checkpoints:
         try:
             if self.log.last is None or self.log.last.lineage != lineage:
                 self.log.take_over(lineage)  # network: three requests, by each new publisher
+            if self.log.last and self.log.last.step < share.step:  # else it is published, and its parts may be another's
+                self._see_parts(share.step, lineage, parts)
             record = self.log.append(lambda last: self._next_record(last, share, parts))
             self.newest_step, self.published_at, self.failures = record.step, time.monotonic(), 0
             if record.kind == "checkpoint" and record.step == share.step:  # else a publisher before us had it
@@ -257,8 +277,10 @@ class Checkpoints:
                           lineage=lineage, parts=len(parts), pause_s=round(share.pause_s, 5),
                           uploaded_bytes=sum(part.bytes for part in parts if _age(part.name) == (lineage, share.step)),
                           duration_s=round(time.monotonic() - share.started, 4))
-            with suppress(FileNotFoundError):
+            try:
                 collect_rubbish(self.store, record, self._names_of)
+            except (StoreUnavailable, FileNotFoundError) as error:  # the checkpoint stands
+                self.emit("state.rubbish_kept", step=share.step, error=str(error))
         except Fenced as fenced:
             if fenced.found.lineage == lineage:
                 self.emit("state.publisher_replaced", step=share.step, record=fenced.found.sequence)
@@ -269,6 +291,15 @@ class Checkpoints:
             self.failures += 1
             self._last_parts = {}  # what of it stands is not known, so nothing of it is named again
             self.emit("state.checkpoint_failed", step=share.step, error=f"{type(error).__name__}: {error}")
+
+    def _see_parts(self, step: int, lineage: int, parts: list[Part]) -> None:
+        """See for myself that the others' parts are where mine are: their folder may be a disk of their own."""
+        folder = f"{PARTS}/{lineage:012d}-{step:012d}"
+        new = {part.name for part in parts if part.name.startswith(folder + "/")}
+        lacking = sorted(new - set(self.store.list(folder)) if new else new)
+        if lacking:
+            raise StoreUnavailable(f"{self.store.where} lacks {len(lacking)} parts that other workers have written. Give "
+                                   f"all hosts the same store: S3, or a folder on a disk that they share")
 
     def _next_record(self, last: Record, share: Share, parts: list[Part]) -> Record | None:
         if last.step >= share.step:
@@ -284,7 +315,7 @@ class Checkpoints:
         sequence = last.sequence + 1
         body = {"header": share.header.decode(), "header_sha256": hashlib.sha256(share.header).hexdigest(),
                 "bytes": share.total, "part_bytes": self.plan.part_bytes, "parts": [asdict(part) for part in parts],
-                "time": time.time(), "torch": torch.__version__}  # the time is for people; nothing compares it
+                "time": time.time(), **self.facts}  # for people; nothing compares them
         return replace(last, kind="checkpoint", step=share.step, kept=kept | {sequence: share.step}, body=body)
 
     def _names_of(self, sequence: int) -> frozenset[str] | None:
@@ -309,12 +340,14 @@ class Checkpoints:
         """
         started, told = time.monotonic(), ""
         if peers.rank == 0:
-            prove_put_if_absent(self.store)
-            takeover = self.log.begin_lineage()
+            takeover = self._begun_lineage()
+            for damage in self.log.passed_over:
+                self.emit("state.checkpoint_refused", error=damage)
             told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
         facts = json.loads(peers.share_text(told, 0))
-        listed_s, refusals = time.monotonic() - started, []
+        listed_s, refusals, reasons = time.monotonic() - started, list[int](), list[str]()
         for sequence in facts["kept"]:
+            wrong = ""
             try:
                 record = self._shared_record(sequence, peers)
                 payload, read_s = self._read_together(record, peers)
@@ -322,12 +355,21 @@ class Checkpoints:
                 if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
                     raise LayoutError("its header was changed")
                 loading = time.monotonic()
-                state.load(decode(header, payload))
+                values = decode(header, payload)
+                state.fits(values)
             except (LayoutError, Damaged) as error:
-                refusals.append(f"record {sequence}: {error}")
+                wrong = str(error)
+            everyones = peers.gather_texts(wrong)  # one worker's model may be another one
+            wrong = next((text for text in everyones if text), "")
+            if wrong:
+                refusals.append(sequence)
+                reasons.append(f"record {sequence}: {wrong}")
                 if peers.rank == 0:
-                    self.emit("state.checkpoint_refused", record=sequence, error=str(error))
+                    self.emit("state.checkpoint_refused", record=sequence, error=wrong)
                 continue
+            state.load(values)
+            if refusals and peers.rank == 0:  # else the next one would keep a damaged one in place of a whole one
+                self.log.append(lambda last: _without(last, refusals))
             state.lineage, self.newest_step = facts["lineage"], record.step
             self._last_parts = {part.index: part for part in parts_of(record)}
             if peers.rank == 0:
@@ -338,9 +380,25 @@ class Checkpoints:
             return record.step
         if refusals:
             raise LayoutError(f"none of the {len(refusals)} checkpoints in {self.store.where} can be restored "
-                              f"({'; '.join(refusals)}). Restore the job as it was, or give the run another name (--run).")
+                              f"({'; '.join(reasons)}). Restore the job as it was, or give the run another name (--run).")
         state.lineage = facts["lineage"]
         return None
+
+    def _begun_lineage(self) -> Record:
+        """Prove the store and take the log over, again and again while it does not answer. Peers wait for it."""
+        deadline, pause_s = time.monotonic() + RESTORE_S, 1.0
+        while True:
+            try:
+                prove_put_if_absent(self.store)
+                return self.log.begin_lineage()
+            except StoreRefused:
+                raise
+            except StoreUnavailable as error:
+                self.emit("state.store_unavailable", error=str(error))
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(pause_s)
+                pause_s = min(30.0, 2.0 * pause_s)
 
     def is_published(self, step: int, lineage: int) -> bool:
         """True if the newest record is of this lineage and names a checkpoint of this step or a later one."""
@@ -396,6 +454,11 @@ class Checkpoints:
                 for future in reading.values():
                     future.cancel()
         return payload, waited
+
+
+def _without(last: Record, refused: list[int]) -> Record | None:
+    kept = {sequence: step for sequence, step in last.kept.items() if sequence not in refused}
+    return replace(last, kind="takeover", kept=kept, body={}) if kept != last.kept else None
 
 
 def read_part(store: Store, part: Part, out: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ from state.store import Store, StoreUnavailable
 FOLDER = "log"
 LAST = 10**12
 TRIES = 20
+READ_TRIES = 3
+"""How often a record is read when its bytes are wrong: they may be right in the store."""
 FORMAT = 1
 
 
@@ -99,16 +101,22 @@ class CommitLog:
         self.store = store
         self.writer = secrets.token_hex(8)
         self.last: Record | None = None
+        self.passed_over: list[str] = []
+        """What the last look for a whole record has found damaged, newest first."""
 
     def read(self, sequence: int) -> Record:
         """Return one record. Raises FileNotFoundError, Damaged, StoreUnavailable."""
-        try:
-            found = Record.from_bytes(self.store.get(_name(sequence)))
-        except Damaged as error:
-            raise Damaged(f"record {sequence} of {self.store.where} is damaged: {error}") from error
-        if found.sequence != sequence:
-            raise Damaged(f"record {sequence} of {self.store.where} says that it is {found.sequence}")
-        return found
+        why = ""
+        for _ in range(READ_TRIES):
+            try:
+                found = Record.from_bytes(self.store.get(_name(sequence)))
+            except Damaged as error:
+                why = str(error)
+                continue
+            if found.sequence == sequence:
+                return found
+            why = f"it says that it is {found.sequence}"
+        raise Damaged(f"record {sequence} of {self.store.where} is damaged: {why}")
 
     def newest(self) -> int:
         """Return the newest record's number; 0 when there is none. Network: one listing of one name."""
@@ -124,7 +132,7 @@ class CommitLog:
         """Take the log over for a new attempt, whoever wrote it before; returns the takeover."""
         for _ in range(TRIES):
             newest = self.newest()
-            before = self._newest_whole(newest)
+            before = self.newest_whole(newest)
             mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1, kept=before.kept,
                           writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
@@ -138,8 +146,10 @@ class CommitLog:
                 before = self.tail()
             except Damaged as error:  # whose it is cannot be known
                 raise StoreUnavailable(str(error)) from error
-            if before.lineage != lineage:
+            if before.lineage > lineage:
                 raise Fenced(self.store.where, before)
+            if before.lineage < lineage:  # lineages only grow
+                raise StoreUnavailable(f"{self.store.where} does not know this attempt's own records")
             mine = Record(sequence=before.sequence + 1, kind="takeover", lineage=lineage, step=before.step,
                           kept=before.kept, writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
@@ -182,13 +192,15 @@ class CommitLog:
         except (FileNotFoundError, Damaged) as error:
             raise StoreUnavailable(f"record {sequence} of {self.store.where} stands there and cannot be read") from error
 
-    def _newest_whole(self, newest: int) -> Record:
+    def newest_whole(self, newest: int | None = None) -> Record:
         """Return the newest record whose bytes are whole, at or before a number."""
+        newest = self.newest() if newest is None else newest
+        self.passed_over = []
         for sequence in range(newest, 0, -1):
             try:
                 return self.read(sequence)
-            except (Damaged, FileNotFoundError):
-                continue
+            except (Damaged, FileNotFoundError) as error:
+                self.passed_over.append(str(error))
         if newest:
             raise StoreUnavailable(f"{self.store.where} has {newest} records and none of them is whole")
         return NOTHING

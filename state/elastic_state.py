@@ -160,8 +160,8 @@ class ElasticState(hvd_elastic.TorchState):
         """Return the values as header and tensors, without a copy."""
         return pack(self.values())
 
-    def load(self, values: dict[str, Any]) -> None:
-        """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+    def fits(self, values: dict[str, Any]) -> None:
+        """Raise LayoutError when values are not of this model and optimizer."""
         if values["identity"] != self.identity:
             raise LayoutError(f"it is of a job with {values['identity']}, but this job has {self.identity}")
         parameters = dict(self.model.named_parameters())
@@ -183,6 +183,11 @@ class ElasticState(hvd_elastic.TorchState):
             raise LayoutError("a gradient scaler is in only one of the two")
         if values["extras"].keys() != self.extras.keys():
             raise LayoutError(f"the extras are {sorted(values['extras'])} there and {sorted(self.extras)} in this job")
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+        self.fits(values)
+        parameters, groups = dict(self.model.named_parameters()), self.optimizer.param_groups
         with torch.no_grad():  # from here on nothing can fail but the memory
             for name, tensor in values["parameters"].items():
                 parameters[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""Objects in S3, or in what speaks like it: the one module that touches boto3.
+"""Objects in S3, or in what speaks like it: the one module of the stores that touches boto3.
 
 checkpoint, commit_log → here → endpoint
 
@@ -66,9 +66,9 @@ class S3Store:
         parts = urlsplit(url)
         self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
         self.where = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
-        settings = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        settings = dict(parse_qsl(parts.query, keep_blank_values=True))
         odd = settings.keys() - set(PASSED_THROUGH)
-        if not self.bucket or odd:
+        if not self.bucket or odd or parts.fragment:
             raise StoreRefused(f"{url} has no bucket, or settings that are not passed through ({', '.join(sorted(odd))}). "
                                f"Use s3://bucket/prefix?NAME=VALUE with NAME of {', '.join(PASSED_THROUGH)}.")
         self._owner = {k: v for k, v in settings.items() if k in ("RequestPayer", "ExpectedBucketOwner")}
@@ -115,13 +115,18 @@ class S3Store:
             try:
                 answer = self._client.get_object(Bucket=self.bucket, Key=key, **self._owner)
             except ClientError as error:
-                if _code(error) in ("NoSuchKey", "404"):
+                # Who may list only under a prefix is told 403 of an object that is not there.
+                if _code(error) in ("NoSuchKey", "404") or (_code(error) in ("AccessDenied", "403") and not self._has(key)):
                     raise FileNotFoundError(f"{self.where} has no {name}") from error
                 raise
             body: bytes = answer["Body"].read()  # raises when it ends before Content-Length
             return body
 
         return self._tried(f"give {name}", get)
+
+    def _has(self, key: str) -> bool:
+        found = self._client.list_objects_v2(Bucket=self.bucket, Prefix=key, MaxKeys=1, **self._owner)
+        return any(entry["Key"] == key for entry in found.get("Contents", []))
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
@@ -193,4 +198,5 @@ def _may_pass(error: BaseException) -> bool:
         if _code(error) in NEVER_MENDED:
             return False
         return status >= 500 or status in (200, 408, 409, 429) or _code(error) in ("SlowDown", "RequestTimeout")
-    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, NoCredentialsError))
+    # NoCredentialsError: the metadata service is asked for one second, and may be busy when all boot at once.
+    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, FileNotFoundError)

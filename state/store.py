@@ -91,6 +91,7 @@ class FolderStore:
 
     def __init__(self, root: Path):
         self.root, self.where = root, str(root)
+        self._was_there = root.is_dir()
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
@@ -114,15 +115,18 @@ class FolderStore:
                     file.write(body)
                     file.flush()
                     os.fsync(file.fileno())
+                new = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            for changed in {path.parent, *(p.parent for p in new)}:
+                folder = os.open(changed, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+            self._was_there = True
         except FileExistsError:
             raise
         except OSError as error:
@@ -139,7 +143,14 @@ class FolderStore:
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
-        found = (Path(folder, name) for folder, _, names in os.walk(self.root / checked(prefix)) for name in names)
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # os.walk would take an unreadable folder for an empty one
+                raise StoreUnavailable(f"{self.root} did not list {prefix}: {error}") from error
+
+        if not self.root.is_dir() and self._was_there:
+            raise StoreUnavailable(f"{self.root} is gone")
+        walk = os.walk(self.root / checked(prefix), onerror=failed)
+        found = (Path(folder, name) for folder, _, names in walk for name in names)
         return sorted(str(path.relative_to(self.root)) for path in found)[:limit]
 
     def delete(self, names: Iterable[str]) -> None:

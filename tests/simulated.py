@@ -45,5 +45,8 @@ class Member:
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return torch.cat(self._share(name, tensor.clone()))
 
+    def gather_texts(self, text: str) -> list[str]:
+        return [str(shared) for shared in self._share("texts", text)]
+
     def share_text(self, text: str, root: int) -> str:
         return str(self._share("text", text)[root])
