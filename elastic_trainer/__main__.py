@@ -4,6 +4,7 @@
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer checkpoints ls|show|verify|prune|export URL
+    elastic-trainer hosts HOSTS_FILE
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -36,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, what in (("verify", "prove from the events that nothing was lost or repeated"),
                        ("watch", "show the progress of a run"), ("report", "show the summary of a run")):
         commands.add_parser(name, help=what).add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+    commands.add_parser("hosts", help="show the fleet's table").add_argument("hosts_file", type=Path,
+                                                                             help="the poller's --hosts-file")
     for_checkpoints = commands.add_parser("checkpoints", help="list, show, verify, prune or export checkpoints")
     try:
         if argv[:1] == ["run"]:
@@ -46,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             checkpoints.add_commands(for_checkpoints)
             return checkpoints.run(parser.parse_args(argv))
         chosen = parser.parse_args(argv)
+        if chosen.command == "hosts":
+            return _hosts(chosen.hosts_file)
         if not chosen.run_dir.is_dir():
             raise ConfigError(f"there is no folder {chosen.run_dir}. Name a run's folder, e.g. runs/NAME.")
         return {"verify": _verify, "watch": _watch, "report": _report}[chosen.command](chosen.run_dir)
@@ -176,6 +182,17 @@ def _verify(run_dir: Path) -> int:
     verdict = verify(run_dir)
     print(*verdict.sentences(), sep="\n")
     return 0 if verdict.is_proved else 1
+
+
+def _hosts(hosts_file: Path) -> int:
+    from elastic_trainer.report import print_hosts
+
+    table = hosts_file.with_name(hosts_file.name + ".json")
+    if not table.is_file():
+        raise ConfigError(f"there is no table {table}. Start the poller: python -m discovery poll --hosts-file "
+                          f"{hosts_file} …")
+    print_hosts(json.loads(table.read_text()))
+    return 0
 
 
 def _watch(run_dir: Path) -> int:

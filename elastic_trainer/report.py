@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,3 +260,23 @@ class _Story:
 def _until_finished(events: Sequence[Event]) -> Sequence[Event]:
     finishes = [index for index, event in enumerate(events) if event["event"] == "run.finished"]
     return events[: finishes[-1] + 1] if finishes else events
+
+
+def print_hosts(fleet: dict[str, Any]) -> None:
+    """Print the poller's table: who is in, who is out, and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("host", "type", "slots", "cloud", "agent", "workers", "notice", "since", "in", "why")
+    for host in fleet["hosts"]:
+        cloud = " ".join(filter(None, [host["lifecycle"], host["state"], host["group_state"]]))
+        left_s = host["deadline"] - fleet["time"] if host["deadline"] else None
+        notice = f"{left_s:.0f} s left" if left_s is not None else "rebalance" if host["rebalance"] else ""
+        since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
+        workers = "" if host["workers"] is None else str(host["workers"])
+        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, host["agent"], workers, notice, since,
+                      "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    if fleet["cloud_failures"]:
+        console.print(f"the cloud has not answered {fleet['cloud_failures']} times in a row; what it said last stands")

@@ -142,10 +142,12 @@ def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyPr
     """A lifecycle hook's Terminating:Wait, a detached one, or a stranger with the same tags is out."""
     ec2, scaling = client("ec2", moto), client("autoscaling", moto)
     image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
-    ec2.create_launch_template(LaunchTemplateName="template", LaunchTemplateData={"ImageId": image, "InstanceType": "c5.large"})
+    ec2.create_launch_template(LaunchTemplateName="template",
+                               LaunchTemplateData={"ImageId": image, "InstanceType": "c5.large"})
     scaling.create_auto_scaling_group(
         AutoScalingGroupName="g", MinSize=0, MaxSize=5, DesiredCapacity=3, AvailabilityZones=["us-east-1a"],
-        LaunchTemplate={"LaunchTemplateName": "template"}, Tags=[{"Key": "Job", "Value": "mine", "PropagateAtLaunch": True}])
+        LaunchTemplate={"LaunchTemplateName": "template"},
+        Tags=[{"Key": "Job", "Value": "mine", "PropagateAtLaunch": True}])
     stranger = launch(moto, 1)
     cloud = Ec2(TAGS, "g")
     found = {i.id: i for i in cloud.instances()}

@@ -1,0 +1,230 @@
+"""The agent on a host: what it makes of the metadata service and the machine, and whom it answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from metadata_server import MetadataServer
+
+from discovery import agent as agent_module
+from discovery.agent import Agent, AgentServer, AgentUnreachable, ask, read_key
+from discovery.hosts import Instance, Policy
+from discovery.notices import Metadata, MetadataUnavailable
+from discovery.poll import Poller
+from elastic_trainer.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def metadata() -> Iterator[MetadataServer]:
+    with MetadataServer() as service:
+        yield service
+
+
+@pytest.fixture
+def agent(metadata: MetadataServer, tmp_path: Path) -> Iterator[tuple[Agent, str]]:
+    """An agent that serves, and its address."""
+    agent = Agent(Metadata(metadata.endpoint), tmp_path)
+    server = AgentServer("127.0.0.1", 0, KEY, agent)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield agent, f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_reads_notices_with_a_token_and_renews_it(metadata: MetadataServer) -> None:
+    """404 is no notice; 401 is an old token; the deadline is in seconds since 1970."""
+    service = Metadata(metadata.endpoint)
+    assert service.notice() is None and not service.rebalance()
+    metadata.tokens.clear()  # they have expired
+    metadata.announce("2020-01-07T01:03:47Z")
+    metadata.recommend()
+    notice = service.notice()
+    assert notice and (notice.action, notice.deadline) == ("terminate", 1578359027.0)
+    assert service.rebalance()
+
+
+def test_a_notice_in_a_form_that_we_do_not_know_is_a_notice(metadata: MetadataServer) -> None:
+    """It says something; two minutes are assumed."""
+    metadata.documents["spot/instance-action"] = "soon"
+    notice = Metadata(metadata.endpoint).notice()
+    assert notice and notice.action == "unknown" and notice.deadline > time.time() + 60
+
+
+@pytest.mark.parametrize("fault", ["hung", "500", "nobody"])
+def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stays ready, and says why it knows nothing."""
+    monkeypatch.setattr("discovery.notices.TIMEOUT_S", 0.3)
+    endpoint = metadata.endpoint
+    match fault:
+        case "hung":
+            metadata.is_hung.set()
+        case "500":
+            metadata.broken_status = 500
+        case "nobody":
+            endpoint = "http://127.0.0.1:1"
+    with pytest.raises(MetadataUnavailable):
+        Metadata(endpoint).notice()
+    agent = Agent(Metadata(endpoint), tmp_path)
+    agent.look()
+    assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
+
+
+def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer, agent: tuple[Agent, str]) -> None:
+    """A notice is never taken back; a rebalance recommendation is only told."""
+    here, address = agent
+    here.look()
+    assert ask(address, KEY, 2.0).state == "ready"
+    metadata.recommend()
+    here.look()
+    says = ask(address, KEY, 2.0)
+    assert says.state == "ready" and says.rebalance
+    metadata.announce()
+    here.look()
+    metadata.documents.clear()
+    here.look()
+    says = ask(address, KEY, 2.0)
+    assert says.state == "draining" and says.why == "terminate at 01:03:47 UTC" and says.deadline == 1893978227.0
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_says_sick_when_the_disk_is_full_or_a_gpu_is_gone(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch,
+                                                          tmp_path: Path) -> None:
+    """And ready again when it is not."""
+    here, address = agent
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 999, 1))
+        here.look()
+        assert "disk full" in ask(address, KEY, 2.0).why
+    monkeypatch.setattr(agent_module, "gpu_count", lambda: 1)
+    here._gpus = 2
+    here.look()
+    says = ask(address, KEY, 2.0)
+    assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
+    monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
+    here.look()
+    assert ask(address, KEY, 2.0).state == "ready"
+
+
+def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
+    """By the poller's clock; how much is said."""
+    says = ask(agent[1], KEY, 2.0, clock=lambda: time.time() + 300)
+    assert says.state == "sick" and "-300 s off" in says.why
+
+
+def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
+    """A wrong key, a replayed answer, bytes that are no HTTP: refused or dropped, counted, and the agent goes on."""
+    here, address = agent
+    host, port = address.split(":")
+    with pytest.raises(AgentUnreachable, match="key"):
+        ask(address, b"x" * 32, 2.0)
+    for rubbish in (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n", os.urandom(300) + b"\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=2) as stranger:
+            stranger.sendall(rubbish)
+            stranger.settimeout(2)
+            try:
+                assert b"ready" not in stranger.recv(4096)
+            except (TimeoutError, ConnectionError):
+                pass
+    connection = http.client.HTTPConnection(host, int(port), timeout=2)
+    connection.request("GET", "/health", headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
+    assert connection.getresponse().status == 403
+    assert here.refused >= 3
+    assert ask(address, KEY, 2.0).state == "ready"
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """With the command that mends it."""
+    path = tmp_path / "key"
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_key(path)
+    path.chmod(0o600)
+    assert read_key(path) == b"0" * 64
+
+
+class TwoHosts:
+    """A cloud with two machines: this one under two names."""
+
+    def instances(self) -> list[Instance]:
+        return [Instance("i-1", "127.0.0.1", launched=1.0), Instance("i-2", "127.0.0.2", launched=2.0)]
+
+
+def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataServer, tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """A real agent process sees it, the poller hears it, the file loses the host; the table says why."""
+    key, hosts = tmp_path / "key", tmp_path / "hosts"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    command = [sys.executable, "-m", "discovery", "agent", "--bind", "0.0.0.0", "--port", "0", "--key-file", str(key),
+               "--metadata", metadata.endpoint, "--folder", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        port = int(process.stdout.readline())
+        poller = Poller(TwoHosts(), hosts, Policy(agents=True, settle_s=0.0), agent_port=port, key=KEY,
+                        events_file=tmp_path / "events.jsonl")
+        with ThreadPoolExecutor(4) as pool:
+            deadline = time.monotonic() + 30
+            while not hosts.exists() or len(hosts.read_text().splitlines()) < 2:
+                assert time.monotonic() < deadline
+                poller.poll(pool)
+            metadata.announce()
+            while hosts.read_text():
+                assert time.monotonic() < deadline
+                poller.poll(pool)
+                time.sleep(0.02)
+        assert main(["hosts", str(hosts)]) == 0
+        assert "terminate at" in capsys.readouterr().out
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["id"]) for e in told if e["event"] != "discovery.hosts_changed"] == [
+        ("discovery.host_in", "i-1"), ("discovery.host_in", "i-2"), ("discovery.host_out", "i-1"),
+        ("discovery.host_out", "i-2")]
+
+
+def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:
+    """Whoever stops the machine stops its services first; without workers the agent ends at once."""
+    key = tmp_path / "key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    process = subprocess.Popen([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
+                                "--key-file", str(key), "--no-metadata", "--folder", str(tmp_path)], cwd=ROOT,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    address = f"127.0.0.1:{int(process.stdout.readline())}"
+    assert ask(address, KEY, 5.0).state == "ready"
+    worker = subprocess.Popen(["sleep", "60"], env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
+    try:
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while (says := ask(address, KEY, 5.0)).state != "draining":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert says.facts["workers"] == 1
+    finally:
+        worker.kill()
+        worker.wait()
+    assert process.wait(20) == 0
