@@ -88,7 +88,10 @@ def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None
 
 
 def decode(header: bytes, payload: torch.Tensor) -> Any:
-    """Build the values from a header and a uint8 payload; the tensors are new. Raises LayoutError."""
+    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors are views of it.
+
+    Raises LayoutError.
+    """
     try:
         described = json.loads(header)
         shapes, values, version = described["tensors"], described["values"], described["format"]
@@ -109,7 +112,10 @@ def decode(header: bytes, payload: torch.Tensor) -> Any:
         size = count * torch.empty(0, dtype=dtype).element_size()
         if at + size > payload.numel():
             raise LayoutError(f"the payload ends at byte {payload.numel()}, but the header needs more than {at + size}")
-        tensors.append(payload[at : at + size].clone().view(dtype).reshape(entry["shape"]))
+        piece = payload[at : at + size]
+        if piece.storage_offset() % dtype.itemsize or piece.data_ptr() % dtype.itemsize:
+            piece = piece.clone()
+        tensors.append(piece.view(dtype).reshape(entry["shape"]))
         at += size
     if at != payload.numel():
         raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes {at}")

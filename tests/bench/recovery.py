@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +25,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
+from stock_job import HOSTS, StockJob  # noqa: E402
 
-PEER_HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
-"""Four names of this machine that Horovod takes for four hosts."""
 PEER_DEADLINE_S = 120.0
 
 
@@ -64,47 +62,15 @@ def ours(folder: Path, kills: int, chance: random.Random) -> dict[str, list[floa
 
 def peer(folder: Path, chance: random.Random) -> tuple[float, int]:
     """Run one stock job, kill one rank; return the seconds to the next finished step and healthy workers lost."""
-    log, hosts = folder / "steps", folder / "hosts"
-    hosts.write_text("".join(f"{h}:1\n" for h in PEER_HOSTS))
-    script = folder / "hosts.sh"
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2",
-               "--host-discovery-script", str(script), "--network-interfaces", "lo",
-               sys.executable, str(HERE / "jobs" / "stock.py"), str(log), "1000000"]
-    process = subprocess.Popen(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
-                               start_new_session=True)
-
-    def lines() -> list[list[str]]:
-        return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-
-    def wait(seen: object, deadline_s: float) -> object:
-        deadline = time.monotonic() + deadline_s
-        while not (found := seen()) and time.monotonic() < deadline and process.poll() is None:  # type: ignore[operator]
-            time.sleep(0.02)
-        return found
-
-    pids: set[int] = set()
-    try:
-        assert wait(lambda: any(int(s) >= 5 for _, _, _, s, _ in lines()), 180), (folder / "output").read_text()
-        pids = {int(pid) for *_, pid in lines()}
-        victim = chance.choice(sorted(pids))
+    with StockJob(folder, HOSTS[:4]) as job:
+        assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 180), job.output()
+        pids = job.pids()
         killed_at = time.time()
-        os.kill(victim, signal.SIGKILL)
-        after = wait(lambda: [float(t) for t, _, size, _, _ in lines() if float(t) > killed_at + 0.05 and size != "4"],
-                     PEER_DEADLINE_S)
-        seconds = after[0] - killed_at if after else float("inf")  # type: ignore[index]
-        lost = sum(not Path(f"/proc/{pid}").exists() for pid in pids) - 1
-        return seconds, lost
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for pid in pids:
-            if Path(f"/proc/{pid}").exists() and b"stock.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        os.kill(chance.choice(sorted(pids)), signal.SIGKILL)
+        after = job.wait(lambda: [line.time for line in job.lines() if line.time > killed_at + 0.05 and line.size != 4],
+                         PEER_DEADLINE_S)
+        seconds = after[0] - killed_at if after else float("inf")
+        return seconds, sum(not Path(f"/proc/{pid}").exists() for pid in pids) - 1
 
 
 def main() -> None:

@@ -1,0 +1,158 @@
+"""What discovery costs at 1,000 and 10,000 instances, and how fast a notice reaches the hosts file.
+
+    .venv/bin/python tests/bench/discovery.py
+
+The instances are described by an EC2 API on loopback that answers in pages of 1,000, like AWS's (moto takes minutes to
+make so many). A poll is EC2's answer, the decision and the file. The script is what horovodrun calls every second.
+
+Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000, notice_to_file_s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from metadata_server import MetadataServer  # noqa: E402
+from s3_servers import free_port, process  # noqa: E402
+
+from discovery.ec2 import Ec2  # noqa: E402
+from discovery.hosts import Instance, Policy  # noqa: E402
+from discovery.poll import Poller  # noqa: E402
+
+ROOT = HERE.parent.parent
+PAGE = 1000
+
+
+class Api(BaseHTTPRequestHandler):
+    """DescribeInstances, DescribeInstanceStatus and DescribeInstanceTypes, in pages."""
+
+    count = 0
+
+    def do_POST(self) -> None:
+        asked = dict(urllib.parse.parse_qsl(self.rfile.read(int(self.headers["Content-Length"])).decode()))
+        action, start = asked["Action"], int(asked.get("NextToken", 0))
+        stop = min(start + PAGE, self.count)
+        token = f"<nextToken>{stop}</nextToken>" if stop < self.count else ""
+        match action:
+            case "DescribeInstances":
+                items = "".join(
+                    f"<item><instancesSet><item><instanceId>i-{n:017x}</instanceId><privateDnsName>i-{n:017x}.internal"
+                    f"</privateDnsName><instanceType>c5.large</instanceType><launchTime>2026-01-01T00:00:00.000Z</launchTime>"
+                    f"<instanceLifecycle>spot</instanceLifecycle><instanceState><code>16</code><name>running</name>"
+                    f"</instanceState><placement><availabilityZone>us-east-1a</availabilityZone></placement></item>"
+                    f"</instancesSet></item>" for n in range(start, stop))
+                text = f"<reservationSet>{items}</reservationSet>{token}"
+            case "DescribeInstanceStatus":
+                fine = "<status>ok</status>"
+                items = "".join(f"<item><instanceId>i-{n:017x}</instanceId><instanceStatus>{fine}</instanceStatus>"
+                                f"<systemStatus>{fine}</systemStatus></item>" for n in range(start, stop))
+                text = f"<instanceStatusSet>{items}</instanceStatusSet>{token}"
+            case _:
+                text = "<instanceTypeSet><item><instanceType>c5.large</instanceType></item></instanceTypeSet>"
+        body = f'<{action}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">{text}</{action}Response>'.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def polled(folder: Path, count: int) -> tuple[float, int]:
+    """Return seconds and API calls of a poll, after the first."""
+    Api.count = count
+    cloud = Ec2({"Job": "bench"})
+    poller = Poller(cloud, folder / f"hosts-{count}", Policy(settle_s=0.0), interval_s=0.0)
+    with ThreadPoolExecutor(1) as pool:
+        poller.poll(pool)
+        calls, started = cloud.calls, time.monotonic()
+        poller.poll(pool)
+    assert len((folder / f"hosts-{count}").read_text().splitlines()) == count
+    return time.monotonic() - started, cloud.calls - calls
+
+
+def script_ms(folder: Path) -> float:
+    """Return the median time of the script, in milliseconds."""
+    (folder / "hosts").write_text("host:1\n" * 100)
+    seconds = []
+    for _ in range(20):
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(folder / "hosts"),
+                        "120"], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.monotonic() - started)
+    return statistics.median(seconds) * 1000
+
+
+class OneHost:
+    """A cloud with this machine."""
+
+    def instances(self) -> list[Instance]:
+        return [Instance("i-1", "127.0.0.1")]
+
+
+def notice_to_file(folder: Path) -> float:
+    """Return the seconds from a notice in the metadata service to a hosts file without the host (a real agent)."""
+    key, hosts, port = folder / "key", folder / "noticed", free_port()
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+    with ExitStack() as stack:
+        service = stack.enter_context(MetadataServer())
+        stack.enter_context(process([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", str(port),
+                                     "--key-file", str(key), "--metadata", service.endpoint], folder / "agent.log",
+                                    PYTHONPATH=str(ROOT)))
+        poller = Poller(OneHost(), hosts, Policy(agents=True, settle_s=0.0), agent_port=port, key=key.read_bytes())
+        stopping = threading.Event()
+
+        def poll() -> None:
+            with ThreadPoolExecutor(4) as pool:
+                while not stopping.is_set():
+                    poller.poll(pool)
+                    stopping.wait(1.0)
+
+        stack.callback(stopping.set)
+        threading.Thread(target=poll, daemon=True).start()
+        deadline = time.monotonic() + 60
+        while not hosts.exists() or not hosts.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        service.announce()
+        started = time.monotonic()
+        while hosts.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return time.monotonic() - started
+
+
+def main() -> None:
+    """Measure and print."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ.update(AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}", AWS_ACCESS_KEY_ID="x",
+                      AWS_SECRET_ACCESS_KEY="x", AWS_REGION="us-east-1", AWS_DEFAULT_REGION="us-east-1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small, large = polled(folder, 1000), polled(folder, 10000)
+        times = [notice_to_file(folder) for _ in range(3)]
+        print(json.dumps({"script_ms": round(script_ms(folder), 1), "poll_s_1000": round(small[0], 3),
+                          "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
+                          "notice_to_file_s": round(max(times), 2)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Announced losses, in the shape of Ray Train's benchmark: 8 workers, 4 of them are taken one after the other.
+
+    .venv/bin/python tests/bench/preemption.py [--events 4]
+
+Each event is a notice at a metadata service of the host's own (rank 0's host first); a real agent hears it, the poller
+takes the host off the list, its worker leaves at a step's end. Theirs: 91 steps wasted and about 184 s down per event.
+
+Last line: one JSON object with steps_wasted, pause_max_s, events, bits_equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from cluster import JOB, Cluster  # noqa: E402
+from metadata_server import MetadataServer  # noqa: E402
+from s3_servers import free_port, process  # noqa: E402
+
+from discovery.hosts import Instance, Policy  # noqa: E402
+from discovery.poll import Poller  # noqa: E402
+from elastic_trainer.verify import verify  # noqa: E402
+
+ROOT = HERE.parent.parent
+WORKERS = 8
+STEPS = 900
+BETWEEN = 40
+
+
+class Machines:
+    """A cloud of this machine's loopback addresses, each with an agent and a metadata service of its own."""
+
+    def __init__(self, names: list[str], folder: Path, stack: ExitStack, port: int):
+        self.started = dict.fromkeys(names, 0.0)
+        self.services = {name: stack.enter_context(MetadataServer()) for name in names}
+        key = folder / "key"
+        key.write_text("0123456789abcdef" * 4)
+        key.chmod(0o600)
+        self.key = key.read_bytes()
+        for name in names:
+            stack.enter_context(process(
+                [sys.executable, "-m", "discovery", "agent", "--bind", name, "--port", str(port), "--key-file", str(key),
+                 "--metadata", self.services[name].endpoint, "--folder", str(folder)], folder / f"agent-{name}.log",
+                PYTHONPATH=str(ROOT)))
+        self.gone: set[str] = set()
+
+    def instances(self) -> list[Instance]:
+        """Return what a cloud would."""
+        return [Instance(id=f"{name}@{at}", name=name, launched=at) for name, at in self.started.items()
+                if name not in self.gone]
+
+
+def main() -> None:
+    """Run the job and its twin and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder, port = Path(name), free_port()
+        job = ["--steps", str(STEPS), "--checkpoint-every", "500"]
+        cluster = Cluster(folder, hosts=WORKERS, min_workers=2, job=job)
+        machines = Machines(cluster.all_hosts, folder, stack, port)
+        poller = Poller(machines, cluster.hosts_file, Policy(agents=True), interval_s=1.0, agent_port=port,
+                        key=machines.key)
+        stopping = threading.Event()
+
+        def poll() -> None:
+            with ThreadPoolExecutor(8) as pool:
+                while not stopping.wait(1.0):
+                    poller.poll(pool)
+
+        stack.callback(stopping.set)
+        threading.Thread(target=poll, daemon=True).start()
+        with cluster:
+            result = preempted(cluster, machines, options.events)
+            assert cluster.wait(900) == 0, cluster.story()
+            proved = verify(cluster.run_dir).is_proved
+            redone = len(cluster.events("worker.step_redone"))
+            finished = json.loads((cluster.run_dir / "result.json").read_text())
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+        twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
+    print(json.dumps({
+        "steps_wasted": redone, "pause_max_s": round(max(result["pauses"]), 3), "events": len(result["pauses"]),
+        "bits_equal": finished["weights_sha256"] == twin.stdout.split("weights ")[1].strip(), "verified": proved,
+        "pauses_s": [round(s, 3) for s in result["pauses"]], "notice_to_left_s": [round(s, 2) for s in result["left"]],
+        "ray_train": {"steps_wasted": 91, "down_s": 184}}))
+
+
+def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, list[float]]:
+    """Announce and take one host after the other; returns the survivors' pauses, and the time from notice to gone."""
+    pauses, left = [], []
+    for number in range(events):
+        cluster.wait_for_world(WORKERS - number)
+        first = cluster.events("worker.step_committed")[-1]["step"]
+        cluster.wait_for_step(first + BETWEEN)
+        victim = cluster.all_hosts[number * 2]  # rank 0's host is the first
+        announced_at = time.time()
+        machines.services[victim].announce()
+        gone = cluster.wait_for("the worker's end", lambda v=victim, t=announced_at: [
+            e for e in cluster.events("driver.worker_gone") if e["host"] == v and e["time"] > t])
+        machines.gone.add(victim)
+        left.append(gone[0]["time"] - announced_at)
+        until = time.time()
+        cluster.wait_for_step(cluster.events("worker.step_committed")[-1]["step"] + 5)
+        times = [e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")]
+        gaps = list(zip(times, times[1:], strict=False))
+        usual = statistics.median(b - a for a, b in gaps[-60:])
+        pauses.append(max(b - a for a, b in gaps if b > announced_at and a < until) - usual)
+        print(f"event {number + 1}: {victim} left {left[-1]:.2f} s after its notice, a pause of {pauses[-1]:.3f} s",
+              flush=True)
+    return {"pauses": pauses, "left": left}
+
+
+if __name__ == "__main__":
+    main()
