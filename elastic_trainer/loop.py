@@ -41,6 +41,7 @@ from elastic_trainer.events import Events
 from elastic_trainer.place import Alone, Dismissed, Driver, OurDriver, PlainDriver, RunOver
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.timing import Timing
 from elastic_trainer.world import Control, PeersLost, World, WorldChanged
 from state.cadence import Cadence
 from state.checkpoint import PART_BYTES, Checkpoints, Plan
@@ -49,9 +50,9 @@ from state.layout import byte_view
 from state.store import StoreRefused, StoreUnavailable, open_store
 
 RESTORE_PAUSE_S = 5.0
+"""Between two questions to a store that does not answer at the start of an attempt."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
-OVERDUE_S = 60.0
 
 
 class PeerFailed(RuntimeError):
@@ -483,55 +484,6 @@ def describe(job: Job) -> dict[str, Any]:
                        "model": type(job.model).__name__},
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "horovod": horovod.__version__,
                          "numpy": numpy.__version__}}
-
-
-class Timing:
-    """What steps and checkpoints cost, as rank 0 measures it, and so when the next checkpoint is due."""
-
-    def __init__(self) -> None:
-        self.started = self.begun_at = time.monotonic()
-        self.begun_step: int | None = None
-        self.pause_s = 0.0
-        self._seconds = {False: 0.0, True: 0.0}
-        """Moving averages of a step's time, without and with an upload in flight."""
-        self._uploading_steps = self._in_flight = 0
-        self._is_alarmed = False
-
-    def step(self, seconds: float, is_uploading: bool) -> None:
-        """Note a step's time."""
-        before = self._seconds[is_uploading]
-        self._seconds[is_uploading] = 0.9 * before + 0.1 * seconds if before else seconds
-        self._in_flight += is_uploading
-
-    def begun(self, step: int, checkpoints: Checkpoints) -> None:
-        """Note that a checkpoint was begun."""
-        self._uploading_steps, self._in_flight = self._in_flight, 0
-        self.begun_at, self.begun_step = time.monotonic(), step
-        self.pause_s = checkpoints.share.pause_s if checkpoints.share else 0.0
-
-    def cost_s(self) -> float:
-        """Return what a checkpoint costs the training: its pause, and what the steps beside its upload take longer."""
-        slower = max(0.0, self._seconds[True] - self._seconds[False]) if self._seconds[False] else 0.0
-        return self.pause_s + slower * self._uploading_steps
-
-    def is_due(self, checkpoints: Checkpoints, step: int, launch: Launch, events: Events) -> bool:
-        """True if a checkpoint after `step` is due; says it when the last good one is too old."""
-        now, every = time.monotonic(), checkpoints.plan.every
-        begun_step = step - 1 if self.begun_step is None else self.begun_step
-        self.begun_step = begun_step
-        interval_s = every.interval_s(cost_s=self.cost_s(), losses=launch.lost_attempts, step_s=self._seconds[False],
-                                      observed_s=launch.run_s + now - self.started)
-        age_s = now - checkpoints.published_at
-        is_overdue = age_s > max(OVERDUE_S, 3.0 * interval_s)
-        if is_overdue and not self._is_alarmed:
-            events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1), newest_step=checkpoints.newest_step)
-        self._is_alarmed = is_overdue
-        waited_s = now - self.begun_at
-        if checkpoints.failures and waited_s < min(60.0, 2.0 ** min(checkpoints.failures, 6)):
-            return False
-        if checkpoints.failures:
-            return True  # the last one came to nothing
-        return step // every.steps > begun_step // every.steps if every.steps else waited_s >= interval_s
 
 
 def weights_sha256(state: ElasticState) -> str:
