@@ -37,8 +37,9 @@ class Ec2:
         self.calls = 0
         """API calls so far."""
         try:
-            self._ec2 = boto3.client("ec2", config=config)
-            self._scaling = boto3.client("autoscaling", config=config) if group else None
+            session = boto3.session.Session()
+            self._ec2 = session.client("ec2", config=config)
+            self._scaling = session.client("autoscaling", config=config) if group else None
         except (BotoCoreError, ValueError) as error:
             raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_REGION and the like.") from error
         self._gpus: dict[str, int] = {}

@@ -83,7 +83,8 @@ def _make_bucket(server: subprocess.Popen[bytes], data: Path) -> None:
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
-    client = boto3.client("s3", config=Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5))
+    config = Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5)
+    client = boto3.session.Session().client("s3", config=config)
     deadline = time.monotonic() + START_S
     while True:
         try:

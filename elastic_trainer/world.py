@@ -267,14 +267,13 @@ class World:
         if self.size == 1:
             return text
         mine = text.encode() if self.rank == root else b""
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-        return bytes(self.allgather(sent, "text").numpy().tobytes()).decode()
+        return bytes(self.allgather(_as_tensor(mine), "text").numpy().tobytes()).decode()
 
     def gather_texts(self, text: str) -> list[str]:
         """Give everybody everybody's text, by rank."""
         if self.size == 1:
             return [text]
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        mine = _as_tensor(text.encode())
         sizes = self.allgather(torch.tensor([mine.numel()]), "text.sizes").tolist()
         everyone = bytes(self.allgather(mine, "text").numpy().tobytes())
         ends = [sum(sizes[: rank + 1]) for rank in range(self.size)]
@@ -387,6 +386,10 @@ def cycle_ms(step_s: float) -> float:
     workers on 2 cores; a long cycle delays each of a step's 3 or 4 operations by half of it.
     """
     return min(5.0, max(1.0, 1000.0 * step_s / 50.0))
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _open_sockets() -> set[tuple[int, int]]:

@@ -78,7 +78,8 @@ class S3Store:
         """How often a request was tried again."""
         self._lock = threading.Lock()
         try:
-            self._client = boto3.client("s3", config=Config(
+            session = boto3.session.Session()  # the default one would keep the first credentials that it has ever seen
+            self._client = session.client("s3", config=Config(
                 retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S, max_pool_connections=16,
                 tcp_keepalive=True, request_checksum_calculation="when_required",
                 response_checksum_validation="when_required"))  # older servers break on the new checksums

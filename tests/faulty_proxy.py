@@ -106,13 +106,16 @@ class FaultyProxy:
         method, path = request.command, request.path
         headers = {k: v for k, v in request.headers.items() if k.lower() not in ("expect", "connection")}
         self.seen.append((method, path, headers))
-        kind = self.on_request(method, path) or self._due(method, path)
+        kind = self._due(method, path)
         length = int(request.headers.get("Content-Length") or 0)
         if kind == "reset":
             request.rfile.read(length // 2)
             return self._reset(request)
         body = request.rfile.read(length)
-        if kind == "drop":
+        if len(body) < length:
+            return None  # whoever sent it is dead
+        kind = self.on_request(method, path) or kind
+        if kind in ("drop", "reset"):
             return self._reset(request)
         if kind == "timeout":
             self.released.wait(60)
