@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
 from metadata_server import MetadataServer  # noqa: E402
 from s3_servers import free_port, process  # noqa: E402
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
 from cluster import JOB, Cluster  # noqa: E402
 from metadata_server import MetadataServer  # noqa: E402
 from s3_servers import free_port, process  # noqa: E402
