@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 import s3_servers  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
-PEERS_AT = 4
+PEERS_AT = 7
 CHECKPOINTS = 4
 DEADLINE_S = 900.0
 
