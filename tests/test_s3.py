@@ -199,16 +199,19 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str) -
     acknowledged: dict[int, Record] = {}
     fenced = 0
     proxy.on_request = lambda method, path: "lose_answer" if chance.random() < 0.15 else None
-    ends = time.monotonic() + 6.0
+    deadline = time.monotonic() + 120.0
+
+    def goes_on() -> bool:
+        return (fenced < 5 or len(acknowledged) < 30) and time.monotonic() < deadline
 
     def incarnation(number: int) -> None:
         nonlocal fenced
         own = random.Random(number)
-        while time.monotonic() < ends:
+        while goes_on():
             log = CommitLog(open_store(url))
             try:
                 step = log.begin_lineage().sequence * 1000
-                while time.monotonic() < ends:
+                while goes_on():
                     step += 1
                     kept = {step: step}
                     record = log.append(lambda last: Record(last.sequence, "checkpoint", last.lineage, step, kept))  # noqa: B023
@@ -231,7 +234,7 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str) -
     proxy.on_request = lambda method, path: None
     log = CommitLog(open_store(url))
     records = [log.read(sequence) for sequence in range(1, log.newest() + 1)]
-    assert fenced > 3 and len(acknowledged) > 20
+    assert fenced >= 5 and len(acknowledged) >= 30  # it was a storm
     for sequence, record in acknowledged.items():
         assert records[sequence - 1].nonce == record.nonce
     for before, record in zip(records, records[1:], strict=False):

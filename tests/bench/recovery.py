@@ -30,11 +30,11 @@ from stock_job import HOSTS, StockJob  # noqa: E402
 PEER_DEADLINE_S = 120.0
 
 
-def ours(folder: Path, kills: int, chance: random.Random) -> dict[str, list[float]]:
+def ours(folder: Path, kills: int, chance: random.Random, reduce: str) -> dict[str, list[float]]:
     """Return the seconds from each kill to the next finished step, and what else it cost."""
     seconds, redone, extra = [], [], []
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
-    with Cluster(folder, command=job, min_workers=1) as cluster:
+    with Cluster(folder, command=job, min_workers=1, options=["--reduce", reduce]) as cluster:
         generation = 0
         for _ in range(kills):
             generation = cluster.wait_for_world(4, after=generation)
@@ -78,11 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--peer-kills", type=int, default=3)
+    parser.add_argument("--reduce", choices=("exact", "ring"), default="exact", help="the peer's is a ring (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        mine = ours(Path(folder), options.kills, chance)
+        mine = ours(Path(folder), options.kills, chance, options.reduce)
     theirs = []
     for number in range(options.peer_kills):
         with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +91,7 @@ def main() -> None:
             print(f"peer: kill {number + 1}, next step after {theirs[-1][0]:.3f} s, {theirs[-1][1]} healthy lost",
                   flush=True)
     median_s = statistics.median(mine["seconds"])
-    peer_median_s = statistics.median(seconds for seconds, _ in theirs)
+    peer_median_s = statistics.median(seconds for seconds, _ in theirs) if theirs else float("nan")
     print(json.dumps({
         "median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3),
         "ratio": round(median_s / peer_median_s, 4), "second_victims": sum(mine["second_victims"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "127.0.0.5")
+HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "0x7f.1")
 
 
 @dataclass(frozen=True)
