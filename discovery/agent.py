@@ -59,14 +59,12 @@ class Agent:
         self._sick = self._unknown = ""
         self._gpus = gpu_count()
         self.refused = 0
-        self.changed = threading.Event()
 
     def drain(self, why: str, deadline: float | None) -> None:
         """Begin to drain, for good."""
         with self._lock:
             if self._drains is None:
                 self._drains = {"why": why, "deadline": deadline}
-                self.changed.set()
 
     def look(self) -> None:
         """Ask the metadata service and the machine once."""
@@ -185,7 +183,7 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
         is_off = abs(off) > CLOCK_S and says["state"] == "ready"
         return Health(state="sick" if is_off else str(says["state"]),
                       why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"]), deadline=says["deadline"],
-                      rebalance=bool(says["rebalance"]), heard_at=time.monotonic(),
+                      rebalance=bool(says["rebalance"]),
                       facts={"workers": len(says["workers"]), "refused": says["refused"]})
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         if isinstance(error, AgentUnreachable):

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,13 +98,14 @@ class Poller:
 
         def one(instance: Instance) -> Health | None:
             try:
-                return ask(f"{instance.name}:{self.agent_port}", self.key, AGENT_TIMEOUT_S)
+                says = ask(f"{instance.name}:{self.agent_port}", self.key, AGENT_TIMEOUT_S)
+                return replace(says, heard_at=self.clock())
             except AgentUnreachable:
                 return None
 
         answers = dict(zip((i.id for i in running), pool.map(one, running), strict=True))
         self.health = {i: says for i, says in answers.items() if says}
-        return {i: Health(**{**vars(says), "heard_at": self.clock()}) for i, says in self.health.items()}
+        return self.health
 
     def _publish(self, decision: Decision, is_fresh: bool) -> None:
         text = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts)

@@ -12,11 +12,12 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from state.checkpoint import collect_rubbish, parts_of, read_part
+from state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
 from state.commit_log import CommitLog, Damaged, Record
 from state.layout import LayoutError, decode
 from state.store import Store, StoreUnavailable, open_store
@@ -110,13 +111,7 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
 
 
 def _prune(store: Store, log: CommitLog, tail: Record) -> int:
-    def names_of(sequence: int) -> frozenset[str] | None:
-        try:
-            return frozenset(part.name for part in parts_of(log.read(sequence)))
-        except (Damaged, FileNotFoundError):
-            return None
-
-    removed = collect_rubbish(store, tail, names_of)
+    removed = collect_rubbish(store, tail, partial(names_of, log))
     print(f"deleted {len(removed)} parts that no checkpoint needs")
     return 0
 
@@ -139,11 +134,7 @@ def _export(store: Store, record: Record, output: str) -> int:
 
 def _payload(store: Store, record: Record) -> Any:
     """Read and verify all parts of a checkpoint. Raises LayoutError."""
-    import torch
-
-    parts = parts_of(record)
-    payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
+    parts, payload, views = empty_payload(record)
     for part in parts:
-        start = part.index * int(record.body["part_bytes"])
-        read_part(store, part, payload[start : start + part.bytes])
+        read_part(store, part, views[part.index])
     return payload

@@ -36,21 +36,18 @@ from typing import Any, Protocol
 import torch
 
 from state.cadence import Cadence, retained
-from state.commit_log import CommitLog, Damaged, Fenced, Record
+from state.commit_log import READ_TRIES, CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, copy_range, decode
-from state.store import Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
+from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
 
 PART_BYTES = 16 << 20
-MOST_PART_BYTES = 64 << 20
 UPLOAD_S = 900.0
 """A share that is not up by then has failed: a folder's file system may hang without an error."""
 RESTORE_S = 3600.0
 """How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
 """How many parts one worker moves at once."""
-READ_TRIES = 3
-"""How often a part is read when its bytes are wrong: they may be right in the store."""
 PARTS = "parts"
 
 
@@ -65,9 +62,9 @@ class Plan:
     part_bytes: int = PART_BYTES
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1 or self.keep_every < 0 or not 1 <= self.part_bytes <= MOST_PART_BYTES:
+        if self.keep_last < 1 or self.keep_every < 0 or not 1 <= self.part_bytes <= PUT_BYTES:
             raise ValueError(f"keep_last is {self.keep_last}, keep_every {self.keep_every}, part_bytes {self.part_bytes}. "
-                             f"Use keep_last ≥ 1, keep_every ≥ 0 and 1 ≤ part_bytes ≤ {MOST_PART_BYTES}.")
+                             f"Use keep_last ≥ 1, keep_every ≥ 0 and 1 ≤ part_bytes ≤ {PUT_BYTES}.")
 
 
 class Peers(Protocol):
@@ -323,10 +320,10 @@ class Checkpoints:
         at a number where our put failed a late one of ours may stand.
         """
         if sequence not in self._names:
-            try:
-                self._names[sequence] = frozenset(part.name for part in parts_of(self.log.read(sequence)))
-            except (Damaged, FileNotFoundError):
+            names = names_of(self.log, sequence)
+            if names is None:
                 return None
+            self._names[sequence] = names
         return self._names[sequence]
 
     # --- a run goes on ------------------------------------------------------------------------------------------------
@@ -422,9 +419,7 @@ class Checkpoints:
 
     def _read_together(self, record: Record, peers: Peers) -> tuple[torch.Tensor, float]:
         """Return the payload, of which each worker reads every n-th part. Raises LayoutError on all when one is damaged."""
-        parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
-        payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
-        views = {part.index: payload[part.index * part_bytes :][: part.bytes] for part in parts}
+        parts, payload, views = empty_payload(record)
         waited = 0.0
         with ThreadPoolExecutor(CONNECTIONS, "reader") as readers:
             reading = {part.index: readers.submit(read_part, self.store, part, views[part.index])
@@ -490,15 +485,30 @@ def parts_of(record: Record) -> list[Part]:
     return parts
 
 
-def collect_rubbish(store: Store, newest: Record, names_of: Callable[[int], frozenset[str] | None]) -> list[str]:
+def empty_payload(record: Record) -> tuple[list[Part], torch.Tensor, dict[int, torch.Tensor]]:
+    """Return a record's parts, room for its payload, and each part's place in it by number. Raises Damaged."""
+    parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
+    payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
+    return parts, payload, {part.index: payload[part.index * part_bytes :][: part.bytes] for part in parts}
+
+
+def names_of(log: CommitLog, sequence: int) -> frozenset[str] | None:
+    """Return the names of a checkpoint's parts; None when its record is damaged or gone."""
+    try:
+        return frozenset(part.name for part in parts_of(log.read(sequence)))
+    except (Damaged, FileNotFoundError):
+        return None
+
+
+def collect_rubbish(store: Store, newest: Record, names: Callable[[int], frozenset[str] | None]) -> list[str]:
     """Delete the parts that no kept checkpoint names and no later one can; returns their names.
 
     `newest` is the last record that the caller has published, or the tail of the log.
     """
-    known = [names_of(sequence) for sequence in newest.kept]
-    if any(names is None for names in known):
+    known = [names(sequence) for sequence in newest.kept]
+    if any(found is None for found in known):
         return []  # a kept record is damaged: the next checkpoint keeps it no longer
-    kept: frozenset[str] = frozenset().union(*(names for names in known if names))
+    kept: frozenset[str] = frozenset().union(*(found for found in known if found))
     limit = (newest.lineage, newest.step)
     rubbish = [name for name in store.list(PARTS) if name not in kept and _age(name) <= limit]
     if rubbish:

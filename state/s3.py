@@ -35,9 +35,8 @@ from tenacity import (
 )
 from urllib3.exceptions import HTTPError
 
-from state.store import StoreRefused, StoreUnavailable, checked
+from state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
-PUT_BYTES = 64 << 20
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 READ_TIMEOUT_S = 30.0
 PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 TEMPORARIES = ".tmp"
+PUT_BYTES = 64 << 20
+"""The most that one object has: one PUT, never a multipart upload (s3.py)."""
 
 
 class StoreUnavailable(OSError):

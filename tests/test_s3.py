@@ -15,6 +15,7 @@ import pytest
 import s3_servers
 from faulty_proxy import STATUS, FaultyProxy
 from test_checkpoint import SMALL, Fleet
+from test_state import assert_one_wins
 
 from state import s3
 from state.checkpoint import PARTS
@@ -71,19 +72,8 @@ def test_any_world_restores_what_any_world_has_written(url: str) -> None:
 
 def test_one_wins_when_many_put_the_same_name(url: str) -> None:
     """Put if absent: one of 16 racing creators, and its bytes are whole."""
-    store, won = S3Store(url), []
-
-    def put(number: int) -> None:
-        if store.put_if_absent("log/1.json", bytes([number]) * 1000):
-            won.append(number)
-
-    threads = [threading.Thread(target=put, args=(n,)) for n in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert store.get("log/1.json") == bytes(won) * 1000
+    store = S3Store(url)
+    assert_one_wins(store)
     prove_put_if_absent(store)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode, pack
-from state.store import FolderStore
+from state.store import FolderStore, Store
 
 
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
@@ -96,9 +96,9 @@ def test_values_come_back_when_packed() -> None:
         pack({"f": lambda: None})
 
 
-def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
-    """Put if absent: one of many racing creators, and its bytes are whole."""
-    store, won = FolderStore(tmp_path), []
+def assert_one_wins(store: Store) -> None:
+    """Let 16 put the same name at once: one of them wins, and its bytes are whole."""
+    won = []
 
     def put(number: int) -> None:
         if store.put_if_absent("log/1.json", bytes([number]) * 1000):
@@ -112,6 +112,11 @@ def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
     assert len(won) == 1
     assert store.get("log/1.json") == bytes(won) * 1000
     assert store.list("log") == ["log/1.json"]
+
+
+def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
+    """Put if absent: one of many racing creators."""
+    assert_one_wins(FolderStore(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
