@@ -30,7 +30,7 @@ constraints=$root/deploy/constraints.txt
 
 horovod=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=1                               # one more when build_horovod() changes: old wheels are then left alone
+recipe=2                               # one more when build_horovod() changes: old wheels are then left alone
 space_needed_mib=6144
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -235,6 +235,63 @@ mend_sources() {
     # folders, the library lands outside the package and the wheel looks whole but holds no usable Horovod.
     # shellcheck disable=SC2016  # CMake's variable
     replace "$1/cmake/Utilities.cmake" 'REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?"' 'REPLACE "${PROJECT_SOURCE_DIR}/"'
+    mend_cycle "$1/horovod/common"
+}
+
+# Its background thread sleeps for the cycle time between two negotiations, also when a tensor arrives in the meantime
+# (operations.cc, RunLoopOnce). Short cycles then burn the cores (a tenth of one for each worker at 5 ms, measured), long
+# ones delay every operation. Mended, it sleeps only while there is nothing to do: world.py chooses long cycles then,
+# and knows by the symbol whether this Horovod is one that was mended.
+mend_cycle() {
+    replace "$1/tensor_queue.h" '#include <iostream>' '#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <iostream>'
+    replace "$1/tensor_queue.h" '  void RemoveJoinTensor();' '  void RemoveJoinTensor();
+
+  void SleepWhileEmpty(std::chrono::steady_clock::duration longest,
+                       const std::atomic_bool& shut_down);
+
+  void Wake();'
+    replace "$1/tensor_queue.h" '  mutable std::mutex mutex_;' '  mutable std::mutex mutex_;
+
+  std::condition_variable arrived_;'
+    replace "$1/tensor_queue.cc" 'message_queue_.push(std::move(message));
+  return Status::OK();' 'message_queue_.push(std::move(message));
+  arrived_.notify_one();
+  return Status::OK();'
+    replace "$1/tensor_queue.cc" 'message_queue_.push(std::move(messages[i]));
+  }
+' 'message_queue_.push(std::move(messages[i]));
+  }
+  arrived_.notify_one();
+'
+    replace "$1/tensor_queue.cc" '// Execute callback for each tensor and clear tensor queue' 'void TensorQueue::SleepWhileEmpty(
+    std::chrono::steady_clock::duration longest,
+    const std::atomic_bool& shut_down) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  arrived_.wait_for(lock, longest, [&] {
+    return !tensor_table_.empty() || shut_down.load();
+  });
+}
+
+void TensorQueue::Wake() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  arrived_.notify_one();
+}
+
+// Execute callback for each tensor and clear tensor queue'
+    replace "$1/operations.cc" 'std::this_thread::sleep_for(sleep_duration);' \
+        'state.process_set_table.Get(0).tensor_queue.SleepWhileEmpty(
+        sleep_duration, state.shut_down);'
+    replace "$1/operations.cc" '    horovod_global.shut_down = true;
+    horovod_global.background_thread.join();' '    horovod_global.shut_down = true;
+    horovod_global.process_set_table.Get(0).tensor_queue.Wake();
+    horovod_global.background_thread.join();'
+    replace "$1/operations.cc" 'int horovod_is_initialized() {' '// Its name tells that the background thread wakes when a tensor arrives.
+void horovod_wakes_on_arrival() {}
+
+int horovod_is_initialized() {'
 }
 
 is_whole() {   # the wheel: Horovod builds "successfully" without its library too

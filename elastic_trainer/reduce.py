@@ -31,7 +31,7 @@ import torch
 
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 1 << 20
 """How much of the gradient `ring` sends at once. Small enough to start early, large enough for the network."""
 PAD = 4096
 """Room behind each flat buffer, so that it can be cut into equal slices for any world of up to this size."""

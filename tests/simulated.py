@@ -30,12 +30,15 @@ class Member:
         return shared
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
-        return (tensor, name)
+        return (tensor, name, None)
+
+    def broadcast_start(self, tensor: torch.Tensor, root: int, name: str) -> Any:
+        return (tensor, name, root)
 
     def wait(self, handle: Any) -> torch.Tensor:
-        tensor, name = handle
+        tensor, name, root = handle
         everyone = self._share(name, tensor.clone())
-        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()))
+        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()) if root is None else everyone[root])
         return tensor
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
