@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
+from elastic_trainer.courier import new_run_id
 from elastic_trainer.events import Events, read_events
+from elastic_trainer.report import write_result
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
@@ -90,11 +92,14 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     idle = 0
+    run_id = secrets.token_hex(8)
+    new_run_id(run_dir, run_id)
     while True:
         attempt += 1
         told = read_events(run_dir)
         # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
+                            "ELASTIC_TRAINER_RUN_ID": run_id,
                             "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
                             "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(told)),
                             "ELASTIC_TRAINER_LOST_ATTEMPTS": str(lost_attempts(told)),
@@ -112,6 +117,8 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         idle = 0 if progressed else idle + 1
         following = decide_next(exit_code, stopped, idle)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
+        if following.verdict == "finished":
+            write_result(run_dir)  # rank 0 has, unless its host does not share this folder
         if following.exit_code is not None:
             return following.exit_code
         deadline = time.monotonic() + following.delay_s

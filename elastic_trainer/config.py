@@ -74,6 +74,8 @@ class Launch:
     run_dir: Path | None = None
     """Where events, result and checkpoints of the run go; None: nothing is written."""
     run: str = ""
+    run_id: str = ""
+    """What stands in run_dir on the supervisor's machine: a host that does not see it has another disk."""
     attempt: int = 1
     driver: str | None = None
     """host:port of our driver's control plane; None under plain horovodrun or alone."""
@@ -114,6 +116,7 @@ class Launch:
         return Launch(
             run_dir=Path(run_dir) if run_dir else None,
             run=Path(run_dir).name if run_dir else "",
+            run_id=env.get("ELASTIC_TRAINER_RUN_ID", ""),
             attempt=int(env.get("ELASTIC_TRAINER_ATTEMPT", "1")),
             driver=env.get("ELASTIC_TRAINER_DRIVER"),
             key=bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")),

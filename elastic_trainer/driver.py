@@ -43,6 +43,7 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 from horovod.runner.util import network
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
+from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
 from elastic_trainer.wire import WordServer
@@ -215,6 +216,7 @@ class MendedDriver:
         self.nic, self.address = "", ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
+        self.desk = Desk(events.write)
 
     # --- the outside -------------------------------------------------------------------------------------------------
 
@@ -296,6 +298,8 @@ class MendedDriver:
     def _answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
         """Take a worker's word and answer when there is news for it, or after `hold_s`."""
         name = str(words["worker"])
+        if "line" in words:
+            return self.desk.take(words)
         with self.changed:
             now = time.monotonic()
             worker = self.membership.workers.get(name)

@@ -1,6 +1,6 @@
 """The run's diary: every fact as one JSON object a line in `runs/<name>/events.jsonl`.
 
-worker, driver, supervisor → here → watch, report, verify
+worker (by courier, where its host does not share the folder), driver, supervisor → here → watch, report, verify
 
 What always holds:
 1. A line is one `write` to a file opened for append, so lines of several processes never mix and a killed
@@ -18,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.courier import Courier
+
 EVENTS_FILE = "events.jsonl"
 
 
 class Events:
     """An append-only log of facts; facts bound once (`run`, `attempt`, `host`, …) go on every line."""
 
-    def __init__(self, run_dir: Path | None, **bound: Any):
-        self.bound = bound
+    def __init__(self, run_dir: Path | None, *, courier: Courier | None = None, **bound: Any):
+        self.bound, self.courier = bound, courier
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._fd: int | None = None
         if run_dir is not None:
@@ -34,17 +36,29 @@ class Events:
 
     def emit(self, event: str, **facts: Any) -> None:
         """Write one fact; listeners hear it after it is written."""
-        line = {"time": round(time.time(), 4), "event": event, **self.bound, **facts}
-        if self._fd is not None:
+        told = {"time": round(time.time(), 4), "event": event, **self.bound, **facts}
+        if self.courier or self._fd is not None:
+            self.write(json.dumps(told, default=str))
+        for listener in self.listeners:
+            listener(event, told)
+
+    def write(self, line: str) -> None:
+        """Write a line that is there already: one's own, or one that a worker elsewhere has sent."""
+        if self.courier:
+            self.courier.take(line)
+        elif self._fd is not None:
             try:
-                os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
+                os.write(self._fd, (line + "\n").encode())
             except OSError as error:
                 import structlog  # here: it costs a third of a second that every worker would pay at its start
 
                 structlog.get_logger().error("events.write_failed", error=str(error))
                 self._fd = None
-        for listener in self.listeners:
-            listener(event, line)
+
+    def flush(self) -> None:
+        """Return when all that was emitted stands in the diary."""
+        if self.courier:
+            self.courier.flush()
 
     def reach(self, point: str, **facts: Any) -> None:
         """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""

@@ -37,6 +37,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from elastic_trainer import report, revive
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
+from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events
 from elastic_trainer.place import Alone, Dismissed, Driver, OurDriver, PlainDriver, RunOver
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
@@ -153,7 +154,14 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
               after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
-    events = Events(launch.run_dir, run=launch.run, attempt=launch.attempt, worker=launch.worker or launch.host)
+    courier = None
+    if launch.driver and not shares_runs(launch):
+        if not launch.store:
+            raise ConfigError(f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), and no store "
+                              f"is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk that all share.")
+        courier, launch = Courier(launch), replace(launch, run_dir=None)
+    events = Events(launch.run_dir, courier=courier, run=launch.run, attempt=launch.attempt,
+                    worker=launch.worker or launch.host)
     events.listeners += listeners or []
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
     try:
@@ -168,6 +176,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         events.emit("worker.failed", error=traceback.format_exc())
         driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then only its host failed
         raise
+    finally:
+        events.flush()
 
 
 def local_rank() -> int:
@@ -470,6 +480,7 @@ class Trainer:
         if self.world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
                              weights_sha256=weights_sha256(state))
+            self.events.flush()
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.world.vote(state.committed, 0, 0, has_failed=False)
