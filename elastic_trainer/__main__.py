@@ -5,6 +5,7 @@
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer checkpoints ls|show|verify|prune|export URL
     elastic-trainer hosts HOSTS_FILE
+    elastic-trainer standby [--slots N] -- python my_train.py …
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -40,10 +41,15 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=what).add_argument("run_dir", type=Path, help="e.g. runs/NAME")
     commands.add_parser("hosts", help="show the fleet's table").add_argument("hosts_file", type=Path,
                                                                              help="the poller's --hosts-file")
+    commands.add_parser("standby", help="keep booted workers waiting on this host: its command after --", add_help=False)
     for_checkpoints = commands.add_parser("checkpoints", help="list, show, verify, prune or export checkpoints")
     try:
         if argv[:1] == ["run"]:
             return run(argv[1:])
+        if argv[:1] == ["standby"]:
+            from elastic_trainer import standby
+
+            standby.main(argv[1:])
         if argv[:1] == ["checkpoints"]:
             from elastic_trainer import checkpoints  # here: it imports torch
 
@@ -75,6 +81,8 @@ def run(argv: list[str]) -> int:
                         help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="local workers, when no hosts are given (%(default)s)")
     parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left (%(default)s)")
+    parser.add_argument("--standby", type=int, metavar="N", help="so many booted workers wait on this machine, once "
+                        "training has begun (1 for local workers; 0 where hosts are given: there each host keeps its own)")
     parser.add_argument("--example", choices=EXAMPLES, default="gpt", help="demo: what to train (%(default)s)")
     parser.add_argument("--steps", type=int, help="demo: how many steps")
     parser.add_argument("--seed", type=int, help="demo: the seed")
@@ -102,6 +110,7 @@ def run(argv: list[str]) -> int:
         horovodrun_options = [*local_hosts(run_dir, options.workers), *horovodrun_options]
         if not any(o in ("-np", "--num-proc") for o in horovodrun_options):
             horovodrun_options += ["-np", str(options.workers), "--min-np", str(options.min_workers)]
+        options.standby = 1 if options.standby is None else options.standby
     os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
     os.environ["ELASTIC_TRAINER_STORE"] = store_of_run(options.store, name)
 
@@ -115,6 +124,7 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     from elastic_trainer.attempts import supervise
     from elastic_trainer.events import read_events
     from elastic_trainer.report import print_summary, summarize
+    from elastic_trainer.standby import local_standbys
     from elastic_trainer.watch import Watch
 
     name = run_dir.name
@@ -127,7 +137,8 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     with open(log_path, "a") as log:
         if is_demo:
             watch.start()
-        exit_code = supervise(run_dir, horovodrun_options, command, started, output=log if is_demo else None)
+        with local_standbys(run_dir, command, options.standby or 0):
+            exit_code = supervise(run_dir, horovodrun_options, command, started, output=log if is_demo else None)
         if is_demo:
             watch.stop()
     if exit_code not in (0, 130) and is_demo:

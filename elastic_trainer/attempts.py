@@ -165,6 +165,8 @@ def _end_orphans(events: list[dict[str, Any]]) -> None:
     for event in events:
         if event["event"] == "driver.worker_gone":
             started.pop(event["worker"], None)
+        elif event["event"] == "driver.worker_ready" and event["worker"] in started:
+            started[event["worker"]] = event.get("pid", started[event["worker"]])  # the one behind a shim
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
     deadline = time.monotonic() + ORPHANS_S
     left = {name: pid for name, pid in started.items() if is_worker(pid, name)}

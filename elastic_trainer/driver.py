@@ -46,6 +46,7 @@ from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, 
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import WordServer
 
 HOROVOD_VERSION = "0.28.1"
@@ -129,6 +130,7 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             argv, env=None if self.is_remote else env, start_new_session=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL)
+        self.worker_pid = self.process.pid  # until it says another: behind a shim, or on its own host
         if self.process.stdin:
             self.process.stdin.write(stdin)
             self.process.stdin.flush()  # stays open: its end tells the remote side that we are gone
@@ -312,7 +314,10 @@ class MendedDriver:
                 self.addresses[name] = address
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
-                    self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3))
+                    process = self.processes[name]
+                    process.worker_pid = int(words.get("pid", process.worker_pid))
+                    self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3),
+                                     pid=process.worker_pid)
                 self._turn()
             elif worker and worker.accepted:
                 self._turn()
@@ -369,7 +374,8 @@ class MendedDriver:
             "ELASTIC_TRAINER_DRIVER": f"{self.address}:{self.server.server_port}",
             "ELASTIC_TRAINER_KEY": self.key.hex(), "ELASTIC_TRAINER_WORKER": start.worker}
         try:
-            process = WorkerProcess(start, self.command, env, self.settings, sys.stdout)
+            command = through_shim(self.command, env, is_local(start.host))
+            process = WorkerProcess(start, command, env, self.settings, sys.stdout)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
             self.membership.exited(start.worker, 127, time.monotonic())
@@ -385,7 +391,7 @@ class MendedDriver:
             if process.is_remote and code == SSH_CONNECTION_LOST:
                 code = -signal.SIGHUP
             reason = self.membership.exited(process.name, code, time.monotonic())
-            self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.process.pid,
+            self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)
             del self.processes[process.name]
             self._turn()

@@ -35,7 +35,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from elastic_trainer import report, revive
+from elastic_trainer import report, revive, standby
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events
@@ -120,12 +120,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     Raises ConfigError for what cannot work, and what the user's code raises. Leaves by SystemExit 75 when this worker
     is not wanted any more.
     """
-    launch = Launch.from_environment()
-    os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
-    if run_dir is not None and launch.run_dir is None:
-        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
-    reduce = reduce or launch.reduce
-    if reduce not in REDUCERS:
+    if reduce is not None and reduce not in REDUCERS:
         raise ConfigError(f"reduce is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
     trained = [p for p in model.parameters() if p.requires_grad]
     strangers = {id(p) for g in optimizer.param_groups for p in g["params"]} - {id(p) for p in model.parameters()}
@@ -145,8 +140,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
                if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))]
     if lacking:
         raise ConfigError(f"the extras {lacking} have no state_dict and load_state_dict. Give them both.")
-    if store is not None:
-        launch = replace(launch, store=store)
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
               schedule=Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs,
                                 seed=seed, max_steps=max_steps),
@@ -154,6 +147,16 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
               after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
+    if standby.is_standby():
+        rehearse(job)
+    stood_by = standby.wait_for_place()
+    launch = Launch.from_environment()
+    os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
+    if run_dir is not None and launch.run_dir is None:
+        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
+    if store is not None:
+        launch = replace(launch, store=store)
+    reduce = reduce or launch.reduce
     courier = None
     if launch.driver and not shares_runs(launch):
         if not launch.store:
@@ -163,6 +166,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     events = Events(launch.run_dir, courier=courier, run=launch.run, attempt=launch.attempt,
                     worker=launch.worker or launch.host)
     events.listeners += listeners or []
+    if stood_by:
+        events.emit("worker.stood_by", **stood_by)
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
     try:
         return Trainer(job, launch, driver, events, reduce, compress, plan).run()
@@ -181,8 +186,20 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
 
 
 def local_rank() -> int:
-    """Return this worker's number on its host (which GPU is mine); works before `train`."""
+    """Return this worker's number on its host (which GPU is mine); works before `train`. A standby waits in here."""
+    standby.wait_for_place()
     return Launch.from_environment().slot
+
+
+def rehearse(job: Job) -> None:
+    """Pay for all that is slow the first time, in a standby: nothing remains of it, random numbers included."""
+    torch_was, random_was, numpy_was = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    Trainer(job, Launch(), Alone(), Events(None), "exact", compress=False)._warm_up()  # leaves no hooks on the model
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    torch.set_rng_state(torch_was)
+    random.setstate(random_was)
+    numpy.random.set_state(numpy_was)
 
 
 class Trainer:

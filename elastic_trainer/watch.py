@@ -291,7 +291,8 @@ def _fold_worker_started(picture: Picture, event: Event) -> Picture:
 
 
 def _fold_worker_ready(picture: Picture, event: Event) -> Picture:
-    worker = replace(picture.workers[event["worker"]], is_ready=True)
+    worker = picture.workers[event["worker"]]
+    worker = replace(worker, is_ready=True, pid=int(event.get("pid", worker.pid)))
     return replace(picture, workers={**picture.workers, event["worker"]: worker})
 
 

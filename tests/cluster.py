@@ -157,6 +157,7 @@ class Cluster:
     def live_pids(self) -> dict[str, int]:
         """Return the pids of the workers that were started and are not known to be gone."""
         live = {e["worker"]: e["pid"] for e in self.events("driver.worker_started")}
+        live |= {e["worker"]: e["pid"] for e in self.events("driver.worker_ready")}  # behind a shim it is another
         for event in self.events("driver.worker_gone"):
             live.pop(event["worker"], None)
         return live

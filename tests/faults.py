@@ -53,8 +53,13 @@ class Plan:
 class Injector:
     """In the worker: listens, and does to this process what the plan says."""
 
-    def __init__(self, plan: str, folder: Path, host: str):
-        self.faults, self.folder, self.host = json.loads(plan), folder, host
+    def __init__(self, plan: str, folder: Path):
+        self.faults, self.folder = json.loads(plan), folder
+
+    @property
+    def host(self) -> str:
+        """This worker's host; a standby gets one when it gets its place."""
+        return os.environ.get("HOROVOD_HOSTNAME", "")
 
     def __call__(self, point: str, facts: dict[str, Any]) -> None:
         for fault in self.faults:

@@ -16,8 +16,7 @@ from faults import Injector  # noqa: E402
 
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]),
-                        os.environ.get("HOROVOD_HOSTNAME", ""))
+    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
     injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
 import torch  # noqa: E402

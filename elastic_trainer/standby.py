@@ -1,0 +1,457 @@
+"""Standby workers: processes that have booted the user's command up to its place in the world, and wait for it.
+
+    python -m elastic_trainer standby --slots 4 -- python my_train.py …      (on each host; local runs do it themselves)
+
+service → keeper (one per standby, its parent) → standby ← (place) ← shim ← driver
+    booting → waiting → taken → ended
+
+What always holds:
+1. A standby is used once, by the same command in the same folder with the same variables of the user's; anything else
+   is refused, and the shim runs the command itself.
+2. The shim's death kills the worker, also a frozen one: its keeper does it from outside. A keeper's death kills its own
+   worker only. The service's death ends those that nobody has taken, and no worker.
+3. What a standby prints before its place is printed when it gets one, as if it had been started then.
+4. One boots at a time, and takes as much of one core as the others leave idle, but at least a fifth: it is stopped and
+   let go in turns. (No scheduling class would do: tried as a user, SCHED_IDLE and a nice of 19 have no way back.)
+5. A standby has touched nothing of the run: no store, no diary, no socket, no random numbers that count.
+
+How far it boots: through everything before `train()`, then a rehearsal of a step in there; or up to the first call of
+`local_rank()`, which waits for the answer. What a script reads from HOROVOD_* or ELASTIC_TRAINER_* before that it reads
+as if it stood alone. A model that is on a GPU before its place is known stays on the GPU that it saw.
+
+What it does not do: limit memory. One standby takes what a worker takes before its first step.
+
+Source: sched_setscheduler(2) and prctl(2) of man-pages 6; unix(7) for SOCK_SEQPACKET and SCM_RIGHTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from elastic_trainer.config import EXIT_LEFT, ConfigError, Limits
+from elastic_trainer.events import EVENTS_FILE, Events
+from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
+
+VARIABLE = "ELASTIC_TRAINER_STANDBY"
+NAME_BYTES = 320
+"""Room for a worker's name in a standby's first environment, where whoever looks at /proc finds it."""
+REPLACE_AFTER_S = 3.0
+"""A used standby's successor begins to boot so long after, when the world has changed and trains again."""
+WAKE_S = 2.0
+"""How long a standby has to answer when its place has come; after that it is killed, and the shim looks further."""
+TURN_S = 0.1
+LEAST, MOST = 0.2, 0.8
+"""A booting standby runs for a share of each turn and rests in the remainder: as much of one core as the others leave
+idle, between these two."""
+MAX_BACK_OFF_S = 60.0
+LAST_WORDS_BYTES = 2000
+OUTPUT_BYTES = 60_000
+"""So much of what a standby has printed is handed on: it fits a pipe, so that writing it never waits for a reader."""
+PR_SET_PDEATHSIG = 1
+CHANGING = ("HOROVOD_", "ELASTIC_TRAINER_", "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
+NOT_MINDED = frozenset("PYTHONUNBUFFERED NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ TERM COLORTERM COLUMNS LINES LS_COLORS MAIL "
+                       "LESSOPEN LESSCLOSE PAGER EDITOR DISPLAY DBUS_SESSION_BUS_ADDRESS INVOCATION_ID JOURNAL_STREAM "
+                       "NOTIFY_SOCKET LOGNAME USER SHELL HOSTNAME LANG MOTD_SHOWN PATH".split())
+"""Variables that differ between two ways into a machine and change nothing in a script."""
+
+
+# --- in the worker ------------------------------------------------------------------------------------------------------
+
+def is_standby() -> bool:
+    """True while this process waits, or will wait, for its place."""
+    return VARIABLE in os.environ
+
+
+def wait_for_place() -> dict[str, float]:
+    """Stand by until a shim comes, and become the worker that it was started as: environment, output, name.
+
+    Returns how long this process has waited, for the diary; nothing if it is no standby. Call it before the first
+    thing that depends on who this worker is.
+    """
+    if not is_standby():
+        return {}
+    descriptor, _, _ = os.environ.pop(VARIABLE).partition(",")
+    keeper = socket.socket(fileno=int(descriptor))
+    keeper.set_inheritable(False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    since = time.monotonic()
+    keeper.send(b"waiting")
+    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 4)
+    if not descriptors:
+        os._exit(EXIT_LEFT)  # the keeper has gone
+    place, *output = descriptors
+    os.environ.clear()
+    os.environ.update(read_place(place))
+    for number, descriptor_of in enumerate(output):
+        os.dup2(descriptor_of, number)
+        os.close(descriptor_of)
+    os.close(place)
+    write_name(os.environ.get("ELASTIC_TRAINER_WORKER", ""))
+    keeper.send(b"here")
+    keeper.close()
+    return {"waited_s": round(time.monotonic() - since, 3)}
+
+
+def read_place(descriptor: int) -> dict[str, str]:
+    """Read the environment that a shim has handed over."""
+    return dict(json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
+
+
+def write_name(worker: str) -> None:
+    """Write this worker's name where /proc/PID/environ shows it, over the room that was left for it there.
+
+    That memory is the environment this process was started with; nothing else of it is touched.
+    """
+    if not worker:
+        return  # plain horovodrun gives no names
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
+    entry = f"ELASTIC_TRAINER_WORKER={worker}".encode()
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        at = memory.read(end - start).find(f"{VARIABLE}=".encode())
+        if at >= 0 and len(entry) <= NAME_BYTES:
+            memory.seek(start + at)
+            memory.write(entry.ljust(NAME_BYTES, b"\0"))
+
+
+# --- the keeper ---------------------------------------------------------------------------------------------------------
+
+def differing(booted_with: Mapping[str, str], now: Mapping[str, str], is_named_by_path: bool) -> list[str]:
+    """Return the names of variables of the user's that have other values now than when the standby was booted."""
+    def matters(name: str) -> bool:
+        return not name.startswith(CHANGING) and (name not in NOT_MINDED or (name == "PATH" and is_named_by_path))
+
+    return sorted(name for name in booted_with.keys() | now.keys()
+                  if matters(name) and booted_with.get(name) != now.get(name))
+
+
+class BootFailed(RuntimeError):
+    """A standby has ended, or had to be ended, before anybody took it."""
+
+
+class Keeper:
+    """The parent of one standby, for all of its life. Runs in a process of its own; `service` hears what becomes of it."""
+
+    def __init__(self, command: list[str], folder: Path, service: socket.socket, boot_s: float):
+        self.command, self.service, self.boot_s = command, service, boot_s
+        self.path = folder / f"{command_name(command, os.getcwd())}-{os.getpid()}.sock"
+        self.listener: socket.socket | None = None
+        self.printed: IO[bytes] = tempfile.TemporaryFile()
+        self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        room = f"{VARIABLE}={theirs.fileno()},".ljust(NAME_BYTES, ".").partition("=")[2]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, env=self.env | {VARIABLE: room}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                stdout=self.printed, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=_die_with_parent)  # noqa: PLW1509 (no threads here)
+        self.end_of_process = os.pidfd_open(self.process.pid)
+
+    def run(self) -> int:
+        """Boot, wait, hand over, accompany; returns this process's exit code."""
+        try:
+            self._boot()
+            shim = self._wait()
+        except BootFailed as error:
+            self._kill()
+            self._tell(f"failed {error}")
+            return 1
+        finally:
+            self.path.unlink(missing_ok=True)
+        if shim is None:  # the service has gone, and nobody wants us
+            self._kill()
+            return 0
+        self._tell("taken")
+        self._accompany(shim)
+        return 0
+
+    def _tell(self, what: str) -> None:
+        try:
+            self.service.send(what.encode()[:LAST_WORDS_BYTES * 2])
+        except OSError:
+            pass  # it has gone: nobody needs to know
+
+    def _boot(self) -> None:
+        """Let the standby boot, a little at a time where others need the cores. Raises BootFailed."""
+        deadline, share = time.monotonic() + self.boot_s / LEAST, LEAST
+        while True:
+            self._signal(signal.SIGSTOP)
+            before = core_seconds()
+            ready = self._ready(TURN_S * (1 - share), self.worker, self.service)
+            share += 0.2 * (min(MOST, max(LEAST, idle_cores(before, core_seconds()))) - share)
+            self._signal(signal.SIGCONT)
+            ready |= self._ready(TURN_S * share, self.worker, self.service)
+            if self.service in ready:
+                raise BootFailed("the service has gone")
+            if self.worker in ready:
+                if self.worker.recv(64) != b"waiting":
+                    raise BootFailed(self._why())
+                return
+            if self.end_of_process in ready:
+                raise BootFailed(self._why())
+            if time.monotonic() > deadline:
+                raise BootFailed(f"it has not come to train() in {self.boot_s:.0f} s. Give it longer: "
+                                 f"ELASTIC_TRAINER_LIMITS=boot_s=…")
+
+    def _wait(self) -> socket.socket | None:
+        """Wait for a shim that may have this standby, and hand it over; None when the service has gone."""
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self.listener:
+            self.listener.bind(str(self.path))
+            self.listener.listen(8)
+            self._tell("waiting")
+            while True:
+                ready = self._ready(None, self.listener, self.service)
+                if self.end_of_process in ready:
+                    raise BootFailed(self._why())
+                if self.service in ready:
+                    return None
+                shim, _ = self.listener.accept()
+                if self._hand_over(shim):
+                    return shim
+                shim.close()
+
+    def _hand_over(self, shim: socket.socket) -> bool:
+        """Give a shim's place to the standby. False if they do not fit. Raises BootFailed when the standby is dead."""
+        shim.settimeout(WAKE_S)
+        descriptors: list[int] = []
+        try:
+            uid = struct.unpack("3i", shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            word, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
+            if uid != os.getuid() or word != b"take" or len(descriptors) != 4:
+                return False
+            names = differing(self.env, read_place(descriptors[0]), is_named_by_path="/" not in self.command[0])
+            if names:
+                shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
+                return False
+            self.path.unlink(missing_ok=True)
+            os.write(descriptors[2], self._printed(OUTPUT_BYTES))
+            socket.send_fds(self.worker, [b"place"], descriptors)
+            if self.worker not in self._ready(WAKE_S, self.worker) or self.worker.recv(64) != b"here":
+                raise BootFailed(f"it did not answer in {WAKE_S:.0f} s when its place had come")
+            shim.send(b"taken")
+            shim.settimeout(None)
+            return True
+        except (OSError, ValueError) as error:
+            if self.path.exists():
+                return False  # whoever asked has gone before anything happened
+            raise BootFailed(f"it could not be handed over: {error}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _accompany(self, shim: socket.socket) -> None:
+        """Be between the shim and the worker until one of them ends."""
+        while self.end_of_process not in (ready := self._ready(None, shim)):
+            word, _, number = (shim.recv(64) if shim in ready else b"").partition(b" ")
+            if word != b"signal":
+                self._kill()  # the shim is dead, and so is its worker, frozen or not
+                return
+            self._signal(int(number))
+        status = self._kill()
+        try:
+            shim.send(b"ended %d" % status)
+        except OSError:
+            pass
+
+    # --- its process --------------------------------------------------------------------------------------------------
+
+    def _ready(self, timeout_s: float | None, *sockets: socket.socket) -> set[Any]:
+        """Wait for one of the sockets, or for the end of the process, and return what is ready."""
+        waited_for: list[Any] = [self.end_of_process, *sockets]
+        return set(select.select(waited_for, [], [], timeout_s)[0])
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.process.pid, number)  # not reaped before `_kill`, so the number cannot be another's
+        except ProcessLookupError:
+            pass
+
+    def _kill(self) -> int:
+        """End the process, if it has not ended, and what it left behind; returns its wait status."""
+        self._signal(signal.SIGKILL)
+        _, status = os.waitpid(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return status
+
+    def _why(self) -> str:
+        """Say how a standby ended, with its last words."""
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        how = f"it ended ({ended.si_status})" if ended else "it said something that is no word of ours"
+        return f"{how}: {self._printed(LAST_WORDS_BYTES).decode(errors='replace').strip()}"
+
+    def _printed(self, most: int) -> bytes:
+        """Return the end of what the standby has printed so far."""
+        file = self.printed.fileno()
+        size = os.fstat(file).st_size
+        return os.pread(file, most, max(0, size - most))
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end the standby when its keeper is killed: nobody else would. It may do so in the same moment."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def core_seconds() -> list[int]:
+    """Return what the cores of this machine have spent their time on since it started, in ticks (proc(5), `cpu`)."""
+    with open("/proc/stat") as file:
+        return [int(ticks) for ticks in file.readline().split()[1:9]]
+
+
+def idle_cores(before: Sequence[int], now: Sequence[int]) -> float:
+    """Return how many cores were idle, on average, between two looks."""
+    spent = [b - a for a, b in zip(before, now, strict=True)]
+    return (os.cpu_count() or 1) * (spent[3] + spent[4]) / max(1, sum(spent))  # idle, and idle while a disk works
+
+
+# --- the service --------------------------------------------------------------------------------------------------------
+
+class Service:
+    """Keep `slots` standbys of one command in a folder: boot them one after another, replace those that are taken."""
+
+    def __init__(self, command: list[str], folder: Path, slots: int, events: Events, boot_s: float):
+        self.command, self.folder, self.slots, self.events, self.boot_s = command, folder, slots, events, boot_s
+        self.keepers: dict[socket.socket, tuple[int, str, float]] = {}
+        """The connection to each keeper → its pid, the state of its standby, since when."""
+        self.failures, self.not_before = 0, 0.0
+
+    def run(self) -> NoReturn:
+        """Keep them until a signal ends this process; then those that nobody has taken end with it."""
+        for path in self.folder.glob("*.sock"):
+            if not Path(f"/proc/{path.stem.rpartition('-')[2]}").exists():
+                path.unlink(missing_ok=True)  # of a keeper that was killed
+        while True:
+            is_room = len(self.keepers) < self.slots and all(state == "waiting" for _, state, _ in self.keepers.values())
+            wait_s = self.not_before - time.monotonic()
+            if is_room and wait_s <= 0:
+                self._start()
+                is_room = False
+            ready, _, _ = select.select(list(self.keepers), [], [], wait_s if is_room else None)
+            for keeper in ready:
+                self._hear(keeper)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()  # a keeper of its own would cost a hundred milliseconds and 10 MB; there are no threads here
+        if not pid:
+            code = 1
+            try:
+                os.setsid()  # what is sent to the service's group is not for a worker
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+                    signal.signal(number, signal.SIG_DFL)
+                for other in (ours, *self.keepers):
+                    other.close()  # else they would not see the service's end
+                code = Keeper(self.command, self.folder, theirs, self.boot_s).run()
+            except OSError as error:
+                theirs.send(f"failed {error}".encode())
+            finally:
+                os._exit(code)
+        theirs.close()
+        self.keepers[ours] = pid, "booting", time.monotonic()
+
+    def _hear(self, keeper: socket.socket) -> None:
+        """Take a keeper's word, or its end."""
+        word, _, more = keeper.recv(1 << 16).decode(errors="replace").partition(" ")
+        pid, state, since = self.keepers[keeper]
+        now = time.monotonic()
+        if word == "waiting":
+            self.keepers[keeper] = pid, "waiting", now
+            self.failures = 0
+            self.events.emit("standby.booted", pid=pid, boot_s=round(now - since, 3))
+            return
+        del self.keepers[keeper]
+        keeper.close()
+        self.not_before = now + REPLACE_AFTER_S
+        if word == "taken":
+            self.events.emit("standby.taken", pid=pid)
+            return
+        (self.folder / f"{command_name(self.command, os.getcwd())}-{pid}.sock").unlink(missing_ok=True)
+        self.failures += 1
+        self.not_before = now + min(MAX_BACK_OFF_S, 2.0 ** self.failures)
+        self.events.emit("standby.failed", pid=pid, state=state, reason=more or "its keeper was killed")
+        print(f"elastic-trainer: a standby of `{shlex.join(self.command)}` has failed while {state}: "
+              f"{more or 'its keeper was killed'}", file=sys.stderr, flush=True)
+
+
+def wait_until_training(run_dir: Path, since: int) -> None:
+    """Wait until a step is finished in this run, by its diary from byte `since` on: booting workers need the cores."""
+    diary = run_dir / EVENTS_FILE
+    while True:
+        if diary.exists():
+            with open(diary, "rb") as file:
+                file.seek(since)
+                if b'"worker.step_committed"' in file.read():
+                    return
+        time.sleep(0.5)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Keep standbys until SIGTERM. Raises ConfigError."""
+    argv = list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(prog="elastic-trainer standby", usage="%(prog)s [--slots N] -- COMMAND …")
+    parser.add_argument("--slots", type=int, default=1, help="how many stand by: this host's slots (%(default)s)")
+    parser.add_argument("--folder", type=Path, help=f"where they wait ({standby_folder({})}, or {FOLDER_VARIABLE})")
+    parser.add_argument("--run-dir", type=Path, help="wait until this run trains, and tell its diary")
+    options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
+    if not command or options.slots < 1:
+        raise ConfigError("there is nothing to stand by for. Give a command after --, and --slots 1 or more.")
+    folder: Path = options.folder or standby_folder(os.environ)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise ConfigError(f"others can enter {folder}, where standbys get a run's secrets. Run: chmod 700 {folder}")
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped by the kernel; their words say all there is
+    events = Events(options.run_dir, run=options.run_dir.name if options.run_dir else "")
+    if options.run_dir:
+        diary = options.run_dir / EVENTS_FILE
+        wait_until_training(options.run_dir, diary.stat().st_size)
+    limits = Limits.from_environment(os.environ)
+    Service(command, folder, options.slots, events, limits.boot_s).run()
+
+
+@contextmanager
+def local_standbys(run_dir: Path, command: Sequence[str], count: int) -> Iterator[None]:
+    """Keep standbys on this machine, for this run only, once it trains."""
+    if not count:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:  # 0700, and short
+        os.environ[FOLDER_VARIABLE] = folder
+        service = subprocess.Popen(
+            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(count), "--run-dir", str(run_dir), "--",
+             *command], start_new_session=True, stdin=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent)  # noqa: PLW1509 (no threads here yet)
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER_VARIABLE]
+            service.terminate()
+            service.wait()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
