@@ -86,7 +86,8 @@ class Agent:
         state = "draining" if drains else "sick" if self._sick else "ready"
         return {"state": state, "why": drains["why"] if drains else self._sick or self._unknown,
                 "deadline": drains["deadline"] if drains else None, "rebalance": self._rebalance,
-                "workers": workers(), "time": time.time(), "refused": self.refused}
+                "workers": workers(), "standby": standbys(standby_folder()), "time": time.time(),
+                "refused": self.refused}
 
 
 def illness(folder: Path, gpus: int | None) -> str:
@@ -116,17 +117,27 @@ def gpu_count() -> int | None:
 
 
 def workers() -> list[dict[str, Any]]:
-    """Return the workers on this machine, by their environment: name and pid."""
-    found = []
+    """Return the workers on this machine, by their environment: name and pid. (One behind a shim is there twice.)"""
+    found: dict[str, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            found += [{"pid": int(entry.name), "worker": line.partition(b"=")[2].decode(errors="replace")}
-                      for line in environment if line.startswith(b"ELASTIC_TRAINER_WORKER=")]
-    return found
+            found |= {line.partition(b"=")[2].decode(errors="replace"): int(entry.name)
+                      for line in environment if line.startswith(b"ELASTIC_TRAINER_WORKER=")}
+    return [{"pid": pid, "worker": worker} for worker, pid in found.items()]
+
+
+def standby_folder() -> Path:
+    """Return where standby workers wait on this machine, one socket each (elastic_trainer/shim.py has the same rule)."""
+    return Path(os.environ.get("ELASTIC_TRAINER_STANDBY_DIR") or f"/tmp/elastic-trainer-{os.getuid()}")
+
+
+def standbys(folder: Path) -> int:
+    """Return how many standby workers have booted and wait in a folder."""
+    return sum((Path("/proc") / path.stem.rpartition("-")[2]).exists() for path in folder.glob("*.sock"))
 
 
 class AgentServer(ThreadingHTTPServer):
@@ -184,7 +195,7 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
         return Health(state="sick" if is_off else str(says["state"]),
                       why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"]), deadline=says["deadline"],
                       rebalance=bool(says["rebalance"]),
-                      facts={"workers": len(says["workers"]), "refused": says["refused"]})
+                      facts={"workers": len(says["workers"]), "standby": int(says["standby"]), "refused": says["refused"]})
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         if isinstance(error, AgentUnreachable):
             raise

@@ -137,7 +137,8 @@ class Poller:
              "agent_why": self.health[i.id].why if i.id in self.health else "",
              "rebalance": self.health[i.id].rebalance if i.id in self.health else False,
              "deadline": self.health[i.id].deadline if i.id in self.health else None,
-             "workers": self.health[i.id].facts.get("workers") if i.id in self.health else None}
+             "workers": self.health[i.id].facts.get("workers") if i.id in self.health else None,
+             "standby": self.health[i.id].facts.get("standby") if i.id in self.health else None}
             for i in sorted(self.instances, key=lambda i: (i.launched, i.id))]}
 
     def emit(self, event: str, **facts: Any) -> None:

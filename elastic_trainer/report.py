@@ -267,14 +267,14 @@ def print_hosts(fleet: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("host", "type", "slots", "cloud", "agent", "workers", "notice", "since", "in", "why")
+    table = Table("host", "type", "slots", "cloud", "agent", "workers", "standby", "notice", "since", "in", "why")
     for host in fleet["hosts"]:
         cloud = " ".join(filter(None, [host["lifecycle"], host["state"], host["group_state"]]))
         left_s = host["deadline"] - fleet["time"] if host["deadline"] else None
         notice = f"{left_s:.0f} s left" if left_s is not None else "rebalance" if host["rebalance"] else ""
         since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
-        workers = "" if host["workers"] is None else str(host["workers"])
-        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, host["agent"], workers, notice, since,
+        workers, standby = ("" if host[count] is None else str(host[count]) for count in ("workers", "standby"))
+        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, host["agent"], workers, standby, notice, since,
                       "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)

@@ -410,7 +410,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     parser = argparse.ArgumentParser(prog="elastic-trainer standby", usage="%(prog)s [--slots N] -- COMMAND …")
     parser.add_argument("--slots", type=int, default=1, help="how many stand by: this host's slots (%(default)s)")
     parser.add_argument("--folder", type=Path, help=f"where they wait ({standby_folder({})}, or {FOLDER_VARIABLE})")
-    parser.add_argument("--run-dir", type=Path, help="wait until this run trains, and tell its diary")
+    parser.add_argument("--run-dir", type=Path, help="tell this run's diary")
+    parser.add_argument("--once-training", action="store_true", help="wait until the run has finished a step")
     options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
     if not command or options.slots < 1:
         raise ConfigError("there is nothing to stand by for. Give a command after --, and --slots 1 or more.")
@@ -426,9 +427,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         signal.signal(number, stop)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped by the kernel; their words say all there is
     events = Events(options.run_dir, run=options.run_dir.name if options.run_dir else "")
-    if options.run_dir:
-        diary = options.run_dir / EVENTS_FILE
-        wait_until_training(options.run_dir, diary.stat().st_size)
+    if options.once_training:
+        wait_until_training(options.run_dir, (options.run_dir / EVENTS_FILE).stat().st_size)
     limits = Limits.from_environment(os.environ)
     Service(command, folder, options.slots, events, limits.boot_s).run()
 
@@ -442,8 +442,8 @@ def local_standbys(run_dir: Path, command: Sequence[str], count: int) -> Iterato
     with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:  # 0700, and short
         os.environ[FOLDER_VARIABLE] = folder
         service = subprocess.Popen(
-            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(count), "--run-dir", str(run_dir), "--",
-             *command], start_new_session=True, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(count), "--run-dir", str(run_dir),
+             "--once-training", "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
             preexec_fn=_end_with_parent)  # noqa: PLW1509 (no threads here yet)
         try:
             yield

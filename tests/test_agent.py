@@ -21,10 +21,20 @@ import pytest
 from metadata_server import MetadataServer
 
 from discovery import agent as agent_module
-from discovery.agent import Agent, AgentServer, AgentUnreachable, ask, read_key
+from discovery.agent import (
+    Agent,
+    AgentServer,
+    AgentUnreachable,
+    ask,
+    read_key,
+    standby_folder,
+    standbys,
+    workers,
+)
 from discovery.hosts import Instance, Policy
 from discovery.notices import Metadata, MetadataUnavailable
 from discovery.poll import Poller
+from elastic_trainer import shim
 from elastic_trainer.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,3 +238,31 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
         worker.kill()
         worker.wait()
     assert process.wait(20) == 0
+
+
+def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their sockets; one whose keeper was killed is none."""
+    (tmp_path / f"0123456789abcdef-{os.getpid()}.sock").touch()
+    (tmp_path / "0123456789abcdef-4194999.sock").touch()
+    assert standbys(tmp_path) == 1
+    assert standbys(tmp_path / "none") == 0
+    monkeypatch.setenv(shim.FOLDER_VARIABLE, str(tmp_path))
+    assert Agent(None, tmp_path).health()["standby"] == 1
+
+
+def test_the_folder_of_standbys_is_the_same_for_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither imports the other."""
+    for setting in ("", "/somewhere"):
+        monkeypatch.setenv(shim.FOLDER_VARIABLE, setting)
+        assert standby_folder() == shim.standby_folder(os.environ)
+
+
+def test_a_worker_behind_a_shim_counts_once() -> None:
+    """Both have its name."""
+    both = [subprocess.Popen(["sleep", "60"], env={"ELASTIC_TRAINER_WORKER": "host/7/7"}) for _ in range(2)]
+    try:
+        assert [w["worker"] for w in workers() if w["worker"] == "host/7/7"] == ["host/7/7"]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()

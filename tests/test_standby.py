@@ -1,29 +1,422 @@
-"""Standbys with real processes: the shim, the keeper, the service; and in a real cluster of four workers."""
+"""Standbys with real processes: the shim, the keeper and the service; then in a real cluster of four workers.
+
+The numbers in brackets are those of elastic_trainer/standby.py's head comment.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster
-from faults import Plan
 
+from elastic_trainer import shim
 from elastic_trainer.attempts import is_worker
+from elastic_trainer.standby import differing, idle_cores
 
 Twin = Callable[..., str]
-SLOW = ("--steps", "150", "--step-s", "0.05")
+ROOT = Path(__file__).resolve().parent.parent
+SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "shim.py")]
+DEADLINE_S = 30.0
+JOB = """
+import json, os, signal, sys, time
+print("imported", flush=True)
+BOOT
+from elastic_trainer import standby
+was = standby.is_standby()
+standby.wait_for_place()
+facts = {"was": was, "pid": os.getpid(), "name": os.environ.get("ELASTIC_TRAINER_WORKER"),
+         "key": os.environ.get("ELASTIC_TRAINER_KEY"), "hidden": "ELASTIC_TRAINER_STANDBY" in os.environ}
+with open("here.new", "w") as file:
+    json.dump(facts, file)
+os.rename("here.new", f"here-{facts['name'].replace('/', '-')}")
+print("out", flush=True)
+print("err", file=sys.stderr, flush=True)
+THEN
+"""
+WAITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\nsignal.pause()"
 
 
-def test_a_standby_takes_the_place_of_a_killed_worker(tmp_path: Path, twin_of: Twin) -> None:
-    with Cluster(tmp_path, job=SLOW, options=["--standby", "1"]) as cluster:
+def wait_for(what: str, seen: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := seen()):
+        assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s"
+        time.sleep(0.01)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Bench:
+    """One folder with a job, a service that keeps standbys of it, and shims that ask for them."""
+
+    def __init__(self, folder: Path, sockets: Path):
+        self.folder, self.sockets = folder, sockets
+        self.command = [sys.executable, "job.py"]
+        self.env = os.environ | {shim.FOLDER_VARIABLE: str(sockets), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.keepers: set[int] = set()
+        (folder / "events.jsonl").touch()
+
+    def write(self, then: str = "", boot: str = "") -> None:
+        """Write the job: `boot` comes before its place, `then` after."""
+        (self.folder / "job.py").write_text(JOB.replace("BOOT", boot).replace("THEN", then))
+
+    def serve(self, slots: int = 1, **env: str) -> subprocess.Popen[bytes]:
+        """Start the service."""
+        service = subprocess.Popen(
+            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(slots), "--run-dir", str(self.folder),
+             "--", *self.command], env=self.env | env, cwd=self.folder, stderr=open(self.folder / "service.log", "ab"))
+        self.started.append(service)
+        return service
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        told = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return [e for e in told if e["event"] == name]
+
+    def booted(self, count: int = 1) -> list[Path]:
+        """Wait until so many standbys wait; returns their sockets."""
+        return list(wait_for(f"{count} standbys", lambda: len(found := sorted(self.sockets.glob("*.sock"))) >= count
+                             and found))
+
+    def keeper(self) -> int:
+        """Return the pid of the keeper of the only standby."""
+        [path] = self.booted()
+        return int(path.stem.rpartition("-")[2])
+
+    def take(self, name: str = "host/0/1", command: list[str] | None = None, **env: str) -> subprocess.Popen[bytes]:
+        """Start a shim as the driver does."""
+        worker = subprocess.Popen([*SHIM, *(command or self.command)], cwd=self.folder, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, start_new_session=True, stdin=subprocess.DEVNULL,
+                                  env=self.env | {"ELASTIC_TRAINER_WORKER": name, "ELASTIC_TRAINER_KEY": "secret"} | env)
+        self.started.append(worker)
+        return worker
+
+    def here(self, name: str = "host/0/1") -> dict[str, Any]:
+        """Wait until a worker has its place; returns what it says of itself."""
+        path = self.folder / f"here-{name.replace('/', '-')}"
+        wait_for(f"worker {name}", path.exists)
+        return dict(json.loads(path.read_text()))
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream:
+                    stream.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="standby-") as sockets:
+        bench = Bench(tmp_path, Path(sockets))
+        yield bench
+        bench.close()
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+def test_nothing_differs_when_only_the_place_does() -> None:
+    booted = {"HOME": "/h", "PYTHONUNBUFFERED": "1", "TERM": "x", "PATH": "/a"}
+    now = {"HOME": "/h", "HOROVOD_RANK": "1", "ELASTIC_TRAINER_KEY": "k", "SSH_CLIENT": "::1", "PATH": "/b"}
+    assert differing(booted, now, is_named_by_path=False) == []
+    assert differing(booted, now, is_named_by_path=True) == ["PATH"]
+
+
+@pytest.mark.parametrize("now", [{"DATA": "/b"}, {}, {"DATA": "/a", "OMP_NUM_THREADS": "1"}])
+def test_any_variable_of_the_users_counts(now: dict[str, str]) -> None:
+    """Another value, none, or one more: the script may have read it."""
+    assert len(differing({"DATA": "/a"}, now, is_named_by_path=False)) == 1
+
+
+def test_the_idle_cores_are_counted() -> None:
+    """100 ticks on all cores together, 60 of them idle or waiting for a disk."""
+    found = idle_cores([0] * 8, [30, 0, 10, 50, 10, 0, 0, 0])
+    assert found == pytest.approx(0.6 * (os.cpu_count() or 1))
+
+
+def test_the_command_is_itself_when_there_is_no_folder(tmp_path: Path) -> None:
+    env = {shim.FOLDER_VARIABLE: str(tmp_path / "none")}
+    assert shim.through_shim(["python", "x.py"], env, is_local=True) == ["python", "x.py"]
+    remote = shim.through_shim(["echo", "a b", "$HOME"], env, is_local=False)
+    assert subprocess.run(remote, env=env | {"PATH": os.environ["PATH"]}, capture_output=True).stdout == b"a b $HOME\n"
+
+
+def test_the_shim_is_asked_elsewhere_when_there_is_a_folder(bench: Bench) -> None:
+    bench.write()
+    bench.serve()
+    bench.booted()
+    remote = shim.through_shim(bench.command, bench.env, is_local=False)
+    assert subprocess.run(remote, cwd=bench.folder, env=bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"}).returncode == 0
+    assert bench.here()["was"]
+
+
+# --- one standby ------------------------------------------------------------------------------------------------------
+
+def test_the_place_is_handed_over(bench: Bench) -> None:
+    """[1, 3] Environment, both outputs with what was said before, name and exit code."""
+    bench.write("sys.exit(7)")
+    service = bench.serve()
+    keeper = bench.keeper()
+    worker = bench.take()
+    out, err = worker.communicate(timeout=DEADLINE_S)
+    facts = bench.here()
+    assert (worker.returncode, out, err) == (7, b"imported\nout\n", b"err\n")
+    assert facts["was"] and facts["pid"] != worker.pid and not facts["hidden"]
+    assert (facts["name"], facts["key"]) == ("host/0/1", "secret")
+    wait_for("the keeper's end", lambda: not is_running(keeper))
+    assert service.poll() is None
+
+
+def test_the_worker_is_known_by_its_environment(bench: Bench) -> None:
+    """Whoever looks for workers in /proc finds it by its name; the secret is not there, nor on a command line."""
+    bench.write(WAITS)
+    bench.serve()
+    bench.booted()
+    bench.take()
+    pid = bench.here()["pid"]
+    assert is_worker(pid, "host/0/1") and not is_worker(pid, "host/0/2")
+    for file in ("environ", "cmdline"):
+        assert b"secret" not in Path(f"/proc/{pid}/{file}").read_bytes()
+
+
+def test_it_is_used_once_and_replaced(bench: Bench) -> None:
+    """[1] The next shim gets another process."""
+    bench.write(WAITS)
+    bench.serve()
+    first = bench.booted()
+    bench.take("host/0/1")
+    pid = bench.here("host/0/1")["pid"]
+    second = wait_for("its successor", lambda: (found := bench.booted()) != first and found)
+    bench.take("host/0/2")
+    assert bench.here("host/0/2")["pid"] != pid
+    assert second != first and is_running(pid)
+    assert len(bench.events("standby.booted")) == 2
+
+
+def test_two_shims_never_get_the_same_standby(bench: Bench) -> None:
+    """The second one runs the command itself."""
+    bench.write(WAITS)
+    bench.serve()
+    bench.booted()
+    for name in ("host/0/1", "host/0/2", "host/0/3"):
+        bench.take(name)
+    facts = [bench.here(name) for name in ("host/0/1", "host/0/2", "host/0/3")]
+    assert len({fact["pid"] for fact in facts}) == 3
+    assert sum(fact["was"] for fact in facts) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_the_worker(bench: Bench, number: signal.Signals) -> None:
+    bench.write(f"signal.signal({int(number)}, lambda *_: sys.exit(75))\nopen('waits', 'w')\nsignal.pause()")
+    bench.serve()
+    bench.booted()
+    worker = bench.take()
+    wait_for("the worker", (bench.folder / "waits").exists)
+    worker.send_signal(number)
+    assert worker.wait(DEADLINE_S) == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_the_shim_ends_by_the_signal_that_ended_the_worker(bench: Bench, number: signal.Signals) -> None:
+    """[2] What it has left behind ends with it."""
+    bench.write("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', 'w').write(str(child.pid))\n"
+                f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nos.kill(os.getpid(), {int(number)})")
+    bench.serve()
+    bench.booted()
+    assert bench.take().wait(DEADLINE_S) == -number
+    child = int((bench.folder / "child").read_text())
+    wait_for("the child's end", lambda: not is_running(child))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_worker_dies_with_its_shim(bench: Bench, is_frozen: bool) -> None:
+    """[2] A stopped process runs no thread of its own that could notice."""
+    bench.write(WAITS)
+    bench.serve()
+    bench.booted()
+    worker = bench.take()
+    pid = bench.here()["pid"]
+    if is_frozen:
+        os.kill(pid, signal.SIGSTOP)
+    worker.kill()
+    wait_for("the worker's end", lambda: not is_running(pid))
+
+
+def test_the_worker_and_its_shim_die_with_the_keeper(bench: Bench) -> None:
+    """[2] Nobody else does: the other worker's keeper is another process."""
+    bench.write(WAITS)
+    bench.serve(slots=2)
+    bench.booted(2)
+    first, second = bench.take("host/0/1"), bench.take("host/1/2")
+    pids = [bench.here(name)["pid"] for name in ("host/0/1", "host/1/2")]
+    keeper = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(keeper, signal.SIGKILL)
+    assert first.wait(DEADLINE_S) == -signal.SIGKILL
+    wait_for("the worker's end", lambda: not is_running(pids[0]))
+    assert is_running(pids[1]) and second.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.Signals) -> None:
+    """[2] A worker has nothing to do with it any more."""
+    bench.write(WAITS)
+    service = bench.serve(slots=2)
+    bench.booted(2)
+    worker = bench.take()
+    pid = bench.here()["pid"]
+    [left] = [int(path.stem.rpartition("-")[2]) for path in bench.booted()]
+    service.send_signal(number)
+    service.wait(DEADLINE_S)
+    wait_for("the keeper's end", lambda: not is_running(left))
+    assert not list(bench.sockets.glob("*.sock"))
+    assert is_running(pid)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(DEADLINE_S) == 75
+
+
+# --- no standby -------------------------------------------------------------------------------------------------------
+
+def test_another_command_gets_none(bench: Bench) -> None:
+    """[1] Not even one more word."""
+    bench.write()
+    bench.serve()
+    bench.booted()
+    assert bench.take(command=[*bench.command, "more"]).wait(DEADLINE_S) == 0
+    assert not bench.here()["was"]
+
+
+def test_a_variable_that_the_script_may_have_read_is_named(bench: Bench) -> None:
+    """[1] The standby stays for whoever it fits."""
+    bench.write()
+    bench.serve()
+    bench.booted()
+    worker = bench.take("host/0/1", DATA="/a/folder")
+    _, err = worker.communicate(timeout=DEADLINE_S)
+    assert worker.returncode == 0 and b"DATA" in err and b"/a/folder" not in err
+    assert not bench.here("host/0/1")["was"]
+    assert bench.take("host/0/2").wait(DEADLINE_S) == 0
+    assert bench.here("host/0/2")["was"]
+
+
+def test_the_command_runs_when_the_standby_is_frozen(bench: Bench) -> None:
+    """It does not answer when its place comes: it is killed, and said to have failed."""
+    bench.write("signal.pause()", boot="open('boots', 'w').write(str(os.getpid()))")
+    bench.serve()
+    keeper = bench.keeper()
+    pid = int((bench.folder / "boots").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    bench.take()
+    assert not bench.here()["was"]
+    wait_for("the keeper's end", lambda: not is_running(keeper) and not is_running(pid))
+    assert bench.events("standby.failed")
+
+
+def test_the_command_runs_when_the_keeper_is_frozen(bench: Bench) -> None:
+    """And when it thaws it gives nothing to a shim that has gone."""
+    bench.write(WAITS)
+    bench.serve()
+    keeper = bench.keeper()
+    os.kill(keeper, signal.SIGSTOP)
+    worker = bench.take()
+    facts = bench.here()
+    assert not facts["was"]
+    os.kill(keeper, signal.SIGCONT)
+    wait_for("the keeper's end", lambda: not is_running(keeper))
+    assert is_running(facts["pid"]) and worker.pid == facts["pid"]
+
+
+def test_the_command_runs_when_the_socket_is_a_dead_keepers(bench: Bench) -> None:
+    bench.write()
+    name = f"{shim.command_name(bench.command, str(bench.folder))}-1234567.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(bench.sockets / name))
+    assert bench.take().wait(DEADLINE_S) == 0
+    assert not bench.here()["was"] and not (bench.sockets / name).exists()
+
+
+def test_nothing_is_taken_from_a_folder_that_others_can_enter(bench: Bench) -> None:
+    bench.write()
+    bench.serve()
+    bench.booted()
+    bench.sockets.chmod(0o755)
+    worker = bench.take()
+    _, err = worker.communicate(timeout=DEADLINE_S)
+    assert b"chmod 700" in err and not bench.here()["was"]
+
+
+def test_the_driver_sees_127_when_there_is_no_such_command(bench: Bench) -> None:
+    assert bench.take(command=["no-such-command"]).wait(DEADLINE_S) == 127
+
+
+def test_a_failed_boot_is_told_with_its_last_words_and_tried_again(bench: Bench) -> None:
+    """Later, and later each time."""
+    bench.write(boot="if not os.path.exists('again'): open('again', 'w'); raise SystemExit('no data')")
+    bench.serve()
+    bench.booted()
+    [failed] = bench.events("standby.failed")
+    assert failed["state"] == "booting" and "no data" in failed["reason"]
+    assert b"no data" in (bench.folder / "service.log").read_bytes()
+
+
+def test_a_boot_that_hangs_is_ended(bench: Bench) -> None:
+    bench.write(boot="open('boots', 'w').write(str(os.getpid())); time.sleep(600)")
+    bench.serve(ELASTIC_TRAINER_LIMITS="boot_s=0.1")
+    assert "boot_s" in wait_for("failure", lambda: bench.events("standby.failed"))[0]["reason"]
+    assert not is_running(int((bench.folder / "boots").read_text()))
+
+
+def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
+    """An older attempt's steps do not count."""
+    diary = bench.folder / "events.jsonl"
+    diary.write_text('{"event": "worker.step_committed"}\n')
+    command = [sys.executable, "-c", "import sys; from pathlib import Path; from elastic_trainer import standby\n"
+               "def later(seconds):\n"
+               "    print('waits', flush=True); sys.stdin.readline()\n"
+               "standby.time.sleep = later\n"
+               f"standby.wait_until_training(Path('.'), {diary.stat().st_size})"]
+    waits = subprocess.Popen(command, cwd=bench.folder, env=bench.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    bench.started.append(waits)
+    assert waits.stdin and waits.stdout and waits.stdout.readline() == b"waits\n"
+    with open(diary, "a") as file:
+        file.write('{"event": "worker.step_committed"}\n')
+    waits.stdin.close()
+    assert waits.wait(DEADLINE_S) == 0
+
+
+# --- in a real cluster --------------------------------------------------------------------------------------------------
+
+def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_path: Path, twin_of: Twin) -> None:
+    """The same bits as undisturbed, no second victim; frozen behind its shim it is gone as any other."""
+    job = ("--steps", "260", "--step-s", "0.05")
+    with Cluster(tmp_path, job=job, options=["--standby", "1"]) as cluster:
         cluster.wait_for("a standby", lambda: cluster.events("standby.booted"))
-        cluster.signal_worker("127.0.0.3", 9)
-        cluster.wait_for("its place", lambda: cluster.events("standby.taken"))
+        killed = cluster.signal_worker("127.0.0.3", signal.SIGKILL)
+        generation = cluster.wait_for_world(3)
+        generation = cluster.wait_for_world(4, after=generation)
+        [stood_by] = cluster.events("worker.stood_by")
+        assert stood_by["worker"].startswith("127.0.0.3/")
+        frozen = cluster.signal_worker("127.0.0.3", signal.SIGSTOP)
+        cluster.wait_for_world(3, after=generation)
+        wait_for("the frozen worker's end", lambda: not is_running(frozen))
         assert cluster.wait() == 0
-        print(cluster.story())
-        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
-        print([e for e in cluster.events("driver.worker_ready")], cluster.events("standby.booted"))
-    assert 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=2)
+        gone = [(e["pid"], e["reason"]) for e in cluster.lost()]
+    assert gone == [(killed, "crashed"), (frozen, "frozen")]

@@ -39,9 +39,10 @@ def ours(folder: Path, joins: int) -> list[float]:
     """Return the pause of each join; the fifth host leaves again in between."""
     pauses, generation = [], 0
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
-    with Cluster(folder, hosts=5, start_with=4, command=job) as cluster:
+    with Cluster(folder, hosts=5, start_with=4, command=job, options=["--standby", "1"]) as cluster:
         for number in range(joins):
             generation = cluster.wait_for_world(4, after=generation)
+            cluster.wait_for("standby", lambda n=number: len(cluster.events("standby.booted")) > n)
             started = len(cluster.events("worker.step_committed"))
             cluster.wait_for("steps", lambda n=started: len(cluster.events("worker.step_committed")) > n + 8)
             joined_at = time.time()
