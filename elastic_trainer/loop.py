@@ -226,6 +226,7 @@ class Trainer:
                 self.checkpoints = Checkpoints(open_store(url), events.emit, plan, describe(job))
             except StoreRefused as error:
                 raise ConfigError(str(error)) from error
+        self.world.is_uploading = lambda: self.checkpoints is not None and self.checkpoints.share is not None
         self.error: BaseException | None = None
 
     def run(self) -> Result:
@@ -452,7 +453,7 @@ class Trainer:
         if checkpoints is None:
             return (False, False), 0, -1
         is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events) and (
-            not self._is_uploading())
+            not self._is_uploading() and not self.driver.wants_change())
         return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:

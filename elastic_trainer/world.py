@@ -52,6 +52,9 @@ TRANSFER_BYTES = 64 << 20
 POLL_S = 0.0005
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
+UPLOAD_FIRST_S = 15.0
+"""A planned change of the world waits so long for a checkpoint whose shares are on their way to the store: a leaver has
+its two minutes for it, nobody pauses meanwhile, and a share that is not up is lost with the change."""
 
 
 class WorldChanged(Exception):
@@ -102,6 +105,9 @@ class World:
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
         self._live_state: Callable[[], Any] = lambda: None
+        self.is_uploading: Callable[[], bool] = lambda: False
+        """True while shares of a checkpoint are on their way, the same on all members."""
+        self._change_wanted_since: float | None = None
 
     # --- the life of a generation ---------------------------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class World:
         `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). It
         completes anywhere only if every member's gradients were reduced. Network: one allreduce of 11 integers.
         """
-        wants_change, wants_stop = self.driver.wants_change(), self.driver.wants_stop()
+        wants_change, wants_stop = self._wants_change(time.monotonic()), self.driver.wants_stop()
         known = published + 1 if self.rank == 0 else 0
         word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint, known,
                              self.driver.drains()], dtype=torch.int64)
@@ -271,6 +277,15 @@ class World:
                        stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
                        upload_failed=bool(word[7]), checkpoint=int(word[8]), published=int(word[9]) - 1,
                        all_drain=int(word[10]) == self.size)
+
+    def _wants_change(self, now: float) -> bool:
+        """Say whether to change the world after this step. One member that will not wait any longer is enough."""
+        if not self.driver.wants_change():
+            self._change_wanted_since = None
+            return False
+        self._change_wanted_since = self._change_wanted_since or now
+        has_time = now - self._change_wanted_since < UPLOAD_FIRST_S and not self.driver.drains()  # SIGTERM: seconds
+        return not (has_time and self.is_uploading())
 
     def share_text(self, text: str, root: int) -> str:
         """Give everybody the text of one rank."""

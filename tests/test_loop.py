@@ -21,12 +21,13 @@ import torch
 from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from elastic_trainer import standby
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events import Events, read_events
 from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
 from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.schedule import Schedule, cosine
-from elastic_trainer.world import World
+from elastic_trainer.world import UPLOAD_FIRST_S, World
 from state.layout import LayoutError
 
 Model = torch.nn.Module
@@ -698,3 +699,51 @@ def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(monkeypatch:
     assert local_rank() == 0
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "3")
     assert local_rank() == 3
+
+
+def test_no_bit_is_another_when_a_standby_has_rehearsed_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running statistics, gradients and everybody's next random number are as if it had not been."""
+    def draw_and_train(is_standby: bool) -> tuple[str, list[float]]:
+        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
+        seed_everything(5)
+        drawn: list[float] = []
+
+        def take_place() -> dict[str, float]:
+            assert all(p.grad is None for p in model.parameters())
+            drawn.extend([torch.rand(1).item(), random.random(), numpy.random.random()])
+            return {}
+
+        monkeypatch.setattr(standby, "is_standby", lambda: is_standby)
+        monkeypatch.setattr(standby, "wait_for_place", take_place)
+        return trained(model, adamw(model), shards=2).weights_sha256, drawn
+
+    assert draw_and_train(True) == draw_and_train(False)
+
+
+class Wanting(Alone):
+    """A driver that wants another world."""
+
+    def __init__(self) -> None:
+        self.wants, self.leaves = True, False
+
+    def wants_change(self) -> bool:  # type: ignore[override]
+        return self.wants
+
+    def drains(self) -> bool:  # type: ignore[override]
+        return self.leaves
+
+
+def test_a_change_waits_for_the_shares_that_go_up() -> None:
+    """For so long and no longer, and not when this worker itself was told to go: then it has seconds."""
+    driver = Wanting()
+    world = World(Launch(), driver, Events(None))
+    assert world._wants_change(100.0)
+    world.is_uploading = lambda: True
+    assert not world._wants_change(101.0)
+    assert world._wants_change(100.0 + UPLOAD_FIRST_S)
+    driver.wants = False
+    assert not world._wants_change(120.0)
+    driver.wants = True
+    assert not world._wants_change(130.0)
+    driver.leaves = True
+    assert world._wants_change(131.0)
