@@ -260,8 +260,11 @@ class Keeper:
 
     def _accompany(self, shim: socket.socket) -> None:
         """Be between the shim and the worker until one of them ends."""
-        while self.end_of_process not in (ready := self._ready(None, shim)):
-            word, _, number = (shim.recv(64) if shim in ready else b"").partition(b" ")
+        while self.end_of_process not in self._ready(None, shim):
+            try:
+                word, _, number = shim.recv(64).partition(b" ")
+            except ConnectionResetError:
+                word = b""
             if word != b"signal":
                 self._kill()  # the shim is dead, and so is its worker, frozen or not
                 return

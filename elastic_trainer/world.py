@@ -30,7 +30,7 @@ import socket
 import stat
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -352,13 +352,12 @@ class World:
         read_header = read_payload = None
         if packed:
             whole = torch.frombuffer(bytearray(packed.header), dtype=torch.uint8)
-            nothing = torch.empty(0, dtype=torch.uint8)
 
-            def read_header(low: int, high: int) -> torch.Tensor:
-                return whole[low:high]
+            def read_header(low: int, high: int) -> Iterable[torch.Tensor]:
+                return [whole[low:high]]
 
-            def read_payload(low: int, high: int) -> torch.Tensor:
-                return torch.cat([nothing, *byte_ranges(packed, low, high)])
+            def read_payload(low: int, high: int) -> Iterable[torch.Tensor]:
+                return byte_ranges(packed, low, high)
 
         header = self._deal(read_header, header_bytes, givers, takers, "header")
         payload = self._deal(read_payload, payload_bytes, givers, takers, "payload")
@@ -372,8 +371,8 @@ class World:
                              duration_s=round(time.monotonic() - started, 4))
         self.events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
 
-    def _deal(self, read: Callable[[int, int], torch.Tensor] | None, total: int, givers: list[int], takers: list[int],
-              name: str) -> torch.Tensor:
+    def _deal(self, read: Callable[[int, int], Iterable[torch.Tensor]] | None, total: int, givers: list[int],
+              takers: list[int], name: str) -> torch.Tensor:
         """Give every taker `total` bytes: each giver sends its share of each piece, with a CRC-32 behind it."""
         scratch = torch.empty(total if self.rank in takers else 0, dtype=torch.uint8)
         for start in range(0, total, TRANSFER_BYTES):
@@ -382,16 +381,22 @@ class World:
             shares = {giver: (cuts[i], cuts[i + 1]) for i, giver in enumerate(givers)}
             outgoing, splits = torch.empty(0, dtype=torch.uint8), [0] * self.size
             if read is not None:
-                piece = read(*shares[self.rank])
-                crc = torch.frombuffer(bytearray(zlib.crc32(piece.numpy().data).to_bytes(4, "little")), dtype=torch.uint8)
-                outgoing = torch.cat([piece, crc]).repeat(len(takers))
-                splits = [piece.numel() + 4 if rank in takers else 0 for rank in range(self.size)]
+                low, high = shares[self.rank]
+                outgoing = torch.empty(len(takers), high - low + 4, dtype=torch.uint8)
+                at = 0
+                for part in read(low, high):  # one copy, into memory that is new: all others wait for it
+                    outgoing[0, at : at + part.numel()] = part
+                    at += part.numel()
+                outgoing[0, at:] = torch.frombuffer(_crc(outgoing[0, :at]), dtype=torch.uint8)
+                outgoing[1:] = outgoing[0]
+                outgoing = outgoing.view(-1)
+                splits = [at + 4 if rank in takers else 0 for rank in range(self.size)]
             incoming = self.alltoall(outgoing, splits, f"state.{name}")
             at = 0
             for giver in givers if self.rank in takers else []:
                 low, high = shares[giver]
                 piece, at = incoming[at : at + high - low], at + high - low + 4
-                if zlib.crc32(piece.numpy().data).to_bytes(4, "little") != incoming[at - 4 : at].numpy().tobytes():
+                if _crc(piece) != incoming[at - 4 : at].numpy().tobytes():
                     raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
                 scratch[low:high] = piece
         return scratch
@@ -402,6 +407,10 @@ class World:
         if self.rank == 0:
             self.events.emit("worker.generation_started", step=state.committed, source=source or "memory",
                              pause_s=round(pause_s, 4))
+
+
+def _crc(piece: torch.Tensor) -> bytearray:
+    return bytearray(zlib.crc32(piece.numpy().data).to_bytes(4, "little"))
 
 
 def wakes_on_arrival() -> bool:
