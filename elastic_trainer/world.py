@@ -47,8 +47,8 @@ from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
-TRANSFER_BYTES = 64 << 20
-"""How many bytes of state go to each newcomer in one collective."""
+TRANSFER_BYTES = 16 << 20
+"""How many bytes of state go to each newcomer in one collective: so few that the memory of one serves the next."""
 POLL_S = 0.0005
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
