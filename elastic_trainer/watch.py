@@ -132,6 +132,10 @@ def in_words(event: Event, picture: Picture) -> str | None:
         case "driver.worker_ready":
             worker = picture.workers[event["worker"]]
             return f"host {worker.host}: worker {worker.pid} ready after {event['boot_s']:.1f} s"
+        case "standby.booted":
+            return f"a worker stands by, booted in {event['boot_s']:.0f} s"
+        case "standby.failed":
+            return f"a standby failed while {event['state']}"
         case "driver.worker_gone":
             ending = _ending(event)
             return ending and f"host {event['host']}: worker {event['pid']} {ending}"

@@ -152,6 +152,7 @@ class World:
         self.place = place
         self.rank, self.size, self.generation = place.rank, place.size, place.generation
         self.local_rank = place.local_rank
+        self._change_wanted_since = None
         self.events.bound.update(generation=self.generation, rank=self.rank, size=self.size)
         self.events.reach("world.place_taken")
         if self.size == 1:

@@ -747,3 +747,9 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     assert not world._wants_change(130.0)
     driver.leaves = True
     assert world._wants_change(131.0)
+
+
+def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that chooses its GPU by it boots up to there."""
+    monkeypatch.setattr(standby, "wait_for_place", lambda: monkeypatch.setenv("ELASTIC_TRAINER_SLOT", "3"))
+    assert local_rank() == 3
