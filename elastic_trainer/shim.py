@@ -111,6 +111,7 @@ def accompany(keeper: socket.socket) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     word, _, status = keeper.recv(64).partition(b" ")
     if word != b"ended":
         raise ConnectionError("the keeper of this worker was killed, and with it the worker")
@@ -131,11 +132,13 @@ def end_like(status: int) -> None:
 def main() -> None:
     """Run the command given on the command line, ahead or anew."""
     command = sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # kept until there is somebody to pass them on to, or ourselves
     if not command:
         print("Give a command, e.g. python -S -I elastic_trainer/shim.py python my_train.py", file=sys.stderr)
         sys.exit(2)
     keeper = take(command)
     if keeper is None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         try:
             os.execvp(command[0], command)
         except OSError as error:
