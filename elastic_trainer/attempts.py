@@ -153,7 +153,9 @@ def lost_attempts(events: list[dict[str, Any]]) -> int:
 
 
 def _end_orphans(events: list[dict[str, Any]]) -> None:
-    """Wait until the workers that earlier attempts started on this machine are gone; kill those that stay."""
+    """Wait until the workers that earlier attempts started are gone; kill those that stay (of those on other hosts the
+    ssh: its far end then kills the worker).
+    """
     started = {e["worker"]: e["pid"] for e in events if e["event"] == "driver.worker_started"}
     for event in events:
         if event["event"] == "driver.worker_gone":
@@ -170,9 +172,11 @@ def _end_orphans(events: list[dict[str, Any]]) -> None:
 
 
 def is_worker(pid: int, name: str) -> bool:
-    """True if the process `pid` is the worker `name` (pids are used again; its environment says who it is)."""
+    """True if the process `pid` is the worker `name`, or our ssh to it (pids are used again; its environment says who it
+    is).
+    """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return f"ELASTIC_TRAINER_WORKER={name}".encode() in environment
+    return not {f"ELASTIC_TRAINER_{kind}={name}".encode() for kind in ("WORKER", "SSH")}.isdisjoint(environment)
