@@ -29,7 +29,6 @@ import os
 import queue
 import re
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -59,15 +58,11 @@ FIRST_DISCOVERY_S = 60.0
 """A discovery that has never answered for this long is a mistake in the command, not a fault of the world."""
 STOP_S = 30.0
 """How long workers have for their last step and checkpoint when the attempt is stopped from outside."""
-SSH_OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
-               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no"]
 SSH_CONNECTION_LOST = 255
 FAR_BEAT_S = 1.0
 """How often the far end of an ssh hears that we live."""
 FAR_LOST_S = 60.0
 """A far end that has heard nothing for so long takes us for dead (a frozen driver or a partition: no end of stdin)."""
-FAR_GRACE_S = 20.0
-"""How long a worker has then, to write its last checkpoint, before it is killed."""
 FAR_KILL_S = 2.0
 """How long an ssh has to deliver the word that kills."""
 FAR_OUTPUT_S = 1.0
@@ -139,26 +134,24 @@ class WorkerProcess:
         self.exit_code: int | None = None
         """What the far end says, as soon as it says it."""
         self.words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        if is_remote:
+            command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
+            env_here = os.environ | {"ELASTIC_TRAINER_SSH": self.name}  # who it is, for the supervisor
+        else:
+            command_here, env_here = command, env
         self.process = subprocess.Popen(
-            self._ssh(settings) if is_remote else command, start_new_session=True, stdout=subprocess.PIPE,
-            env=os.environ | {"ELASTIC_TRAINER_SSH": self.name} if is_remote else env,  # who it is, for the supervisor
-            stderr=subprocess.PIPE, stdin=subprocess.PIPE if is_remote else subprocess.DEVNULL)
+            command_here, env=env_here, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE if is_remote else subprocess.DEVNULL)
         if is_remote:
             there = {name: value for name, value in env.items() if is_exportable(name) and name.isidentifier()}
-            job = {"command": command, "cwd": os.getcwd(), "env": there, "lost_s": FAR_LOST_S, "grace_s": FAR_GRACE_S}
+            job = {"command": command, "cwd": os.getcwd(), "env": there, "lost_s": FAR_LOST_S,
+                   "grace_s": remote.ORPHANS_S}
             self.words.put(json.dumps(job).encode() + b"\n")
             threading.Thread(target=self._speak, daemon=True).start()
         self.forwards = [threading.Thread(target=self._forward, args=(kind, stream, output), daemon=True)
                          for kind, stream in (("stdout", self.process.stdout), ("stderr", self.process.stderr))]
         for thread in self.forwards:
             thread.start()
-
-    def _ssh(self, settings: Any) -> list[str]:
-        """Return the ssh command. What to start, with which environment, travels on stdin."""
-        there = f"exec {shlex.quote(sys.executable)} -S {shlex.quote(str(Path(remote.__file__).resolve()))}"
-        port = ["-p", str(settings.ssh_port)] if settings.ssh_port else []
-        identity = ["-i", settings.ssh_identity_file] if settings.ssh_identity_file else []
-        return ["ssh", *SSH_OPTIONS, *port, *identity, self.host, there]
 
     def _speak(self) -> None:
         """Say to the far end what is to be said, and in between that we live. It may block as long as ssh does."""
@@ -262,6 +255,8 @@ class MendedDriver:
         self.is_here: dict[str, bool] = {}
         """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
         self.addresses: dict[str, str] = {}
+        self.doors: dict[str, int] = {}
+        """The port at which each worker lets others find out whether they reach it."""
         self.rendezvous: list[MemberRendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
         self.ended: End | None = None
@@ -363,9 +358,10 @@ class MendedDriver:
             is_new = self.membership.reported(
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
-                drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""))
+                drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""),
+                unreachable=words.get("unreachable", ()))
             if is_new:  # a word played back from elsewhere must not make that place a member's
-                self.addresses[name] = address
+                self.addresses[name], self.doors[name] = address, words.get("door", 0)
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
                     self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3),
@@ -384,6 +380,8 @@ class MendedDriver:
         told = self.membership.told(name, time.monotonic())
         if "place" in told:
             told["place"] |= self.places[name]
+        told["reach"] = {peer: [self.addresses[peer], self.doors[peer]] for peer in told.get("reach", ())
+                         if self.doors.get(peer)}
         told["version"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
         return told
 

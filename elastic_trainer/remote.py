@@ -1,6 +1,7 @@
 """The far end of an ssh: starts one worker on this host, and sees to its end whatever becomes of the driver.
 
 driver → ssh → here (`python -S remote.py`, words on stdin) → the worker, in a process group of its own
+supervisor → ssh → here (`python -S remote.py end RUN_DIR`): waits until that run has no worker here any more
 
 What always holds:
 1. The environment comes on stdin: no secret is on a command line, here or there.
@@ -8,6 +9,7 @@ What always holds:
    or as `lost_s` without a word, ends its whole group; the latter two after `grace_s`, in which a worker that is well
    notices by itself that its driver is gone, writes its last checkpoint and leaves.
 3. Its exit counts at once, whoever still holds its output: it is a marked line, since sshd waits for the output's end.
+4. A run whose coordinator died can be ended here: what it trains on would be a second lineage.
 
 It imports nothing of ours and little else: it runs once for each worker, on a host that boots.
 """
@@ -15,6 +17,7 @@ It imports nothing of ours and little else: it runs once for each worker, on a h
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +27,18 @@ from contextlib import suppress
 
 EXITED = "\x1eelastic-trainer-exit "
 """Begins the line on stdout that ends with the worker's exit code (negative: a signal's number)."""
+
+
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
+               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no")
+ORPHANS_S = 20.0
+"""How long workers have to notice that their driver is dead, and to write a checkpoint, before they are killed."""
+
+
+def ssh(host: str, port: "int | str | None", identity: "str | None", *arguments: str) -> "list[str]":
+    """Return the command that runs this file on a host (the same paths there as here)."""
+    there = shlex.join(["exec", sys.executable, "-S", os.path.abspath(__file__), *arguments])
+    return ["ssh", *SSH_OPTIONS, *(["-p", str(port)] if port else []), *(["-i", identity] if identity else []), host, there]
 
 
 class Words:
@@ -86,5 +101,30 @@ def end(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def end_run(run_dir: str) -> int:
+    """Wait until no worker of a run is left on this host; kill those that stay. Prints how many it had to kill."""
+    deadline = time.monotonic() + ORPHANS_S
+    while (left := workers_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    print(len(left))
+    return 0
+
+
+def workers_of(run_dir: str) -> "list[int]":
+    """Return the pids of a run's workers on this host, by their environment."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+            if f"ELASTIC_TRAINER_RUN_DIR={run_dir}".encode() in variables and any(
+                    v.startswith(b"ELASTIC_TRAINER_WORKER=") for v in variables):
+                found.append(int(name))
+    return found
+
+
 if __name__ == "__main__":
-    os._exit(main())  # a thread that waits for words must not keep us
+    # A thread that waits for words must not keep us.
+    os._exit(end_run(sys.argv[2]) if sys.argv[1:2] == ["end"] else main())

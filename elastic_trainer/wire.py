@@ -118,6 +118,9 @@ class _WordHandler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
             return self._refuse("no body, or one that is too long")
         body, nonce = self.rfile.read(int(length)), self.headers.get(NONCE, "")
+        if len(body) < int(length):
+            self.close_connection = True  # it has died in the middle of its word
+            return None
         if not _is_signed(self.headers.get(SIGNATURE, ""), self.server.key, nonce, body):
             return self._refuse("signature does not match")
         answer = json.dumps(self.server.answer(json.loads(body), self.client_address[0])).encode()

@@ -32,9 +32,9 @@ HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 
-    def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None, min_workers: int = 2,
-                 job: Sequence[str] = (), plan: Plan | None = None, supervised: bool = True,
-                 options: Sequence[str] = (), command: Sequence[str] | None = None):
+    def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
+                 min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
+                 supervised: bool = True, options: Sequence[str] = (), command: Sequence[str] | None = None):
         self.folder, self.run_dir = folder, folder / "runs" / "run"
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)

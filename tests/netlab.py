@@ -38,6 +38,7 @@ METADATA = "169.254.169.254"
 NOWHERE = "02:00:00:00:00:01"
 CLONE_NEWNET = 0x40000000
 START_S = 20.0
+UNSHARE = ("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL")
 SITE = '''"""Lets a host of the lab have a wrong clock: the seconds in /run/clock-off, a file of that host's own."""
 import os, time
 if os.path.exists("/run/clock-off"):
@@ -69,14 +70,13 @@ def prepare() -> None:
     if missing:
         raise Unavailable(f"the lab of hosts needs {', '.join(missing)}: apt-get install iproute2 util-linux mount")
     if not sshd():
-        for command in (["update", "--quiet"], ["install", "--yes", "--quiet", "--no-install-recommends", "openssh-server"]):
+        for command in ("update --quiet", "install --yes --quiet --no-install-recommends openssh-server"):
             if shutil.which("apt-get"):
-                subprocess.run(["apt-get", *command], env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+                subprocess.run(["apt-get", *command.split()], env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
                                capture_output=True)
     if not sshd():
         raise Unavailable("the lab of hosts needs sshd, and it could not be installed: apt-get install openssh-server")
-    probe = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True,
-                           text=True)
+    probe = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
     if probe.returncode:
         raise Unavailable(f"the lab of hosts needs namespaces, and this machine gives none: {probe.stderr.strip()}")
 
@@ -216,8 +216,7 @@ class Host:
         lab.ports += 1
         self.port = f"port{lab.ports}"
         self.process = subprocess.Popen(
-            dying_with_us("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL", "sh", "-c",
-                          INIT, "init", name, lab.folder),
+            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
         self.pid = 0
 
@@ -281,7 +280,7 @@ class Fleet(Cluster):
         self.lab = lab
         options["options"] = ["--network-interfaces", INTERFACE, *options.get("options", ())]
         super().__init__(folder, names=names, **options)
-        self.env |= {"PYTHONPATH": os.pathsep.join([str(lab.folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""
@@ -302,3 +301,8 @@ class Fleet(Cluster):
     def lost(self) -> list[dict[str, Any]]:
         """Return the workers that were lost; an ssh that did not reach its host is none."""
         return [e for e in super().lost() if e["reason"] != "boot_failed"]
+
+    def finish(self) -> int:
+        """Let the rest of the run go as fast as it can; returns its exit code."""
+        (self.folder / "hurry").touch()
+        return self.wait()
