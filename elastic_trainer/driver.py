@@ -49,7 +49,7 @@ from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
-from elastic_trainer.wire import WordServer
+from elastic_trainer.wire import WordRefused, WordServer
 
 HOROVOD_VERSION = "0.28.1"
 DISCOVERY_EVERY_S = 1.0
@@ -102,6 +102,11 @@ class MemberRendezvousHandler(RendezvousHandler):
     def do_DELETE(self) -> None:
         if self._is_member():
             super().do_DELETE()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request at all."""
+        self.server.refused(self.client_address[0], "bytes that are no request")
+        super().send_error(code, "", "")
 
 
 class MemberRendezvous(RendezvousHTTPServer):
@@ -362,6 +367,8 @@ class MendedDriver:
                 unreachable=words.get("unreachable", ()))
             if is_new:  # a word played back from elsewhere must not make that place a member's
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
+            elif self.addresses.get(name, address) != address:
+                raise WordRefused("a word of another's, played back")
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
                     self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3),

@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
                  min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
-                 supervised: bool = True, options: Sequence[str] = (), command: Sequence[str] | None = None):
+                 discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None):
         self.folder, self.run_dir = folder, folder / "runs" / "run"
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Cluster:
         self.set_hosts(self.all_hosts[:start_with])
         self.command = [
             sys.executable, "-m", "elastic_trainer", "run", "--run", "run", "--runs-dir", str(folder / "runs"),
-            "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
+            "--host-discovery-script", discovery or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
             "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
         self.process: subprocess.Popen[bytes] | None = None

@@ -24,14 +24,21 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import boto3
 from cluster import Cluster
+from s3_servers import free_port, process
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.local_s3 import installed
 
 INTERFACE = "lab0"
+MOTO = "moto[ec2,autoscaling,server]==5.2.5"
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
 METADATA = "169.254.169.254"
@@ -131,10 +138,10 @@ class Lab:
         self.output.close()
 
     def address(self, name: str) -> str:
-        """Return a host's address: h7 has ….0.7; a name that is an address has it."""
+        """Return a host's address: h7 has ….0.7; a name that is an address has it; any other is the coordinator."""
         if name.startswith(f"{NETWORK}."):
             return name
-        return f"{NETWORK}.0.{name[1:]}" if name[1:].isdigit() else f"{NETWORK}.0.{200 + len(name)}"
+        return f"{NETWORK}.0.{name[1:]}" if name[1:].isdigit() else f"{NETWORK}.0.254"
 
     def boot(self, *names: str) -> None:
         """Start hosts, all at once, and wait until ssh on them answers."""
@@ -260,17 +267,55 @@ class Host:
         self.process.wait()
 
 
-def wait_for(what: str, seen: Callable[[], Any]) -> None:
+def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) -> None:
     """Wait until `seen()` is true; an error of a command means not yet."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + deadline_s
     while True:
         try:
             if seen():
                 return
         except (OSError, subprocess.CalledProcessError):
             pass
-        assert time.monotonic() < deadline, f"no {what} in {START_S:.0f} s"
+        assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
         time.sleep(0.01)
+
+
+@contextmanager
+def ec2_server(folder: Path) -> Iterator[str]:
+    """Run an EC2 API (moto) outside the lab; yields its endpoint. Raises Unavailable."""
+    try:
+        program = f"{installed(MOTO)}/moto_server"
+    except ConfigError as error:
+        raise Unavailable(str(error)) from error
+    port = free_port()
+    with process([program, "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
+        endpoint = f"http://127.0.0.1:{port}"
+        wait_for("EC2 API", lambda: urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5), deadline_s=60.0)
+        yield endpoint
+
+
+class Cloud:
+    """Spot instances at that API, whose addresses are those of hosts of the lab: one client of the test's own."""
+
+    def __init__(self, endpoint: str):
+        self.client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+                                   aws_secret_access_key="x")
+        self.ids: dict[str, str] = {}
+
+    def launch(self, count: int) -> list[str]:
+        """Start instances; returns their addresses."""
+        image = self.client.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+        subnet = self.client.describe_subnets()["Subnets"][0]["SubnetId"]  # of the default network, which is ours too
+        started = self.client.run_instances(
+            ImageId=image, SubnetId=subnet, MinCount=count, MaxCount=count, InstanceType="c5.large",
+            InstanceMarketOptions={"MarketType": "spot"},
+            TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": "Job", "Value": "mine"}]}])["Instances"]
+        self.ids |= {i["PrivateIpAddress"]: i["InstanceId"] for i in started}
+        return [i["PrivateIpAddress"] for i in started]
+
+    def terminate(self, *addresses: str) -> None:
+        """End instances."""
+        self.client.terminate_instances(InstanceIds=[self.ids[address] for address in addresses])
 
 
 class Fleet(Cluster):
@@ -281,6 +326,10 @@ class Fleet(Cluster):
         options["options"] = ["--network-interfaces", INTERFACE, *options.get("options", ())]
         super().__init__(folder, names=names, **options)
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
+
+    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+        """Wait until `seen()` is true and return it."""
+        return super().wait_for(what, seen, deadline_s)
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""
