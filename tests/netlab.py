@@ -197,8 +197,8 @@ class Lab:
 
     def start(self, name: str, command: Sequence[str | Path], **popen: Any) -> subprocess.Popen[bytes]:
         """Start a command on a host; it ends with the host, or with us."""
-        return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], start_new_session=True,
-                                **{"stdout": self.output, "stderr": self.output} | popen)
+        said = {"stdout": self.output, "stderr": self.output, "start_new_session": True} | popen
+        return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], **said)
 
     @contextmanager
     def network_of(self, name: str) -> Iterator[None]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import netlab
 import pytest
+import s3_servers
 from faulty_proxy import FaultyProxy
 from metadata_server import MetadataServer
 from netlab import COORDINATOR, Fleet, Lab
@@ -202,3 +206,118 @@ def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Pa
         print(fleet.story())
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 1
+
+
+class Pickled:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def overheard_word(lab: Lab) -> bytes:
+    """Return a worker's signed word as it passes on the coordinator's line."""
+    with lab.network_of(COORDINATOR):
+        tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+    streams: dict[bytes, bytes] = {}
+    with tap:
+        tap.bind((netlab.INTERFACE, 0x0800))
+        tap.settimeout(20.0)
+        while True:
+            frame = tap.recv(65536)
+            header = 4 * (frame[14] & 15)
+            tcp = frame[14 + header : 14 + int.from_bytes(frame[16:18], "big")]
+            if frame[23] != socket.IPPROTO_TCP or frame[14 + 16 : 14 + 20] != socket.inet_aton(lab.address(COORDINATOR)):
+                continue
+            source, payload = frame[26:30] + tcp[:2], tcp[4 * (tcp[12] >> 4) :]
+            streams[source] = payload if payload.startswith(b"POST /word") else streams.get(source, b"") + payload
+            head, _, body = streams[source].partition(b"\r\n\r\n")
+            length = re.search(rb"Content-Length: (\d+)", head)
+            if head.startswith(b"POST /word") and length and len(body) == int(length[1]):
+                return streams[source]
+
+
+def open_ports(lab: Lab, name: str) -> list[int]:
+    """Return the TCP ports of a host that others can connect to."""
+    rows = [line.split() for line in lab.inside(name, "cat", "/proc/net/tcp").splitlines()[1:]]
+    return sorted({int(row[1].partition(":")[2], 16) for row in rows
+                   if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
+
+
+def test_a_stranger_is_refused_at_every_open_port(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """Rubbish, a pickle, and a worker's own words played back: refused and told; the training does not even pause."""
+    lab.boot(*FOUR, "h9")
+    with Fleet(lab, tmp_path, FOUR, job=JOB) as fleet:
+        fleet.wait_for_step(3)
+        pickled = pickle.dumps(Pickled(f"touch {tmp_path}/executed"))
+        words = [b"\x16\x03\x01" + os.urandom(500) + b"\r\n\r\n", pickled, overheard_word(lab),
+                 *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
+                   for line in (b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"))]
+        knocked = 0
+        with lab.network_of("h9"):
+            for name in (COORDINATOR, *FOUR):
+                for port in open_ports(lab, name):
+                    for word in words:
+                        with suppress(OSError), socket.create_connection((lab.address(name), port), 5.0) as connection:
+                            knocked += 1
+                            connection.sendall(word)
+                            connection.shutdown(socket.SHUT_WR)
+                            connection.settimeout(1.0)
+                            answer = connection.recv(65536)
+                            assert b" 200 " not in answer, (name, port, word, answer)
+        step = fleet.events("worker.step_committed")[-1]["step"]
+        fleet.wait_for_step(step + 3)
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+        print(fleet.story())
+        refused = {e["reason"] for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")}
+    assert knocked >= 12 * len(words)  # sshd and the worker's door on each host, sshd and two ports of the driver's
+    assert {"signature does not match", "a word of another's, played back", "not a member of this generation",
+            "bytes that are no word"} <= refused
+    assert not (tmp_path / "executed").exists()
+    assert result["generations"] == 1
+
+
+def test_goes_on_when_lines_are_slow_or_flap_or_lose_the_store(lab: Lab, tmp_path: Path, twin_of: Twin,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host does not reach the store: no checkpoint, and the training goes on; then its line is slow; then it comes and
+    goes within the time limits: nobody is evicted for any of these. Another host's clock is wrong by minutes.
+    """
+    lab.boot(*FOUR, "h8")
+    lab.inside("h4", "sh", "-c", "echo -240 > /run/clock-off")
+    with ExitStack() as stack:
+        try:
+            endpoint = stack.enter_context(s3_servers.ministack(tmp_path / "s3"))
+        except s3_servers.Unavailable as error:
+            pytest.skip(str(error))
+        with lab.network_of("h8"):
+            store = FaultyProxy(endpoint, lab.address("h8"))
+        stack.enter_context(store)
+        for name, value in s3_servers.environment(store.endpoint).items():
+            monkeypatch.setenv(name, value)
+        fleet = stack.enter_context(Fleet(lab, tmp_path, FOUR, job=(*JOB, "--part-bytes", "65536"),
+                                          options=["--store", f"s3://{s3_servers.BUCKET}/lab"]))
+        fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
+        lab.cut("h3", "h8")
+        fleet.wait_for("failed checkpoint", lambda: fleet.events("state.checkpoint_failed"))
+        lab.mend("h3", "h8")
+        published = len(fleet.events("state.checkpoint_published"))
+        fleet.wait_for("checkpoint", lambda: len(fleet.events("state.checkpoint_published")) > published)
+        lab.slow("h2", 4000)
+        step = fleet.events("worker.step_committed")[-1]["step"]
+        fleet.wait_for_step(step + 5)
+        lab.slow("h2", 0)
+        for _ in range(3):
+            lab.unplug("h3")
+            with lab.network_of(COORDINATOR), pytest.raises(OSError):
+                socket.create_connection((lab.address("h3"), 22), timeout=1.0)
+            lab.plug_in("h3")
+            step = fleet.events("worker.step_committed")[-1]["step"]
+            fleet.wait_for_step(step + 2)
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+        print(fleet.story())
+    assert result["generations"] == 1
