@@ -181,7 +181,7 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
     for pid, name in here:
         if is_worker(pid, name):
             os.kill(pid, signal.SIGKILL)
-    newest = max((attempt for attempt, _ in started), default=0)  # before it started, the older ones were ended
+    newest = max((e.get("attempt", 0) for e in events), default=0)  # before it started, those of older ones were ended
     elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
     ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]
