@@ -35,7 +35,7 @@ ORPHANS_S = 20.0
 """How long workers have to notice that their driver is dead, and to write a checkpoint, before they are killed."""
 
 
-def ssh(host: str, port: "int | str | None", identity: "str | None", *arguments: str) -> "list[str]":
+def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
     """Return the command that runs this file on a host (the same paths there as here)."""
     there = shlex.join(["exec", sys.executable, "-S", os.path.abspath(__file__), *arguments])
     return ["ssh", *SSH_OPTIONS, *(["-p", str(port)] if port else []), *(["-i", identity] if identity else []), host, there]
@@ -113,7 +113,7 @@ def end_run(run_dir: str) -> int:
     return 0
 
 
-def workers_of(run_dir: str) -> "list[int]":
+def workers_of(run_dir: str) -> list[int]:
     """Return the pids of a run's workers on this host, by their environment."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):

@@ -214,6 +214,9 @@ def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp
         workers = cluster.live_pids()
         cluster.set_hosts([])
         cluster.wait_for("the pause", lambda: len(cluster.events("driver.host_removed")) == 4)
+        cluster.wait_for("a checkpoint of the last step", lambda: {  # what is in memory alone may be taken with the hosts
+            e["step"] for e in cluster.events("state.checkpoint_published")} & {
+            e["step"] + 1 for e in cluster.events("worker.step_committed")[-1:]})
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_for_world(4, after=1)
         assert cluster.live_pids() == workers
