@@ -33,6 +33,7 @@ LIMIT_S = 10.0
 def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], int]:
     """Return the seconds from each cut to the next finished step, and how many others were lost."""
     seconds: list[float] = []
+    struck = set[str]()
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
     (folder / "lab").mkdir()
     with Lab(folder / "lab") as lab:
@@ -44,6 +45,8 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
                 first = fleet.events("worker.step_committed")[-1:]
                 fleet.wait_for_step((first[0]["step"] if first else 0) + 3)
                 cut_at, victim = time.time(), chance.choice(FOUR)
+                struck |= {name for name in fleet.events("driver.generation_formed")[-1]["workers"]
+                           if name.startswith(f"{victim}/")}
                 lab.unplug(victim)
 
                 def after_the_cut(old: int = generation) -> list[dict[str, float]]:
@@ -55,7 +58,7 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
                 print(f"ours: {victim} cut off, next step after {seconds[-1]:.3f} s", flush=True)
                 generation += 1
                 lab.plug_in(victim)
-            lost = len(fleet.lost()) + len(fleet.events("worker.revives")) - cuts
+            lost = len([e for e in fleet.lost() if e["worker"] not in struck]) + len(fleet.events("worker.revives"))
     return seconds, lost
 
 
