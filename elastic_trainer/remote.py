@@ -30,7 +30,8 @@ EXITED = "\x1eelastic-trainer-exit "
 
 
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
-               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no")
+               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
+               "-o", "ControlMaster=no", "-o", "ControlPath=none")  # the end of one must not be the end of others
 ORPHANS_S = 20.0
 """How long workers have to notice that their driver is dead, and to write a checkpoint, before they are killed."""
 

@@ -29,7 +29,7 @@ Twin = Callable[..., str]
 DISCOVERY = [sys.executable, "-m", "discovery"]
 DISCOVER = Path(discovery.__file__).with_name("__main__.py")
 FOUR = ["h1", "h2", "h3", "h4"]
-JOB = ("--steps", "150", "--step-s", "0.15", "--checkpoint-every", "5")
+JOB = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
 """A minute and more, if nobody says that the story is over (`Fleet.finish`)."""
 
 
