@@ -41,7 +41,7 @@ class Ec2:
             self._ec2 = session.client("ec2", config=config)
             self._scaling = session.client("autoscaling", config=config) if group else None
         except (BotoCoreError, ValueError) as error:
-            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_REGION and the like.") from error
+            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
         self._gpus: dict[str, int] = {}
 
     def instances(self) -> list[Instance]:

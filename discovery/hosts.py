@@ -113,6 +113,8 @@ class Decision:
 
 ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reboot", "system-maintenance")
 IN = "in"
+DOUBTED = "but so are most: asked again first"
+"""Ends the reason of a host that is still on the list although the cloud's last answer was without it."""
 
 
 def decide(instances: Sequence[Instance], health: Mapping[str, Health], history: History, now: float,
@@ -135,7 +137,7 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
     if 2 * len(unexplained) > len(history.listed) and not history.doubts:
         doomed = {i: p for i, p in past.items() if p.doomed}
         kept = tuple(entry for entry in history.listed if entry[0] not in doomed)
-        doubted = {i: f"{reasons.get(i, 'missing')}, but so are most: asked again first" for i in unexplained}
+        doubted = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
         return Decision(tuple((name, slots) for _, name, slots in kept), reasons | doubted,
                         History({**history.past, **doomed}, kept, doubts=1))
     past = {i: replace(p, is_listed=i in listed) for i, p in past.items()}

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from discovery.agent import AgentUnreachable, ask
 from discovery.ec2 import CloudUnavailable
-from discovery.hosts import IN, Decision, Health, History, Instance, Policy, decide
+from discovery.hosts import DOUBTED, IN, Decision, Health, History, Instance, Policy, decide
 
 AGENTS_S = 1.0
 AGENT_TIMEOUT_S = 0.8
@@ -110,15 +110,16 @@ class Poller:
     def _publish(self, decision: Decision, is_fresh: bool) -> None:
         text = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts)
         by_id = {i.id: i for i in self.instances}
-        for identity, why in decision.reasons.items():
+        reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
+        for identity, why in reasons.items():
             was = self._reasons.get(identity)
             if why != was and (why == IN) != (was == IN):
                 name = by_id[identity].name if identity in by_id else identity
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
-        for identity in self._reasons.keys() - decision.reasons.keys():
+        for identity in self._reasons.keys() - reasons.keys():
             if self._reasons[identity] == IN:
                 self.emit("discovery.host_out", host=identity, id=identity, why="the cloud knows it no more")
-        self._reasons = decision.reasons
+        self._reasons = reasons
         if text != self._written:
             replace_whole(self.hosts_file, text)
             self.emit("discovery.hosts_changed", hosts=[name for name, _ in decision.hosts])

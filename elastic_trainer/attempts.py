@@ -10,6 +10,7 @@ What always holds:
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import secrets
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
 from elastic_trainer.events import Events, read_events
@@ -29,8 +31,6 @@ from elastic_trainer.report import write_result
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
-ORPHANS_S = 20.0
-"""How long workers have to notice that their driver is dead, before they are killed."""
 LOCK_S = 5.0
 """A driver that was just killed holds the run until the kernel has taken it apart."""
 EXIT_BAD_COMMAND = 2
@@ -77,7 +77,8 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
               output: IO[Any] | None, lock: int) -> int:
     before = read_events(run_dir)
     attempt = max([e.get("attempt", 0) for e in before], default=0)
-    _end_orphans(before)  # of an earlier supervisor that was killed
+    ssh = _ssh_options(horovodrun_options)
+    _end_orphans(before, run_dir, ssh)  # of an earlier supervisor that was killed
     events = Events(run_dir, run=run_dir.name)
     events.emit("run.started", attempt=attempt + 1, options=options)
     stopped = False
@@ -111,7 +112,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run
         exit_code = process.wait()
         told = read_events(run_dir)
-        _end_orphans(told)
+        _end_orphans(told, run_dir, ssh)
         progressed = any(e["event"] == "worker.step_committed" and e["attempt"] == attempt and not e.get("repeated")
                          for e in told)
         idle = 0 if progressed else idle + 1
@@ -159,29 +160,51 @@ def lost_attempts(events: list[dict[str, Any]]) -> int:
     return len(trained - kept)
 
 
-def _end_orphans(events: list[dict[str, Any]]) -> None:
-    """Wait until the workers that earlier attempts started on this machine are gone; kill those that stay."""
-    started = {e["worker"]: e["pid"] for e in events if e["event"] == "driver.worker_started"}
+def _ssh_options(horovodrun_options: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the port and the key for ssh that horovodrun is given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-p", "--ssh-port")
+    parser.add_argument("-i", "--ssh-identity-file")
+    options, _ = parser.parse_known_args(horovodrun_options)
+    return options.ssh_port, options.ssh_identity_file
+
+
+def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | None, str | None]) -> None:
+    """Wait until the workers that earlier attempts started are gone; kill those that stay.
+
+    On another host its own end of an ssh does it. Where no ssh gets through, nobody of this attempt will work either.
+    """
+    started: dict[tuple[int, str], dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "driver.worker_gone":
-            started.pop(event["worker"], None)
-        elif event["event"] == "driver.worker_ready" and event["worker"] in started:
-            started[event["worker"]] = event.get("pid", started[event["worker"]])  # the one behind a shim
+        key = (event.get("attempt", 0), event.get("worker", ""))
+        if event["event"] == "driver.worker_started":
+            started[key] = event
+        elif event["event"] == "driver.worker_ready" and key in started and "pid" in event:
+            started[key] = started[key] | {"pid": event["pid"]}  # the one behind a shim
+        elif event["event"] == "driver.worker_gone":
+            started.pop(key, None)
+    here = [(e["pid"], e["worker"]) for e in started.values()]
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
-    deadline = time.monotonic() + ORPHANS_S
-    left = {name: pid for name, pid in started.items() if is_worker(pid, name)}
-    while left and time.monotonic() < deadline:
+    deadline = time.monotonic() + remote.ORPHANS_S
+    while (here := [one for one in here if is_worker(*one)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = {name: pid for name, pid in left.items() if is_worker(pid, name)}
-    for name, pid in left.items():
+    for pid, name in here:
         if is_worker(pid, name):
             os.kill(pid, signal.SIGKILL)
+    newest = max((e.get("attempt", 0) for e in events), default=0)  # before it started, those of older ones were ended
+    elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
+    ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]
+    for end in ends:
+        end.wait()
 
 
 def is_worker(pid: int, name: str) -> bool:
-    """True if the process `pid` is the worker `name` (pids are used again; its environment says who it is)."""
+    """True if the process `pid` is the worker `name`, or our ssh to it (pids are used again; its environment says who it
+    is).
+    """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return f"ELASTIC_TRAINER_WORKER={name}".encode() in environment
+    return not {f"ELASTIC_TRAINER_{kind}={name}".encode() for kind in ("WORKER", "SSH")}.isdisjoint(environment)

@@ -10,6 +10,7 @@ Each mend names the fact it answers (notes/horovod-0.28.1.md):
 - F5  listen backlog 1024 instead of 5
 - F10 no pickle: words are signed JSON; the rendezvous store takes plain bytes, only from members' addresses
 - the environment, with its secrets, does not travel on command lines (gloo_run.py:80-103 puts it there)
+- a worker on another host ends when its driver or its ssh does (remote.py); its death waits for no ssh
 - a worker's exit counts at once, not when everything that holds its output has gone (safe_shell_exec.py:267)
 - discovery has a time-out, keeps order, and a bad answer never replaces a good one (discovery.py:238-252)
 - every generation has a rendezvous store of its own, so that a straggler of an older one cannot disturb it
@@ -23,15 +24,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import ipaddress
+import json
 import os
+import queue
 import re
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,12 +45,13 @@ from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 from horovod.runner.util import network
 
+from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
 from elastic_trainer.shim import through_shim
-from elastic_trainer.wire import WordServer
+from elastic_trainer.wire import WordRefused, WordServer
 
 HOROVOD_VERSION = "0.28.1"
 DISCOVERY_EVERY_S = 1.0
@@ -56,9 +60,15 @@ FIRST_DISCOVERY_S = 60.0
 """A discovery that has never answered for this long is a mistake in the command, not a fault of the world."""
 STOP_S = 30.0
 """How long workers have for their last step and checkpoint when the attempt is stopped from outside."""
-SSH_OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
-               "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no"]
 SSH_CONNECTION_LOST = 255
+FAR_BEAT_S = 1.0
+"""How often the far end of an ssh hears that we live."""
+FAR_LOST_S = 60.0
+"""A far end that has heard nothing for so long takes us for dead (a frozen driver or a partition: no end of stdin)."""
+FAR_KILL_S = 2.0
+"""How long an ssh has to deliver the word that kills."""
+FAR_OUTPUT_S = 1.0
+"""How long after a far worker's exit its last words may arrive, when something there still holds its output."""
 MAX_VALUE_BYTES = 4096
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
@@ -95,6 +105,11 @@ class MemberRendezvousHandler(RendezvousHandler):
         if self._is_member():
             super().do_DELETE()
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request at all."""
+        self.server.refused(self.client_address[0], "bytes that are no request")
+        super().send_error(code, "", "")
+
 
 class MemberRendezvous(RendezvousHTTPServer):
     """One generation's rendezvous store."""
@@ -118,53 +133,87 @@ class MemberRendezvous(RendezvousHTTPServer):
 
 
 class WorkerProcess:
-    """One worker's process, here or over ssh, in a process group of its own."""
+    """One worker's process, here in a process group of its own, or over ssh with `remote.py` at the far end."""
 
-    def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any, output: IO[str]):
-        self.name, self.host = start.worker, start.host
-        self.is_remote = not is_local(start.host)
-        if self.is_remote:
-            argv, stdin = self._over_ssh(command, env, settings)
+    def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any, output: IO[str],
+                 is_remote: bool):
+        self.name, self.host, self.is_remote = start.worker, start.host, is_remote
+        self.exit_code: int | None = None
+        """What the far end says, as soon as it says it."""
+        self.words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        if is_remote:
+            command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
+            env_here = os.environ | {"ELASTIC_TRAINER_SSH": self.name}  # who it is, for the supervisor
         else:
-            argv, stdin = command, b""
+            command_here, env_here = command, env
         self.process = subprocess.Popen(
-            argv, env=None if self.is_remote else env, start_new_session=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL)
+            command_here, env=env_here, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE if is_remote else subprocess.DEVNULL)
         self.worker_pid = self.process.pid  # until it says another: behind a shim, or on its own host
-        if self.process.stdin:
-            self.process.stdin.write(stdin)
-            self.process.stdin.flush()  # stays open: its end tells the remote side that we are gone
-        for kind, stream in (("stdout", self.process.stdout), ("stderr", self.process.stderr)):
-            threading.Thread(target=self._forward, args=(kind, stream, output), daemon=True).start()
+        if is_remote:
+            there = {name: value for name, value in env.items() if is_exportable(name) and name.isidentifier()}
+            job = {"command": command, "cwd": os.getcwd(), "env": there, "lost_s": FAR_LOST_S,
+                   "grace_s": remote.ORPHANS_S}
+            self.words.put(json.dumps(job).encode() + b"\n")
+            threading.Thread(target=self._speak, daemon=True).start()
+        self.forwards = [threading.Thread(target=self._forward, args=(kind, stream, output), daemon=True)
+                         for kind, stream in (("stdout", self.process.stdout), ("stderr", self.process.stderr))]
+        for thread in self.forwards:
+            thread.start()
 
-    def _over_ssh(self, command: list[str], env: dict[str, str], settings: Any) -> tuple[list[str], bytes]:
-        """Return the ssh command and what it reads: the environment travels on stdin, never on a command line."""
-        exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items()
-                          if is_exportable(k) and k.isidentifier()).encode()
-        there = (f"cd {shlex.quote(os.getcwd())} && eval \"$(head -c {len(exports)})\" && "
-                 f"exec {' '.join(shlex.quote(part) for part in command)}")
-        port = ["-p", str(settings.ssh_port)] if settings.ssh_port else []
-        identity = ["-i", settings.ssh_identity_file] if settings.ssh_identity_file else []
-        return ["ssh", *SSH_OPTIONS, *port, *identity, self.host, there], exports
+    def _speak(self) -> None:
+        """Say to the far end what is to be said, and in between that we live. It may block as long as ssh does."""
+        assert self.process.stdin is not None
+        try:
+            while self.process.returncode is None:
+                try:
+                    word = self.words.get(timeout=FAR_BEAT_S)
+                except queue.Empty:
+                    word = b"beat\n"
+                self.process.stdin.write(word)
+                self.process.stdin.flush()
+        except OSError:
+            pass  # ssh has ended, and `wait` says so
 
     def _forward(self, kind: str, stream: IO[bytes], output: IO[str]) -> None:
         """Pass lines on, prefixed with the host: ranks change, hosts do not. Ends when the last holder closes it."""
-        for line in stream:
-            print(f"[{self.host}]<{kind}>: {line.decode(errors='replace').rstrip()}", file=output, flush=True)
+        for raw in stream:
+            line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
+            if line or not mark:
+                print(f"[{self.host}]<{kind}>: {line}", file=output, flush=True)
+            if mark and self.is_remote and kind == "stdout":
+                self.exit_code = int(code)
+                self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for the exit and return its code (negative: a signal's number). What it left behind is killed."""
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         self._signal(signal.SIGKILL)  # not yet reaped, so the group's number cannot be another's
-        return self.process.wait()
+        code = self.process.wait()
+        if self.is_remote:
+            self.forwards[0].join(FAR_OUTPUT_S)  # ssh alone held it, so it ends now
+            code = -signal.SIGHUP if code == SSH_CONNECTION_LOST else code
+        return code if self.exit_code is None else self.exit_code
 
     def stop(self, at_once: bool, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after a grace; or SIGKILL at once."""
-        self._signal(signal.SIGKILL if at_once else signal.SIGTERM)
-        if not at_once:
-            timer = threading.Timer(grace_s, self._signal, [signal.SIGKILL])
-            timer.daemon = True
-            timer.start()
+        """SIGTERM, and SIGKILL after a grace; or SIGKILL at once. An ssh that cannot deliver it is killed itself."""
+        if at_once:
+            self._kill()
+        else:
+            self.words.put(b"term\n") if self.is_remote else self._signal(signal.SIGTERM)
+            self._later(grace_s, self._kill)
+
+    def _kill(self) -> None:
+        if self.is_remote:
+            self.words.put(b"kill\n")
+            self._later(FAR_KILL_S, self._signal, signal.SIGKILL)
+        else:
+            self._signal(signal.SIGKILL)
+
+    def _later(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        timer = threading.Timer(seconds, act, arguments)
+        timer.daemon = True
+        timer.start()
 
     def _signal(self, number: int) -> None:
         if self.process.returncode is None:
@@ -211,7 +260,11 @@ class MendedDriver:
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
             limits=Limits.from_environment(env), wait_s=settings.elastic_timeout)
         self.processes: dict[str, WorkerProcess] = {}
+        self.is_here: dict[str, bool] = {}
+        """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
         self.addresses: dict[str, str] = {}
+        self.doors: dict[str, int] = {}
+        """The port at which each worker lets others find out whether they reach it."""
         self.rendezvous: list[MemberRendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
         self.ended: End | None = None
@@ -230,6 +283,7 @@ class MendedDriver:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=self._interrupt, daemon=True).start())
+        self._locate(hosts)
         with self.changed:
             self._take_hosts(hosts)
         threading.Thread(target=self._discover, name="discovery", daemon=True).start()
@@ -272,10 +326,16 @@ class MendedDriver:
             except (ValueError, OSError, subprocess.SubprocessError) as error:
                 self.events.emit("driver.discovery_failed", error=str(error))  # unknown is never empty: keep the list
                 continue
+            self._locate(hosts)
             with self.changed:
                 if hosts != self.membership.listed:
                     self._take_hosts(hosts)
                     self._turn()
+
+    def _locate(self, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            if host not in self.is_here:
+                self.is_here[host] = is_local(host)
 
     def _take_hosts(self, hosts: dict[str, int]) -> None:
         before = self.membership.listed
@@ -309,9 +369,12 @@ class MendedDriver:
             is_new = self.membership.reported(
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
-                drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""))
+                drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""),
+                unreachable=words.get("unreachable", ()))
             if is_new:  # a word played back from elsewhere must not make that place a member's
-                self.addresses[name] = address
+                self.addresses[name], self.doors[name] = address, words.get("door", 0)
+            elif self.addresses.get(name, address) != address:
+                raise WordRefused("a word of another's, played back")
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
                     process = self.processes[name]
@@ -332,6 +395,8 @@ class MendedDriver:
         told = self.membership.told(name, time.monotonic())
         if "place" in told:
             told["place"] |= self.places[name]
+        told["reach"] = {peer: [self.addresses[peer], self.doors[peer]] for peer in told.get("reach", ())
+                         if self.doors.get(peer)}
         told["version"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
         return told
 
@@ -374,22 +439,21 @@ class MendedDriver:
             "ELASTIC_TRAINER_DRIVER": f"{self.address}:{self.server.server_port}",
             "ELASTIC_TRAINER_KEY": self.key.hex(), "ELASTIC_TRAINER_WORKER": start.worker}
         try:
-            command = through_shim(self.command, env, is_local(start.host))
-            process = WorkerProcess(start, command, env, self.settings, sys.stdout)
+            is_remote = not self.is_here[start.host]
+            command = through_shim(self.command, env, not is_remote)
+            process = WorkerProcess(start, command, env, self.settings, sys.stdout, is_remote)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
             self.membership.exited(start.worker, 127, time.monotonic())
             return
         self.processes[start.worker] = process
         self.events.emit("driver.worker_started", host=start.host, slot=start.slot, worker=start.worker,
-                         pid=process.process.pid)
+                         pid=process.process.pid, over_ssh=is_remote)
         threading.Thread(target=self._watch, args=(process,), daemon=True).start()
 
     def _watch(self, process: WorkerProcess) -> None:
         code = process.wait()
         with self.changed:
-            if process.is_remote and code == SSH_CONNECTION_LOST:
-                code = -signal.SIGHUP
             reason = self.membership.exited(process.name, code, time.monotonic())
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)

@@ -226,7 +226,10 @@ class Trainer:
                 self.checkpoints = Checkpoints(open_store(url), events.emit, plan, describe(job))
             except StoreRefused as error:
                 raise ConfigError(str(error)) from error
-        self.world.is_uploading = lambda: self.checkpoints is not None and self.checkpoints.share is not None
+        self.world.is_saving = self._is_saving
+        self._leave_seen: int | None = None
+        """How many steps were finished when this worker heard that a member of this generation leaves."""
+        self._leave_saved = False
         self.error: BaseException | None = None
 
     def run(self) -> Result:
@@ -256,6 +259,7 @@ class Trainer:
         """Do all steps that are left; entered again in every generation."""
         job, state, world = self.job, self.state, self.world
         self._say_where_we_are()
+        self._leave_seen, self._leave_saved = None, False
         if self.checkpoints:
             self.checkpoints.drop("the world has changed")  # a share of it may be gone with its worker
         for step in range(state.committed, job.schedule.steps):
@@ -445,6 +449,22 @@ class Trainer:
     def _is_uploading(self) -> bool:
         return self.checkpoints is not None and (self.checkpoints.share is not None or self.checkpoints.is_publishing())
 
+    def _is_saving(self) -> bool:
+        """True while something is on its way to the store, or is to go there, that a leaving host has still time for."""
+        return self.checkpoints is not None and (self._is_uploading() or self._is_leave_unsaved())
+
+    def _is_leave_unsaved(self) -> bool:
+        """True if a host of ours leaves under notice and no checkpoint has been made since.
+
+        Losses come in groups: while it is there its share of the bytes goes up faster than without it. Tried once.
+        """
+        assert self.checkpoints is not None
+        if not self.driver.somebody_leaves():
+            return False
+        if self._leave_seen is None:
+            self._leave_seen = self.state.committed
+        return self.checkpoints.newest_step < self._leave_seen and not self._leave_saved
+
     def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], int, int]:
         """Return what the vote says of checkpoints: (my share is up, it has failed), rank 0's wish after `step`, and the
         newest step that it knows to be published.
@@ -452,8 +472,10 @@ class Trainer:
         checkpoints = self.checkpoints
         if checkpoints is None:
             return (False, False), 0, -1
-        is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events) and (
-            not self._is_uploading() and not self.driver.wants_change())
+        is_due = self.world.rank == 0 and not self._is_uploading() and (
+            self._is_leave_unsaved() if self.driver.wants_change()
+            else self.timing.is_due(checkpoints, step, self.launch, self.events))
+        self._leave_saved |= is_due
         return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:

@@ -11,7 +11,9 @@ What always holds:
    its output (F3: Horovod's own barrier waits for those without a time-out).
 4. A generation after the first has a member that holds the live state; if nobody holds it the attempt is over and
    the next one starts from the checkpoint.
-5. The list of hosts is law: a worker on a host that left the list is out at the next generation, and while fewer
+5. Nobody is in a generation with somebody whom it does not reach: two workers that both reach the driver, but not each
+   other, would break every generation that they share. One of the two has to go.
+6. The list of hosts is law: a worker on a host that left the list is out at the next generation, and while fewer
    than `min_workers` may work, the rest wait, alive, with their state.
 
 What it replaces: `ElasticDriver._activate_workers`, `WorkerStateRegistry` and `HostManager.blacklist`
@@ -22,7 +24,7 @@ a back-off, which costs nobody anything since (1).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -77,6 +79,8 @@ class Worker:
     count: int = -1
     """The number of its newest word; older ones (late or replayed) change nothing."""
     refused_offers: int = 0
+    unreachable: tuple[str, ...] | None = ()
+    """Whom it did not reach when it last tried; None: it has not tried yet."""
     dismissed: bool = False
     step: int = 0
     ended_by: str = ""
@@ -180,7 +184,8 @@ class Membership:
             known.slots = slots
 
     def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
-                 holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "") -> bool:
+                 holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "",
+                 unreachable: Sequence[str] | None = ()) -> bool:
         """Take a worker's own word; False if it is not its newest. One about an older generation changes little."""
         worker = self.workers.get(name)
         if worker is None or worker.phase is Phase.GONE or count <= worker.count:
@@ -204,7 +209,7 @@ class Membership:
             worker.phase = Phase(phase)
             self.is_finished = self.is_finished or worker.phase is Phase.FINISHED
         if phase in (Phase.STANDBY.value, Phase.WAITING.value):
-            worker.accepted = accepted
+            worker.accepted, worker.unreachable = accepted, None if unreachable is None else tuple(unreachable)
         return True
 
     def exited(self, name: str, code: int, now: float) -> str:
@@ -333,10 +338,24 @@ class Membership:
 
     def _candidates(self) -> list[Worker]:
         """Those who could be in the next generation, in order of rank: members first, then by age of their host."""
-        ready = [w for w in self._alive() if w.phase in (Phase.STANDBY, Phase.WAITING) and self._is_wanted(w)]
+        ready = [w for w in self._alive() if w.phase in (Phase.STANDBY, Phase.WAITING) and self._is_wanted(w)
+                 and (w.phase is Phase.WAITING or self._reaches_all(w))]
         seats = {name: rank for rank, name in enumerate(self.members)}
         ready.sort(key=lambda w: (seats.get(w.name, len(seats)), self.hosts[w.host].order, w.slot, w.ready_at))
         return ready[: self.max_workers]
+
+    def _reaches_all(self, newcomer: Worker) -> bool:
+        """True if a newcomer has tried to reach the members and did. (Before the first generation: the offer asks.)"""
+        return not self.generation or (
+            newcomer.unreachable is not None and {w.name for w in self._current()}.isdisjoint(newcomer.unreachable))
+
+    def _cut_off(self, members: list[Worker]) -> Worker | None:
+        """Return the member that the most others do not reach, if there is any: one without the state, or the youngest."""
+        pairs = {frozenset((w.name, other)) for w in members for other in w.unreachable or ()}
+        cut = {w.name: sum(w.name in pair and pair <= {m.name for m in members} for pair in pairs) for w in members}
+        seats = {w.name: seat for seat, w in enumerate(members)}
+        worst = max(members, key=lambda w: (cut[w.name], not w.holds_state, seats[w.name]))
+        return worst if cut[worst.name] else None
 
     def _are_settled(self, newcomers: list[Worker], now: float) -> bool:
         """True when nobody else is about to stand ready, or the first newcomer has waited long enough."""
@@ -350,7 +369,7 @@ class Membership:
             return ""
         if any(not self._is_wanted(w) for w in current):
             return "leave"
-        newcomers = [w for w in self._alive() if w.phase is Phase.STANDBY and self._is_wanted(w)]
+        newcomers = [w for w in self._alive() if w.phase is Phase.STANDBY and self._is_wanted(w) and self._reaches_all(w)]
         room = self.max_workers is None or len(current) < self.max_workers
         if newcomers and room and self._are_settled(newcomers, now):
             return "join"
@@ -362,7 +381,11 @@ class Membership:
             lost = [w for w in members if w.phase not in (Phase.STANDBY, Phase.WAITING)]
             late = [w for w in members if w.accepted != self.offer.round]
             if not lost and not late:
-                return [self._form(now)]
+                cut_off = self._cut_off(members)
+                if cut_off is None:
+                    return [self._form(now)]
+                self.offer = None
+                return [self._strike(cut_off, "cut_off", now)]
             if not lost and now - self.offer.made_at <= self.limits.admit_s:
                 return []
             for worker in late:
@@ -447,7 +470,11 @@ class Membership:
         if worker.phase is Phase.TRAINING and worker.generation == self.generation:
             told["place"] = {"generation": self.generation, "rank": worker.rank, "size": len(self.members)}
             told["notice"] = self.notice(now)
+            told["unwanted"] = not self._is_wanted(worker)
             told["dead"] = [r for r, m in enumerate(self.members) if self.workers[m].phase is Phase.GONE]
         if self.offer and name in self.offer.members:
             told["offer"] = self.offer.round
+            told["reach"] = [member for member in self.offer.members if member != name]
+        elif worker.phase is Phase.STANDBY:
+            told["reach"] = [member.name for member in self._current()]
         return told

@@ -9,12 +9,15 @@ generation is gone), and takes the same few words: `note`, `fail`, `finish`.
 
 from __future__ import annotations
 
+import errno
 import os
+import select
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +25,10 @@ from elastic_trainer.config import Launch
 from elastic_trainer.wire import DriverClient, DriverUnreachable
 
 MAX_ERROR_CHARACTERS = 50_000
+REACH_S = 2.0
+"""How long a peer has to answer a connection; a SYN that was lost is sent again after 1 s. Less than `admit_s`."""
+REACH_AGAIN_S = 2.0
+"""Between two tries of a newcomer that does not reach all members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,8 @@ class Driver(Protocol):
     def wants_change(self) -> bool: ...
     def wants_stop(self) -> bool: ...
     def drains(self) -> bool: ...
+    def must_hurry(self) -> bool: ...
+    def somebody_leaves(self) -> bool: ...
     def is_broken(self) -> bool: ...
     def is_finished(self) -> bool: ...
     def note(self, phase: str, step: int) -> None: ...
@@ -74,7 +83,7 @@ class Alone:
         """Never."""
         return False
 
-    wants_stop = drains = is_broken = is_finished = wants_change
+    wants_stop = drains = must_hurry = somebody_leaves = is_broken = is_finished = wants_change
 
     def note(self, phase: str, step: int) -> None:
         """Nobody listens."""
@@ -84,6 +93,51 @@ class Alone:
 
     def finish(self, step: int) -> None:
         """Nobody listens."""
+
+
+def open_door(driver: str) -> socket.socket:
+    """Return a listening socket on the interface that leads to the driver: peers find out there whether they reach us.
+
+    Nobody has to accept for that, and nothing is read.
+    """
+    host, _, port = driver.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, int(port)))  # sends nothing
+        return socket.create_server((way.getsockname()[0], 0), backlog=1024)
+
+
+def is_readable(door: socket.socket) -> bool:
+    """True if somebody has knocked."""
+    return bool(select.select([door], [], [], 0)[0])
+
+
+def unreachable(peers: Mapping[str, Sequence[Any]], timeout_s: float) -> list[str]:
+    """Return those of the peers (name → address, port) to whom packets do not get through, or not back. A refusal is an
+    answer too.
+    """
+    failed, waiting = [], {}
+    poll = select.poll()
+    for name, (address, port) in peers.items():
+        knock = socket.socket()
+        knock.setblocking(False)
+        code = knock.connect_ex((address, port))
+        if code == errno.EINPROGRESS:
+            waiting[knock.fileno()] = (name, knock)
+            poll.register(knock, select.POLLOUT)
+        else:
+            failed += [name] * (code not in (0, errno.ECONNREFUSED))
+            knock.close()
+    deadline = time.monotonic() + timeout_s
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(1000 * left):
+            name, knock = waiting.pop(descriptor)
+            poll.unregister(descriptor)
+            failed += [name] * (knock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in (0, errno.ECONNREFUSED))
+            knock.close()
+    for name, knock in waiting.values():
+        failed.append(name)
+        knock.close()
+    return sorted(failed)
 
 
 class OurDriver:
@@ -99,8 +153,10 @@ class OurDriver:
         self.generation = 0
         self._lock = threading.Lock()
         self._count = launch.revived_count
+        self._door = open_door(launch.driver)
         self._status: dict[str, Any] = {"phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
-                                        "drains": False, "step": 0}
+                                        "drains": False, "step": 0, "door": self._door.getsockname()[1],
+                                        "unreachable": None}
         self._news: dict[str, Any] = {}
         self._lost = False
         self._main = DriverClient(launch.driver, launch.key, timeout_s=self.limits.driver_lost_s / 2)
@@ -140,6 +196,8 @@ class OurDriver:
                 continue
             heard_at, self._lost, version = time.monotonic(), False, news.pop("version")
             self._take(news)
+            while is_readable(self._door):  # the kernel has answered whoever knocked; that was all they wanted
+                self._door.accept()[0].close()
 
     def _take(self, news: dict[str, Any]) -> None:
         self._news = news
@@ -148,7 +206,8 @@ class OurDriver:
 
     def next_place(self, holds_state: bool, step: int) -> Place:
         """Wait, for as long as it takes, for a place in a generation after ours. Raises Dismissed, RunOver."""
-        accepted, seen, heard_at = 0, "", time.monotonic()
+        accepted, seen, heard_at, tried_at = 0, "", time.monotonic(), 0.0
+        tried: dict[str, list[Any]] | None = None
         while True:
             words = self._words(phase="waiting" if self.generation else "standby", accepted=accepted,
                                 holds_state=holds_state, step=step)
@@ -175,6 +234,12 @@ class OurDriver:
                              rendezvous=(place["address"], place["port"]))
             if news.get("finished"):
                 raise RunOver("finished", "")
+            reach = news.get("reach", {})
+            if reach != tried or (self._status["unreachable"] and time.monotonic() - tried_at > REACH_AGAIN_S):
+                tried, cut_off = reach, unreachable(reach, REACH_S)  # network: a connection to each peer
+                tried_at = time.monotonic()
+                with self._lock:
+                    self._status["unreachable"] = cut_off if reach else None
             accepted = news.get("offer", 0)
 
     def wants_change(self) -> bool:
@@ -186,8 +251,16 @@ class OurDriver:
         return self._lost or "over" in self._news
 
     def drains(self) -> bool:
-        """True when this worker was told to leave."""
+        """True when this worker was told to leave, by its host or by the list of hosts."""
+        return self.must_hurry() or bool(self._news.get("unwanted"))
+
+    def must_hurry(self) -> bool:
+        """True when this worker's own host has told it to leave (SIGTERM): it has seconds, not the minutes of a notice."""
         return bool(self._status["drains"])
+
+    def somebody_leaves(self) -> bool:
+        """True when the host of a member of this generation has left the list."""
+        return self._news.get("notice") == "leave"
 
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""
@@ -330,11 +403,13 @@ class PlainDriver:
         """Never: this driver's death is noticed only at the next change (notes 1.4 e)."""
         return False
 
-    is_broken = is_finished = wants_stop
+    is_broken = is_finished = somebody_leaves = wants_stop
 
     def drains(self) -> bool:
         """True when this worker was told to leave."""
         return self._drains
+
+    must_hurry = drains
 
     def note(self, phase: str, step: int) -> None:
         """Horovod's driver does not listen."""

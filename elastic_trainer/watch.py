@@ -40,8 +40,6 @@ PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 SPEED_STEPS = 20
 RECENT_EVENTS = 6
-LOCAL_HOSTS = ("localhost", "local-", "127.")
-"""How the name of a host begins whose processes are on this machine. Elsewhere a pid is that of our ssh to it."""
 
 Event = Mapping[str, Any]
 
@@ -52,6 +50,8 @@ class Living:
 
     host: str
     pid: int
+    """For one on another host that of our ssh to it, until the worker stands ready and says its own."""
+    over_ssh: bool = False
     is_ready: bool = False
 
 
@@ -95,10 +95,12 @@ class Picture:
 
     @property
     def kill_command(self) -> str | None:
-        """The command that kills a worker: one that stands ready, if any does. None where all are elsewhere."""
-        here = [worker for worker in self.workers.values() if worker.host.startswith(LOCAL_HOSTS)]
-        worker = next((worker for worker in reversed(here) if worker.is_ready), here[-1] if here else None)
-        return None if worker is None else f"kill -9 {worker.pid}"
+        """The command that kills a worker: one that stands ready, if any does. None where nobody's pid is known."""
+        known = [worker for worker in self.workers.values() if worker.is_ready or not worker.over_ssh]
+        worker = next((worker for worker in reversed(known) if worker.is_ready), known[-1] if known else None)
+        if worker is None:
+            return None
+        return f"ssh {worker.host} kill -9 {worker.pid}" if worker.over_ssh else f"kill -9 {worker.pid}"
 
 
 def fold(picture: Picture, event: Event) -> Picture:
@@ -290,13 +292,13 @@ def _fold_attempt_ended(picture: Picture, event: Event) -> Picture:
 
 
 def _fold_worker_started(picture: Picture, event: Event) -> Picture:
-    worker = Living(host=event["host"], pid=int(event["pid"]))
+    worker = Living(host=event["host"], pid=int(event["pid"]), over_ssh=bool(event.get("over_ssh")))
     return replace(picture, workers={**picture.workers, event["worker"]: worker})
 
 
 def _fold_worker_ready(picture: Picture, event: Event) -> Picture:
     worker = picture.workers[event["worker"]]
-    worker = replace(worker, is_ready=True, pid=int(event.get("pid", worker.pid)))
+    worker = replace(worker, is_ready=True, pid=int(event.get("pid") or worker.pid))
     return replace(picture, workers={**picture.workers, event["worker"]: worker})
 
 

@@ -5,7 +5,8 @@ liveness (worker) → here → driver
 What always holds:
 1. A body is JSON under an HMAC-SHA256 of the run's key, checked before it is parsed; no pickle on either side (F10).
 2. A reply is signed together with the asker's nonce, so an old reply cannot be played back.
-3. Bodies are at most MAX_BODY_BYTES; a connection that does not speak is dropped after SOCKET_TIMEOUT_S.
+3. A word counts once, and one that comes again from another address is refused.
+4. Bodies are at most MAX_BODY_BYTES; a connection that does not speak is dropped after SOCKET_TIMEOUT_S.
 
 What it does not do: hide the words (they hold no secret: ranks, steps, ports), or protect Gloo's own traffic.
 """
@@ -31,6 +32,10 @@ NONCE = "X-Elastic-Nonce"
 
 class DriverUnreachable(ConnectionError):
     """The driver did not answer, or what answered does not have the run's key."""
+
+
+class WordRefused(Exception):
+    """A word that is signed and still not its sender's; the text says why."""
 
 
 def sign(key: bytes, nonce: str, body: bytes) -> str:
@@ -118,9 +123,15 @@ class _WordHandler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
             return self._refuse("no body, or one that is too long")
         body, nonce = self.rfile.read(int(length)), self.headers.get(NONCE, "")
+        if len(body) < int(length):
+            self.close_connection = True  # it has died in the middle of its word
+            return None
         if not _is_signed(self.headers.get(SIGNATURE, ""), self.server.key, nonce, body):
             return self._refuse("signature does not match")
-        answer = json.dumps(self.server.answer(json.loads(body), self.client_address[0])).encode()
+        try:
+            answer = json.dumps(self.server.answer(json.loads(body), self.client_address[0])).encode()
+        except WordRefused as refused:
+            return self._refuse(str(refused))
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.send_header(SIGNATURE, sign(self.server.key, nonce, answer))
@@ -133,6 +144,11 @@ class _WordHandler(BaseHTTPRequestHandler):
         self.send_response(403)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request at all."""
+        self.server.refused(self.client_address[0], "bytes that are no word")
+        super().send_error(code, "", "")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name is the base class's)
         """Stay silent: what matters is an event."""

@@ -105,7 +105,7 @@ class World:
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
         self._live_state: Callable[[], Any] = lambda: None
-        self.is_uploading: Callable[[], bool] = lambda: False
+        self.is_saving: Callable[[], bool] = lambda: False
         """True while shares of a checkpoint are on their way, the same on all members."""
         self._change_wanted_since: float | None = None
 
@@ -285,8 +285,8 @@ class World:
             self._change_wanted_since = None
             return False
         self._change_wanted_since = self._change_wanted_since or now
-        has_time = now - self._change_wanted_since < UPLOAD_FIRST_S and not self.driver.drains()  # SIGTERM: seconds
-        return not (has_time and self.is_uploading())
+        has_time = now - self._change_wanted_since < UPLOAD_FIRST_S and not self.driver.must_hurry()
+        return not (has_time and self.is_saving())
 
     def share_text(self, text: str, root: int) -> str:
         """Give everybody the text of one rank."""

@@ -32,19 +32,19 @@ HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 
-    def __init__(self, folder: Path, *, hosts: int = 4, start_with: int | None = None, min_workers: int = 2,
-                 job: Sequence[str] = (), plan: Plan | None = None, supervised: bool = True,
-                 options: Sequence[str] = (), command: Sequence[str] | None = None):
+    def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
+                 min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
+                 discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None):
         self.folder, self.run_dir = folder, folder / "runs" / "run"
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
         self.hosts_file = folder / "hosts"
-        self.all_hosts = [f"127.0.0.{number}" for number in range(1, hosts + 1)]
-        start_with = start_with or hosts
+        self.all_hosts = list(names) or [f"127.0.0.{number}" for number in range(1, hosts + 1)]
+        start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
         self.command = [
             sys.executable, "-m", "elastic_trainer", "run", "--run", "run", "--runs-dir", str(folder / "runs"),
-            "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
+            "--host-discovery-script", discovery or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
             "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
         self.process: subprocess.Popen[bytes] | None = None
@@ -57,7 +57,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         if self.process and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            os.kill(self.supervisor_pid(), signal.SIGTERM)
             try:
                 self.process.wait(40)
             except subprocess.TimeoutExpired:
@@ -86,10 +86,15 @@ class Cluster:
         os.kill(pid, number)
         return pid
 
+    def supervisor_pid(self) -> int:
+        """Return the supervisor's pid."""
+        assert self.process
+        return self.process.pid
+
     def driver_pid(self) -> int:
         """Return the pid of the driver (the supervisor's only child that runs it)."""
-        assert self.process
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pid = self.supervisor_pid()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return next(int(pid) for pid in children
                     if b"elastic_trainer.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
 

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 STATUS = {"slow_down": (503, "SlowDown"), "internal": (500, "InternalError"), "forbidden": (403, "AccessDenied"),
           "no_bucket": (404, "NoSuchBucket"), "skewed": (403, "RequestTimeTooSkewed")}
-KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish", "unconditional", "drop", *STATUS)
+KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish", "unconditional", "drop", "empty",
+         *STATUS)
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Fault:
 class FaultyProxy:
     """A proxy on a port of its own; use as a context manager."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, bind: str = "127.0.0.1"):
         self.upstream = urlsplit(endpoint).netloc
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, dict[str, str]]] = []
@@ -69,8 +70,8 @@ class FaultyProxy:
             def handle_error(self, *_: Any) -> None:
                 pass  # clients of ours are killed in the middle of a request
 
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.server = Server((bind, 0), Handler)
+        self.endpoint = f"http://{bind}:{self.server.server_address[1]}"
 
     def __enter__(self) -> FaultyProxy:
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
@@ -139,6 +140,8 @@ class FaultyProxy:
             upstream.close()
         if kind == "lose_answer":
             return self._reset(request)
+        if kind == "empty":  # EC2's answers: a list of no items
+            data = re.sub(rb"(?s)<(\w+Set)>.*</\1>", rb"<\1/>", data)
         if kind == "rubbish":
             return self._answer(request, 200, [], b"<html>a captive portal</html>")
         if kind == "corrupt" and data:

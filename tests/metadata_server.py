@@ -12,7 +12,7 @@ from typing import Any
 class MetadataServer:
     """One machine's service; `documents` are what lies below latest/meta-data."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.documents: dict[str, str] = {}
         self.tokens: set[str] = set()
         self.is_hung = threading.Event()
@@ -48,9 +48,9 @@ class MetadataServer:
                 pass
 
         self.released = threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(address, Handler)
         self.server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.endpoint = f"http://{address[0]}:{self.server.server_address[1]}"
 
     def __enter__(self) -> MetadataServer:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()

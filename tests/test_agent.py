@@ -215,6 +215,24 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
         ("discovery.host_out", "i-2")]
 
 
+def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) -> None:
+    """The list stands until the cloud has said it twice; then the reason is told, whatever it is by then."""
+    cloud, now = TwoHosts(), 0.0
+    everyone, nobody = cloud.instances(), list[Instance]()
+    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
+                    clock=lambda: now)
+    outs = []
+    with ThreadPoolExecutor(1) as pool:
+        for answer in (everyone, nobody, everyone, nobody, nobody):
+            cloud.instances = lambda answer=answer: answer  # type: ignore[method-assign, misc]
+            poller.poll(pool)
+            now += 10.0
+            told = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+            outs.append(told.count("discovery.host_out"))
+    assert outs == [0, 0, 0, 0, 2]
+    assert (tmp_path / "hosts").read_text() == ""
+
+
 def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:
     """Whoever stops the machine stops its services first; without workers the agent ends at once."""
     key = tmp_path / "key"

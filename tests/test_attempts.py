@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer import remote
 from elastic_trainer.attempts import (
     EXIT_BAD_COMMAND,
     EXIT_INTERRUPTED,
@@ -24,7 +25,7 @@ from elastic_trainer.attempts import (
     supervise,
 )
 from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR
-from elastic_trainer.events import read_events
+from elastic_trainer.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
@@ -169,3 +170,47 @@ else:
     ended = [e["exit_code"] for e in read_events(tmp_path / "run") if e["event"] == "attempt.ended"]
     assert ended == [-signal.SIGKILL, EXIT_USER_ERROR]
     assert gone.exists() and not early.exists()
+
+
+def orphan(run_dir: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """Start a process that is a worker of a run, by its environment."""
+    env = {"PATH": os.defpath, "ELASTIC_TRAINER_WORKER": "far/0/1", "ELASTIC_TRAINER_RUN_DIR": str(run_dir)}
+    return subprocess.Popen(["sleep", str(seconds)], env=env)
+
+
+def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
+        tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was told to use."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f"""#!/bin/sh
+echo "$@" >> {tmp_path}/asked
+for last; do :; done
+exec sh -c "$last"
+""")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    run_dir = (tmp_path / "run").resolve()
+    diary = Events(run_dir, attempt=1)
+    for host in ("far", "also"):
+        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)
+    diary.emit("driver.worker_gone", worker="also/0/1", host="also")
+    left = orphan(run_dir, 1.0)
+    command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
+                               f"sys.exit({EXIT_USER_ERROR})")
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(run_dir, [*ONE_HOST, "-p", "2222"], command, {}, output) == EXIT_USER_ERROR
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert " -p 2222 far " in asked and asked.endswith(f"end {run_dir}")
+    assert not (tmp_path / "early").exists()
+    left.wait()
+
+
+def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After their grace they are killed, and no other run's."""
+    monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
+    mine, others = orphan(tmp_path / "mine", 1000), orphan(tmp_path / "others", 1000)
+    remote.end_run(str(tmp_path / "mine"))
+    assert mine.wait(10) == -signal.SIGKILL
+    assert others.poll() is None
+    others.kill()
+    others.wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import io
+import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer import remote
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import (
     MAX_VALUE_BYTES,
@@ -202,7 +205,8 @@ class Workers:
     def start(self, command: list[str], env: dict[str, str] = PLAIN, host: str = "localhost",  # noqa: B006 (read only)
               **settings: Any) -> WorkerProcess:
         settings = {"ssh_port": None, "ssh_identity_file": None} | settings
-        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env, SimpleNamespace(**settings), self.output)
+        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env, SimpleNamespace(**settings), self.output,
+                               is_remote=not is_local(host))
         self.started.append(worker)
         return worker
 
@@ -380,15 +384,75 @@ def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
     assert arguments.count(FAR) == 1
 
 
-def test_the_far_worker_can_tell_when_we_are_gone(workers: Workers, ssh: Path, tmp_path: Path) -> None:
-    """Its stdin is empty and open as long as we live, and ends with us."""
-    worker = workers.start(["sh", "-c", f"echo > {tmp_path}/ready; cat > {tmp_path}/rest; exit 5"], PLAIN, FAR)
+def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path) -> None:
+    """Its code or its signal, and no line of the protocol is printed."""
+    for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
+        assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
+    assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
+
+
+def test_the_far_exit_is_seen_soon_when_somebody_there_holds_the_output(workers: Workers, ssh: Path,
+                                                                       tmp_path: Path) -> None:
+    """sshd waits for the end of the output; the driver does not."""
+    worker = workers.start(["sh", "-c", f"setsid sleep 1000 & echo $! > {tmp_path}/child; exit 3"], PLAIN, FAR)
+    assert worker.wait() == 3
+    os.kill(int(written(tmp_path / "child")), signal.SIGKILL)
+
+
+def test_the_error_names_the_command_when_it_is_not_on_the_far_host(workers: Workers, ssh: Path) -> None:
+    """As a shell would: 127."""
+    assert workers.start(["/nowhere/python"], PLAIN, FAR).wait() == 127
+    until(lambda: "/nowhere/python cannot be started" in workers.output.getvalue())
+
+
+def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, ssh: Path, tmp_path: Path) -> None:
+    """A signal to the ssh would not reach it."""
+    worker = workers.start(["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"],
+                           PLAIN, FAR)
     written(tmp_path / "ready")
-    assert worker.process.poll() is None
-    assert worker.process.stdin
-    worker.process.stdin.close()
-    assert worker.wait() == 5
-    assert (tmp_path / "rest").read_bytes() == b""
+    worker.stop(False, 1000)
+    assert worker.wait() == 75
+
+
+def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path) -> None:
+    """Also one that is frozen, and its children."""
+    worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"], PLAIN, FAR)
+    child = int(written(tmp_path / "child"))
+    worker.stop(True, 0)
+    assert worker.wait() == -9
+    until(lambda: not is_running(child))
+
+
+FAR_END = [sys.executable, "-S", remote.__file__]
+
+
+def far_end(command: list[str], **limits: float) -> subprocess.Popen[bytes]:
+    """Start the far end alone, and say to it what to start."""
+    process = subprocess.Popen(FAR_END, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin
+    job = {"command": command, "env": PLAIN, "cwd": "/", "lost_s": 1000.0, "grace_s": 0.0} | limits
+    process.stdin.write(json.dumps(job).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.parametrize("loses", ["stdin", "words"])
+def test_the_far_worker_is_killed_when_the_driver_is_gone(loses: str) -> None:
+    """Its death ends stdin; a partition or a frozen driver ends only the words."""
+    process = far_end(["sleep", "1000"], lost_s=1000.0 if loses == "stdin" else 0.1)
+    assert process.stdin
+    if loses == "stdin":
+        process.stdin.close()
+    assert process.wait(DEADLINE_S) == 128 + 9
+
+
+def test_the_far_worker_may_end_by_itself_when_the_driver_is_gone(tmp_path: Path) -> None:
+    """In its grace it writes what only its memory holds."""
+    process = far_end(["sh", "-c", f"until [ -e {tmp_path}/gone ]; do sleep 0.01; done; exit 75"], grace_s=1000.0)
+    assert process.stdin
+    process.stdin.close()
+    (tmp_path / "gone").touch()
+    assert process.wait(DEADLINE_S) == 75
 
 
 # --- Horovod's version ----------------------------------------------------------------------------------------------

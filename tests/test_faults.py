@@ -179,6 +179,23 @@ def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: 
     assert result["steps_redone"] <= 1
 
 
+def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin) -> None:
+    """Losses come in groups: what remains of a notice is used, and the leaver's share is up before it goes."""
+    job = (*SLOW, "--checkpoint-every", "1000")
+    with Cluster(tmp_path, job=job) as cluster:
+        cluster.wait_for_step(10)
+        cluster.set_hosts(cluster.all_hosts[1:])
+        cluster.wait_for_world(3)
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        removed = cluster.events("driver.host_removed")[0]["time"]
+        formed = next(e["time"] for e in cluster.events("driver.generation_formed") if e["generation"] == 2)
+        published = cluster.events("state.checkpoint_published")[0]
+    assert removed < published["time"] < formed and published["step"] > 10
+    assert result["steps_redone"] == 0
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin, rank: int) -> None:
     """A host that leaves the list goes at a step boundary, also when it is rank 0's."""
@@ -214,6 +231,9 @@ def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp
         workers = cluster.live_pids()
         cluster.set_hosts([])
         cluster.wait_for("the pause", lambda: len(cluster.events("driver.host_removed")) == 4)
+        cluster.wait_for("a checkpoint of the last step", lambda: {  # what is in memory alone may be taken with the hosts
+            e["step"] for e in cluster.events("state.checkpoint_published")} & {
+            e["step"] + 1 for e in cluster.events("worker.step_committed")[-1:]})
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_for_world(4, after=1)
         assert cluster.live_pids() == workers

@@ -729,7 +729,7 @@ class Wanting(Alone):
     def wants_change(self) -> bool:  # type: ignore[override]
         return self.wants
 
-    def drains(self) -> bool:  # type: ignore[override]
+    def must_hurry(self) -> bool:  # type: ignore[override]
         return self.leaves
 
 
@@ -738,7 +738,7 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     driver = Wanting()
     world = World(Launch(), driver, Events(None))
     assert world._wants_change(100.0)
-    world.is_uploading = lambda: True
+    world.is_saving = lambda: True
     assert not world._wants_change(101.0)
     assert world._wants_change(100.0 + UPLOAD_FIRST_S)
     driver.wants = False

@@ -22,12 +22,15 @@ class Fleet:
     silent: set[str] = field(default_factory=set)
     boots: bool = True
     state: set[str] = field(default_factory=set)
+    cut: set[frozenset[str]] = field(default_factory=set)
+    """Pairs of hosts that do not reach each other."""
 
     def say(self, name: str, phase: str, **words: object) -> None:
         worker = self.membership.workers[name]
         self.counts[name] = self.counts.get(name, 0) + 1
         generation = words.pop("generation", worker.generation)
         self.membership.reported(name, self.counts[name], self.now, phase=phase, generation=generation,
+                                 unreachable=words.pop("unreachable", None if phase == "standby" else ()),
                                  holds_state=name in self.state, **words)  # type: ignore[arg-type]
 
     def turn(self, seconds: float = 0.1) -> list[Action]:
@@ -55,7 +58,9 @@ class Fleet:
                 self.state.add(name)
                 self.say(name, "waiting" if told["notice"] or told["dead"] else "training")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
-                self.say(name, worker.phase.value, accepted=told.get("offer", 0))
+                tried = told.get("reach", [])
+                cut_off = [n for n in tried if frozenset((n.split("/")[0], worker.host)) in self.cut]
+                self.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=cut_off if tried else None)
         self.turn(0)
 
     def run(self, rounds: int = 12, seconds: float = 0.0) -> None:
@@ -96,6 +101,46 @@ def test_forms_nothing_when_one_member_does_not_accept() -> None:
         f.say(name, "standby", accepted=f.membership.offer.round)
     f.turn()
     assert not any(isinstance(a, Form) for a in f.acted)
+
+
+@pytest.mark.parametrize("cut", ["ab", "bd", "ad"])
+def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
+    """Both reach the driver, and neither is silent; without this they would break every generation."""
+    f = fleet()
+    f.run()
+    f.cut.add(frozenset(cut))
+    for name in f.membership.members:  # Gloo's time-out has broken the generation
+        f.say(name, "waiting")
+    f.run()
+    younger = max(cut)
+    assert f.world() == [h for h in "abcd" if h != younger]
+    assert [(a.worker[0], a.reason) for a in f.acted if isinstance(a, Stop)] == [(younger, "cut_off")]
+    f.run(seconds=60.0)
+    assert f.membership.generation == 2  # a new worker there tries first, and costs nobody anything
+    f.cut.clear()
+    f.run(seconds=30.0)
+    assert sorted(f.world()) == list("abcd")
+
+
+def test_the_one_goes_whom_most_do_not_reach() -> None:
+    """A line that is bad in one place costs one worker, also if it is rank 0."""
+    f = fleet()
+    f.run()
+    f.cut |= {frozenset("ab"), frozenset("ac")}
+    for name in f.membership.members:
+        f.say(name, "waiting")
+    f.run()
+    assert f.world() == ["b", "c", "d"]
+
+
+def test_all_know_that_they_are_unwanted_when_the_list_is_empty() -> None:
+    """So that their last step can be put into the store before they are taken."""
+    f = fleet()
+    f.run()
+    told = [f.membership.told(name, f.now)["unwanted"] for name in f.membership.members]
+    f.membership.hosts_listed({})
+    assert not any(told)
+    assert all(f.membership.told(name, f.now)["unwanted"] for name in f.membership.members)
 
 
 def test_goes_on_without_the_dead_when_a_member_exits() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import ConfigError, Launch, Limits
-from elastic_trainer.place import Alone, Dismissed, OurDriver, Place, RunOver
+from elastic_trainer.place import Alone, Dismissed, OurDriver, Place, RunOver, unreachable
 from elastic_trainer.wire import WordServer
 
 KEY = b"the key of this run"
@@ -113,6 +113,53 @@ def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script,
     assert [(w["phase"], w["accepted"], w["holds_state"]) for w in script.heard] == [
         ("standby", 0, False), ("standby", 7, False)]
     assert {(w["worker"], w["pid"]) for w in script.heard} == {("a/0/1", os.getpid())}
+
+
+@pytest.fixture
+def deaf() -> Iterator[socket.socket]:
+    """A listener whose queue is full: the kernel drops further SYNs without a word, as a cut line does."""
+    full = [socket.create_server(("127.0.0.1", 0), backlog=0)]
+    while len(full) < 10:
+        more = socket.socket()
+        more.setblocking(False)
+        more.connect_ex(full[0].getsockname())
+        full.append(more)
+    yield full[0]
+    for one in full:
+        one.close()
+
+
+def test_only_silence_is_no_way_through(deaf: socket.socket) -> None:
+    """Who answers, or refuses since its process is gone, is reached."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closed = socket.create_server(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        closed.close()
+        peers = {"a/0/1": ["127.0.0.1", listening.getsockname()[1]], "b/0/2": ["127.0.0.1", port],
+                 "c/0/3": ["127.0.0.1", deaf.getsockname()[1]]}
+        assert unreachable(peers, 0.1) == ["c/0/3"]
+        assert unreachable({}, 0.1) == []
+
+
+def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, worker: Callable[..., OurDriver],
+                                                               deaf: socket.socket) -> None:
+    """With the word that accepts the driver hears who is out of reach; before that nothing is claimed."""
+    reach = {"b/0/2": ["127.0.0.1", deaf.getsockname()[1]]}
+    script.say(lambda words: place(1) if words["accepted"] == 7 else {"offer": 7, "reach": reach})
+    driver = worker()
+    driver.next_place(False, 0)
+    assert [(w["accepted"], w["unreachable"]) for w in script.heard] == [(0, None), (7, ["b/0/2"])]
+
+
+def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """Any number of times: whoever knocks is let go at once."""
+    driver = worker()
+    driver.start(False)
+    door = script.wait_for(lambda w: w["door"])["door"]
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", door), DEADLINE_S) as knock:
+            knock.settimeout(DEADLINE_S)
+            assert knock.recv(1) == b""
 
 
 def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(script: Script,

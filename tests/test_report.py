@@ -224,14 +224,17 @@ def test_picture_is_over_when_the_run_is() -> None:
 
 
 def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
-    """One that boots is named only where there is no other, one that is gone or elsewhere never."""
+    """One that boots is named only where there is no other, one that is gone never, one elsewhere with its own pid."""
     assert picture_of(RUN[:2]).kill_command is None
     assert picture_of(RUN[:4]).kill_command == "kill -9 42"
     assert picture_of(RUN[:5]).kill_command == "kill -9 41"
     assert picture_of(RUN[:6]).kill_command == "kill -9 42"
     assert picture_of(RUN[:14]).kill_command == "kill -9 41"
-    remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1", pid=43)
+    remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1", pid=43,
+                   over_ssh=True)
     assert picture_of([remote]).kill_command is None
+    ready = event(1.0, "driver.worker_ready", worker="10.0.0.7/0/1", boot_s=1.0, pid=7)
+    assert picture_of([remote, ready]).kill_command == "ssh 10.0.0.7 kill -9 7"
 
 
 def test_events_are_said_in_words() -> None:

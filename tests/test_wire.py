@@ -19,6 +19,7 @@ from elastic_trainer.wire import (
     SIGNATURE,
     DriverClient,
     DriverUnreachable,
+    WordRefused,
     WordServer,
     sign,
 )
@@ -40,6 +41,8 @@ class Ear:
 
     def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
         self.heard.append(words)
+        if words.get("refuse"):
+            raise WordRefused(words["refuse"])
         if words.get("hold"):
             assert self.released.wait(TIMEOUT_S)
         return {"heard": words, "from": address}
@@ -285,3 +288,24 @@ def test_a_word_arrives_when_the_kept_connection_was_closed_since(ear: Ear) -> N
     assert client.ask({"n": 1})["heard"] == {"n": 1}
     assert ended.wait(TIMEOUT_S)
     assert client.ask({"n": 2})["heard"] == {"n": 2}
+
+
+def test_a_word_is_refused_when_the_driver_says_so(ear: Ear) -> None:
+    """It is signed, and played back from elsewhere: no answer, and a line in the diary."""
+    with pytest.raises(DriverUnreachable, match="403"):
+        ear.client().ask({"refuse": "played back"})
+    assert ear.refused == [("127.0.0.1", "played back")]
+
+
+def test_nobody_is_a_stranger_who_dies_in_the_middle_of_a_word(ear: Ear) -> None:
+    """Its words are short, not wrong; its own death is told elsewhere."""
+    whole = signed(b'{"worker": "a"}')
+    assert send(ear.address, whole[:-3]) == b""
+    assert not ear.refused and not ear.heard
+
+
+def test_rubbish_is_refused_and_told(ear: Ear) -> None:
+    """Bytes that are no request never become a word."""
+    send(ear.address, b"\x80\x04\x95rubbish\r\n\r\n")
+    assert ear.refused == [("127.0.0.1", "bytes that are no word")]
+    assert ear.client().ask({"a": 1})["heard"] == {"a": 1}

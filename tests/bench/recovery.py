@@ -67,9 +67,7 @@ def peer(folder: Path, chance: random.Random) -> tuple[float, int]:
         pids = job.pids()
         killed_at = time.time()
         os.kill(chance.choice(sorted(pids)), signal.SIGKILL)
-        after = job.wait(lambda: [line.time for line in job.lines() if line.time > killed_at + 0.05 and line.size != 4],
-                         PEER_DEADLINE_S)
-        seconds = after[0] - killed_at if after else float("inf")
+        seconds = job.next_step_after(killed_at, 4, PEER_DEADLINE_S)
         return seconds, sum(not Path(f"/proc/{pid}").exists() for pid in pids) - 1
 
 

@@ -30,22 +30,27 @@ class Line:
 class StockJob:
     """One job; use as a context manager."""
 
-    def __init__(self, folder: Path, hosts: Sequence[str]):
+    def __init__(self, folder: Path, hosts: Sequence[str], *, interface: str = "lo", job: Sequence[str] = (),
+                 start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen):
         self.folder, self.log = folder, folder / "steps"
         self.set_hosts(hosts)
         script = folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
         command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(len(hosts)), "--min-np", "2",
-                   "--host-discovery-script", str(script), "--network-interfaces", "lo",
-                   sys.executable, str(HERE / "jobs" / "stock.py"), str(self.log), "1000000"]
-        self.process = subprocess.Popen(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
-                                        start_new_session=True)
+                   "--host-discovery-script", str(script), "--network-interfaces", interface,
+                   sys.executable, str(HERE / "jobs" / "stock.py"), str(self.log), "1000000", *job]
+        self.is_here = start is subprocess.Popen
+        self.process = start(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
+                             start_new_session=True)
 
     def __enter__(self) -> StockJob:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.is_here:
+            self.process.kill()
+            return  # the rest ends with the lab's hosts
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(20)
@@ -67,6 +72,12 @@ class StockJob:
             return []
         rows = [line.split() for line in self.log.read_text().splitlines()]
         return [Line(float(t), int(rank), int(size), int(step), int(pid)) for t, rank, size, step, pid in rows]
+
+    def next_step_after(self, moment: float, size: int, deadline_s: float) -> float:
+        """Return how long after a moment the first step of a world of another size was finished; inf: not in time."""
+        after = self.wait(lambda: [line.time for line in self.lines() if line.time > moment + 0.05 and line.size != size],
+                          deadline_s)
+        return float(after[0] - moment) if after else float("inf")
 
     def pids(self) -> set[int]:
         """Return the pids of all workers that have ever done a step."""

@@ -25,11 +25,13 @@ from elastic_trainer import cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least")
+parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least, "
+                    "until there is a file named hurry in the test's folder")
 parser.add_argument("--checkpoint-every", type=int, default=20)
 parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
 options = parser.parse_args()
+hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
 
 class Samples(torch.utils.data.Dataset):
@@ -45,7 +47,8 @@ class Samples(torch.utils.data.Dataset):
         return len(self.points)
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        time.sleep(options.step_s)
+        if not hurry.exists():
+            time.sleep(options.step_s)
         if injector:
             self.reads += 1
             injector("data", {"reads": self.reads})

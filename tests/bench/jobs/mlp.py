@@ -13,10 +13,11 @@ from elastic_trainer import train
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--reduce")
+parser.add_argument("--checkpoint-every", type=int, default=10**9)
 options = parser.parse_args()
 
 torch.manual_seed(0)
 model = build()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 train(model, optimizer, samples(), loss=loss, global_batch=64, shards=4, epochs=10**6, max_steps=options.steps,
-      checkpoint_every=10**9, reduce=options.reduce)
+      checkpoint_every=options.checkpoint_every, reduce=options.reduce)

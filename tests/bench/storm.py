@@ -1,0 +1,211 @@
+"""An hour of a real spot fleet in ten minutes: what is left of the work that the hosts present could have done.
+
+    .venv/bin/python tests/bench/storm.py TRACE [--seconds 600] [--hosts 6] [--arm both|ours|peer]  (as root)
+
+TRACE has lines `milliseconds,add|remove,node`, e.g. the p3 trace of uclasystem/bamboo. Its first hour is played --seconds
+long; the number of nodes is scaled to --hosts hosts (namespaces with an sshd each, a new name for each incarnation). A host
+that is removed gets two minutes' notice, speeded up as well: it leaves the list, and then its power is cut.
+
+goodput: useful samples against what the hosts present (booting ones too) would have done undisturbed, at the pace that
+the run itself had between the changes with as many workers (its median step). Reading a sample takes time, so that more
+hosts do more also on few cores. A change costs the same time however fast the trace is played: goodput_at_trace_rate is
+what the measured cost of a change leaves of an hour with as many changes as the trace's first hour has. The peer: stock
+horovodrun, `hvd.elastic.run`, a commit each step, at its defaults, over the same ssh.
+
+Last line: one JSON object with goodput, goodput_at_trace_rate, peer_goodput, bits_equal, changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import netlab  # noqa: E402
+from cluster import JOB  # noqa: E402
+from netlab import COORDINATOR, INTERFACE, Fleet, Lab  # noqa: E402
+from stock_job import StockJob  # noqa: E402
+
+HOUR_S = 3600.0
+NOTICE_S = 120.0
+STEP_S = 0.15
+"""How long a worker takes to read one of the 8 shards of a batch (the peer: its part of a batch)."""
+SHARDS = 8
+AIM = 0.95
+
+
+@dataclass(frozen=True)
+class Step:
+    """One finished step: when, with how many workers, how many samples."""
+
+    time: float
+    size: int
+    samples: int
+
+
+def capacity(trace: Path) -> list[tuple[float, int]]:
+    """Return (seconds, nodes present from then on) of the trace's first hour."""
+    with open(trace) as file:
+        rows = [(int(at) / 1000, 1 if what == "add" else -1) for at, what, _ in csv.reader(file)]
+    nodes, found = 0, []
+    for at, group in itertools.groupby((row for row in rows if row[0] < HOUR_S), key=lambda row: row[0]):
+        nodes += sum(change for _, change in group)
+        found.append((at, nodes))
+    return found
+
+
+def scaled(nodes: Sequence[tuple[float, int]], hosts: int, seconds: float) -> list[tuple[float, int]]:
+    """Return the plan: (seconds of ours, hosts present from then on), without what changes nothing."""
+    most = max(count for _, count in nodes)
+    plan: list[tuple[float, int]] = []
+    for at, count in nodes:
+        wanted = max(2, round(count * hosts / most))
+        if not plan or plan[-1][1] != wanted:
+            plan.append((at * seconds / HOUR_S, wanted))
+    return plan
+
+
+class Storm:
+    """Plays the plan; `present` is (time, hosts that have power)."""
+
+    def __init__(self, lab: Lab, set_hosts: Callable[[Sequence[str]], None], first: int):
+        self.lab, self.set_hosts = lab, set_hosts
+        self.names = [f"h{number}" for number in range(1, first + 1)]
+        self.next, self.doomed = first + 1, list[tuple[float, str]]()
+        self.present: list[tuple[float, int]] = []
+
+    def play(self, plan: Sequence[tuple[float, int]], seconds: float) -> tuple[float, float]:
+        """Play it in real time; returns when it began and ended."""
+        began = time.time()
+        self.present.append((began, len(self.names)))
+        for at, wanted in [*plan[1:], (seconds, plan[-1][1])]:
+            self._pass(began + at)
+            for _ in range(wanted - len(self.names)):
+                self._add()
+            for _ in range(len(self.names) - wanted):
+                name = self.names.pop(0)  # the oldest: rank 0's host is always among the taken
+                self.doomed.append((time.time() + NOTICE_S * seconds / HOUR_S, name))
+            self.set_hosts(self.names)
+            self._note()
+        return began, time.time()
+
+    def _add(self) -> None:
+        name, self.next = f"h{self.next}", self.next + 1
+        self.lab.boot(name)
+        self.names.append(name)
+
+    def _pass(self, until: float) -> None:
+        while (now := time.time()) < until:
+            due = [(at, name) for at, name in self.doomed if at <= now]
+            for entry in due:
+                self.lab.power_cut(entry[1])
+                self.doomed.remove(entry)
+            time.sleep(min(0.05, until - now))
+
+    def _note(self) -> None:
+        """A host under notice is not counted: it may work, and need not."""
+        self.present.append((time.time(), len(self.names)))
+
+
+def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: float, ended: float) -> float:
+    """Return useful samples by those that the hosts present would have done undisturbed, between two moments."""
+    pace: dict[int, float] = {}
+    for size in {step.size for step in steps}:
+        gaps = [after.time - before.time for before, after in itertools.pairwise(steps)
+                if before.size == after.size == size]
+        if len(gaps) >= 5:
+            pace[size] = statistics.median(step.samples for step in steps if step.size == size) / statistics.median(gaps)
+    possible = 0.0
+    for (start, hosts), (stop, _) in itertools.pairwise([*present, (ended, 0)]):
+        best = max((rate for size, rate in pace.items() if size <= hosts), default=min(pace.values()))
+        possible += max(0.0, min(stop, ended) - max(start, began)) * pace.get(hosts, best)
+    return sum(step.samples for step in steps if began < step.time <= ended) / possible
+
+
+def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dict[str, Any]:
+    """Run ours through the storm and to its end, and compare with the undisturbed twin."""
+    job = ["--steps", str(int(1.2 * seconds / (STEP_S * 1.3))), "--checkpoint-every", "50"]
+    (folder / "lab").mkdir()
+    with Lab(folder / "lab") as lab:
+        first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
+        lab.boot(COORDINATOR, *first)
+        with Fleet(lab, folder, first, job=[*job, "--step-s", str(STEP_S)], min_workers=1) as fleet:
+            fleet.wait_for_world(len(first))
+            fleet.wait_for_step(5)
+            storm = Storm(lab, fleet.set_hosts, len(first))
+            began, ended = storm.play(plan, seconds)
+            assert fleet.process and fleet.process.poll() is None, fleet.story()
+            (folder / "hurry").touch()
+            exit_code = fleet.wait(280.0)
+            told = [e for e in fleet.events("worker.step_committed") if not e.get("repeated")]
+            kept = {e["step"]: e for e in told}  # what was done again counts once
+            steps = [Step(e["time"], e["size"], e["samples"]) for e in sorted(kept.values(), key=lambda e: e["time"])]
+            result = json.loads((fleet.run_dir / "result.json").read_text())
+            lost, generations = len(fleet.lost()), result["generations"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
+    return {"goodput": goodput(steps, storm.present, began, ended), "finished": exit_code == 0, "generations": generations,
+            "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(), "second_victims": lost,
+            "steps": len(steps), "steps_redone": result["steps_redone"], "attempts": result["attempts"]}
+
+
+def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> float:
+    """Run stock Horovod through the same storm; returns its goodput."""
+    (folder / "lab").mkdir()
+    with Lab(folder / "lab") as lab:
+        first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
+        lab.boot(COORDINATOR, *first)
+        with StockJob(folder, first, interface=INTERFACE, job=[str(2 * STEP_S), "256"],
+                      start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
+            assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 120), job.output()
+            storm = Storm(lab, job.set_hosts, len(first))
+            began, ended = storm.play(plan, seconds)
+            done: dict[int, Step] = {}
+            for line in job.lines():
+                if line.rank == 0:
+                    done.setdefault(line.step, Step(line.time, line.size, 16 * line.size))
+    return goodput(sorted(done.values(), key=lambda step: step.time), storm.present, began, ended)
+
+
+def main() -> None:
+    """Run the arms and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--hosts", type=int, default=6)
+    parser.add_argument("--arm", choices=("both", "ours", "peer"), default="both")
+    options = parser.parse_args()
+    netlab.prepare()
+    nodes = capacity(options.trace)
+    plan = scaled(nodes, options.hosts, options.seconds)
+    print(f"plan: {plan}", flush=True)
+    changes = len(plan) - 1
+    result: dict[str, Any] = {"changes": changes, "changes_per_hour_of_the_trace": len(nodes) - 1}
+    if options.arm != "peer":
+        with tempfile.TemporaryDirectory() as folder:
+            result |= ours(Path(folder), plan, options.seconds)
+        cost_s = (1.0 - result["goodput"]) * options.seconds / changes
+        at_rate = 1.0 - cost_s * (len(nodes) - 1) / HOUR_S
+        result |= {"goodput": round(result["goodput"], 4), "cost_of_a_change_s": round(cost_s, 2),
+                   "goodput_at_trace_rate": round(at_rate, 4), "met": at_rate >= AIM and result["bits_equal"]}
+    if options.arm != "ours":
+        with tempfile.TemporaryDirectory() as folder:
+            result["peer_goodput"] = round(peer(Path(folder), plan, options.seconds), 4)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""How long it takes when everybody is gone: four hosts vanish at once, four others come, until the first new step.
+
+    .venv/bin/python tests/bench/zero.py [--every 20]                                           (as root: tests/netlab.py)
+
+Hosts are namespaces with an sshd each; they end without a FIN, and new ones, under other names, boot at once. The clock
+starts when ssh on the new ones answers: in it are what is left of the time to find out that the old ones are gone, the
+next attempt, the workers' boot over ssh, the restore from the last checkpoint, and the first step.
+
+Last line: one JSON object with first_step_s, steps_lost, phases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import netlab  # noqa: E402
+from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
+
+OLD, NEW = ["h1", "h2", "h3", "h4"], ["h5", "h6", "h7", "h8"]
+LIMIT_S = 30.0
+
+
+def main() -> None:
+    """Run it and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (%(default)s)")
+    options = parser.parse_args()
+    netlab.prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(zero(Path(folder), options.every)))
+
+
+def zero(folder: Path, every: int) -> dict[str, Any]:
+    """Return what it cost."""
+    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every", str(every)]
+    (folder / "lab").mkdir()
+    with Lab(folder / "lab") as lab:
+        lab.boot(COORDINATOR, *OLD)
+        with Fleet(lab, folder, OLD, command=job, min_workers=1) as fleet:
+            fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
+            fleet.wait_for_step(fleet.events("worker.step_committed")[-1]["step"] + every // 2)
+            lab.power_cut(*OLD)
+            last = fleet.events("worker.step_committed")[-1]["step"]
+            lab.boot(*NEW)
+            ready_at = time.time()
+            fleet.set_hosts(NEW)
+
+            def new_steps() -> list[dict[str, Any]]:
+                return [e for e in fleet.events("worker.step_committed") if e["attempt"] == 2 and not e.get("repeated")]
+
+            fleet.wait_for("first new step", new_steps)
+            moments = [("old ones given up", "attempt.ended"), ("next attempt", "attempt.started"),
+                       ("workers started", "driver.worker_started"), ("workers ready", "driver.worker_ready"),
+                       ("world formed", "driver.generation_formed"), ("restored", "state.checkpoint_restored"),
+                       ("first step", "worker.step_committed")]
+            phases, before = {}, ready_at
+            for phase, event in moments:
+                attempt = 1 if event == "attempt.ended" else 2
+                times = [e["time"] for e in fleet.events(event) if e["attempt"] == attempt]
+                at = times[-1] if event == "driver.worker_ready" else times[0]
+                phases[phase], before = round(at - before, 3), max(at, before)
+            first = new_steps()[0]
+    first_step_s, lost = first["time"] - ready_at, last + 1 - first["step"]
+    return {"first_step_s": round(first_step_s, 3), "steps_lost": lost, "checkpoint_every": every, "phases": phases,
+            "met": first_step_s < LIMIT_S and lost <= every}
+
+
+if __name__ == "__main__":
+    main()

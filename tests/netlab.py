@@ -1,0 +1,362 @@
+"""Hosts on one machine: namespaces with an sshd each, on a bridge; what happens to them is what happens to real ones.
+
+    with Lab(folder) as lab:
+        lab.boot("h1"); lab.boot("h2")
+        lab.unplug("h2")            packets are dropped both ways, nobody is told
+        lab.power_cut("h2")         so that not even a FIN gets out
+        lab.cut("h1", "h2")         only these two do not hear each other
+
+What always holds:
+1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
+   the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
+2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
+3. All interfaces are named the same, since Horovod gives one name to all hosts.
+
+It needs root, `ip`, and sshd, which it installs where apt-get can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+from cluster import Cluster
+from s3_servers import free_port, process
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.local_s3 import installed
+
+INTERFACE = "lab0"
+MOTO = "moto[ec2,autoscaling,server]==5.2.5"
+COORDINATOR = "coordinator"
+NETWORK = "172.31"
+METADATA = "169.254.169.254"
+NOWHERE = "02:00:00:00:00:01"
+CLONE_NEWNET = 0x40000000
+START_S = 20.0
+UNSHARE = ("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL")
+SITE = '''"""Lets a host of the lab have a wrong clock: the seconds in /run/clock-off, a file of that host's own."""
+import os, time
+if os.path.exists("/run/clock-off"):
+    _real, _off = time.time, float(open("/run/clock-off").read())
+    time.time = lambda: _real() + _off
+'''
+INIT = r'''
+hostname "$1"; lab=$2
+mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run && mkdir -p /run/sshd /run/disk
+mount --bind "$lab/hosts" /etc/hosts && mount --bind "$lab/ssh/config" /etc/ssh/ssh_config
+mount --bind "$lab/ssh/shadow" /etc/shadow
+mount -t tmpfs -o size=4m tmpfs /run/disk
+for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ -f $file ] && mount --bind "$lab/empty" $file; done
+ulimit -n 20000
+echo booted; read -r plugged
+exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config" -o PidFile=none
+'''
+
+
+class Unavailable(Exception):
+    """There can be no lab on this machine; the text says why."""
+
+
+def prepare() -> None:
+    """Install what is missing. Raises Unavailable."""
+    if os.geteuid() != 0:
+        raise Unavailable("the lab of hosts needs root (network namespaces): run the tests as root, as CI does")
+    missing = [program for program in ("ip", "unshare", "nsenter", "setpriv", "mount") if not shutil.which(program)]
+    if missing:
+        raise Unavailable(f"the lab of hosts needs {', '.join(missing)}: apt-get install iproute2 util-linux mount")
+    if not sshd():
+        for command in ("update --quiet", "install --yes --quiet --no-install-recommends openssh-server"):
+            # Without /run/systemd the package starts no service: the machine itself gets no ssh.
+            hidden = f"[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; apt-get {command}"
+            subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
+                           env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+    if not sshd():
+        raise Unavailable("the lab of hosts needs sshd, and it could not be installed: apt-get install openssh-server")
+    probe = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
+    if probe.returncode:
+        raise Unavailable(f"the lab of hosts needs namespaces, and this machine gives none: {probe.stderr.strip()}")
+
+
+def sshd() -> str | None:
+    """Return the path of sshd."""
+    return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def dying_with_us(*command: str | Path) -> list[str]:
+    """Return the command, changed so that the kernel kills it when this process dies."""
+    return ["setpriv", "--pdeathsig", "KILL", *map(str, command)]
+
+
+class Lab:
+    """A bridge and its hosts; use as a context manager. The coordinator is a host as the others are."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.hosts: dict[str, Host] = {}
+        self.ports = 0
+        self.output = open(folder / "lab.log", "ab")
+
+    def __enter__(self) -> Lab:
+        ssh = self.folder / "ssh"
+        ssh.mkdir()
+        for name in ("hostkey", "id"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name], check=True)
+        (ssh / "known_hosts").write_text(f"* {(ssh / 'hostkey.pub').read_text()}")
+        (ssh / "shadow").write_text("root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n")  # a locked root cannot log in
+        (ssh / "shadow").chmod(0o600)
+        (ssh / "sshd_config").write_text(
+            f"HostKey {ssh}/hostkey\nAuthorizedKeysFile {ssh}/id.pub\nPermitRootLogin prohibit-password\n"
+            f"PasswordAuthentication no\nStrictModes no\nUsePAM no\nUseDNS no\nPrintMotd no\nPrintLastLog no\n")
+        (ssh / "config").write_text(f"User root\nIdentityFile {ssh}/id\nIdentitiesOnly yes\nStrictHostKeyChecking yes\n"
+                                    f"UserKnownHostsFile {ssh}/known_hosts\nGSSAPIAuthentication no\n")
+        (self.folder / "empty").touch()
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n")
+        site = self.folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITE)
+        self.switch = subprocess.Popen(dying_with_us("unshare", "--net", "sleep", "infinity"), start_new_session=True)
+        wait_for("switch", lambda: os.readlink(f"/proc/{self.switch.pid}/ns/net") != os.readlink("/proc/self/ns/net"))
+        self._ip("link", "add", "bridge", "up", "type", "bridge")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts.values():
+            host.end()
+        self.switch.kill()
+        self.switch.wait()
+        self.output.close()
+
+    def address(self, name: str) -> str:
+        """Return a host's address: h7 has ….0.7; a name that is an address has it; any other is the coordinator."""
+        if name.startswith(f"{NETWORK}."):
+            return name
+        return f"{NETWORK}.0.{name[1:]}" if name[1:].isdigit() else f"{NETWORK}.0.254"
+
+    def boot(self, *names: str) -> None:
+        """Start hosts, all at once, and wait until ssh on them answers."""
+        for name in names:
+            assert name not in self.hosts or not self.hosts[name].is_up(), f"{name} is up"
+            self.hosts[name] = Host(self, name)
+        lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self.hosts)]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")  # the same inode: it is mounted
+        for name in names:
+            self.hosts[name].plug_in()
+        for name in names:
+            self.hosts[name].wait_for_ssh()
+
+    def power_cut(self, *names: str) -> None:
+        """End hosts between two instructions: not even a FIN gets out."""
+        for name in names:
+            self.unplug(name)
+        for name in names:
+            self.hosts[name].end()
+
+    def unplug(self, name: str) -> None:
+        """Take a host off the bridge: its packets and those for it are dropped, and nobody is told."""
+        self._ip("link", "set", self.hosts[name].port, "nomaster")
+
+    def plug_in(self, name: str) -> None:
+        """Undo `unplug`."""
+        self._ip("link", "set", self.hosts[name].port, "master", "bridge")
+
+    def cut(self, one: str, other: str) -> None:
+        """Drop, silently, what two hosts send to each other, and nothing else: both know a wrong hardware address."""
+        for here, there in ((one, other), (other, one)):
+            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev", INTERFACE, "nud",
+                        "permanent")
+
+    def mend(self, one: str, other: str) -> None:
+        """Undo `cut`."""
+        for here, there in ((one, other), (other, one)):
+            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", INTERFACE)
+
+    def slow(self, name: str, kbit: int) -> None:
+        """Give a host a slow line (what it sends), or end that with 0."""
+        if kbit:
+            self.inside(name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", f"{kbit}kbit", "burst",
+                        "16kb", "latency", "400ms")
+        else:
+            self.inside(name, "tc", "qdisc", "del", "dev", INTERFACE, "root")
+
+    def inside(self, name: str, *command: str) -> str:
+        """Run a command on a host to its end; returns what it printed."""
+        done = subprocess.run([*self.hosts[name].enter(), *command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{name}: {command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, name: str, command: Sequence[str | Path], **popen: Any) -> subprocess.Popen[bytes]:
+        """Start a command on a host; it ends with the host, or with us."""
+        said = {"stdout": self.output, "stderr": self.output, "start_new_session": True} | popen
+        return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], **said)
+
+    @contextmanager
+    def network_of(self, name: str) -> Iterator[None]:
+        """Let this thread open its sockets on a host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/thread-self/ns/net") as ours, open(f"/proc/{self.hosts[name].pid}/ns/net") as theirs:
+            assert libc.setns(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            try:
+                yield
+            finally:
+                assert libc.setns(ours.fileno(), CLONE_NEWNET) == 0
+
+    def _ip(self, *arguments: str) -> None:
+        subprocess.run(["nsenter", "-t", str(self.switch.pid), "-n", "ip", *arguments], check=True, capture_output=True)
+
+
+class Host:
+    """One host: its first process, and the port of the bridge that it is plugged into."""
+
+    def __init__(self, lab: Lab, name: str):
+        self.lab, self.name = lab, name
+        lab.ports += 1
+        self.port = f"port{lab.ports}"
+        self.process = subprocess.Popen(
+            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
+        self.pid = 0
+
+    def is_up(self) -> bool:
+        """True while its first process runs."""
+        return self.process.poll() is None
+
+    def plug_in(self) -> None:
+        """Give it its interface, and let its sshd start."""
+        assert self.process.stdout and self.process.stdin
+        assert self.process.stdout.readline() == b"booted\n", f"{self.name} does not boot; see {self.lab.folder}/lab.log"
+        unshare = self.process.pid
+        self.pid = int(Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[0])
+        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
+        self.lab._ip("link", "set", self.port, "master", "bridge", "up")
+        address = self.lab.address(self.name)
+        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {INTERFACE}\n"
+                 f"link set {INTERFACE} up\n")
+        subprocess.run([*self.enter(), "ip", "-batch", "-"], input=batch, text=True, check=True, capture_output=True)
+        self.process.stdin.write(b"plugged\n")
+        self.process.stdin.flush()
+
+    def wait_for_ssh(self) -> None:
+        """Wait until its sshd accepts."""
+        def answers() -> bool:
+            with self.lab.network_of(self.name), socket.socket() as probe:
+                return probe.connect_ex((self.lab.address(self.name), 22)) == 0
+
+        wait_for(f"ssh on {self.name}", answers)
+
+    def enter(self) -> list[str]:
+        """Return the beginning of a command line that runs on this host."""
+        assert self.pid and self.is_up(), f"{self.name} is down"
+        return dying_with_us("nsenter", "-t", str(self.pid), "-n", "-p", "-m", "-u", "-i", f"--wd={os.getcwd()}", "--")
+
+    def end(self) -> None:
+        """Kill it, and wait until it is gone: its interface goes with it."""
+        if self.pid and self.is_up():
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) -> None:
+    """Wait until `seen()` is true; an error of a command means not yet."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            if seen():
+                return
+        except (OSError, subprocess.CalledProcessError):
+            pass
+        assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
+        time.sleep(0.01)
+
+
+@contextmanager
+def ec2_server(folder: Path) -> Iterator[str]:
+    """Run an EC2 API (moto) outside the lab; yields its endpoint. Raises Unavailable."""
+    try:
+        program = f"{installed(MOTO)}/moto_server"
+    except ConfigError as error:
+        raise Unavailable(str(error)) from error
+    port = free_port()
+    with process([program, "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
+        endpoint = f"http://127.0.0.1:{port}"
+        wait_for("EC2 API", lambda: urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5), deadline_s=60.0)
+        yield endpoint
+
+
+class Cloud:
+    """Spot instances at that API, whose addresses are those of hosts of the lab: one client of the test's own."""
+
+    def __init__(self, endpoint: str):
+        self.client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+                                   aws_secret_access_key="x")
+        self.ids: dict[str, str] = {}
+
+    def launch(self, count: int) -> list[str]:
+        """Start instances; returns their addresses."""
+        image = self.client.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+        subnet = self.client.describe_subnets()["Subnets"][0]["SubnetId"]  # of the default network, which is ours too
+        started = self.client.run_instances(
+            ImageId=image, SubnetId=subnet, MinCount=count, MaxCount=count, InstanceType="c5.large",
+            InstanceMarketOptions={"MarketType": "spot"},
+            TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": "Job", "Value": "mine"}]}])["Instances"]
+        self.ids |= {i["PrivateIpAddress"]: i["InstanceId"] for i in started}
+        return [i["PrivateIpAddress"] for i in started]
+
+    def terminate(self, *addresses: str) -> None:
+        """End instances."""
+        self.client.terminate_instances(InstanceIds=[self.ids[address] for address in addresses])
+
+
+class Fleet(Cluster):
+    """A run whose coordinator and workers are hosts of a lab."""
+
+    def __init__(self, lab: Lab, folder: Path, names: Sequence[str], **options: Any):
+        self.lab = lab
+        options["options"] = ["--network-interfaces", INTERFACE, *options.get("options", ())]
+        super().__init__(folder, names=names, **options)
+        self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
+
+    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+        """Wait until `seen()` is true and return it."""
+        return super().wait_for(what, seen, deadline_s)
+
+    def start(self) -> None:
+        """Start the run on the coordinator, or resume it."""
+        self.process = self.lab.start(COORDINATOR, self.command, env=self.env, cwd=self.folder,
+                                      stdout=open(self.folder / "output.log", "ab"), stderr=subprocess.STDOUT)
+
+    def supervisor_pid(self) -> int:
+        """Return the supervisor's pid, as seen from outside the lab."""
+        assert self.process
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def signal_worker(self, host: str, number: int) -> int:
+        """Send a signal to the worker on a host; returns its pid there."""
+        pid = [e["pid"] for e in self.events("driver.worker_ready") if e["worker"].split("/")[0] == host][-1]
+        self.lab.inside(host, "kill", f"-{number}", str(pid))
+        return int(pid)
+
+    def lost(self) -> list[dict[str, Any]]:
+        """Return the workers that were lost; an ssh that did not reach its host is none."""
+        return [e for e in super().lost() if e["reason"] != "boot_failed"]
+
+    def newest_step(self) -> int:
+        """Return the number of the newest finished step."""
+        return int(self.events("worker.step_committed")[-1]["step"])
+
+    def finish(self) -> int:
+        """Let the rest of the run go as fast as it can; returns its exit code."""
+        (self.folder / "hurry").touch()
+        return self.wait()
