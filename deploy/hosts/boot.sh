@@ -8,13 +8,13 @@
 set -euo pipefail
 set -a
 # shellcheck source=/dev/null
-source /etc/elastic-trainer/fleet.env
+source /etc/elastic-trainer/fleet.env  # SOURCE, PACKAGES, ROLE, BUCKET, FLEET
 set +a
 root=/opt/elastic-trainer
 
 if [[ ! -d $root ]]; then
-    read -ra packages <<<"$PACKAGES"
-    dnf install --quiet --assumeyes "${packages[@]}"
+    read -ra wanted <<<"$PACKAGES"
+    dnf install --quiet --assumeyes "${wanted[@]}"
     archive=$(mktemp /var/tmp/elastic-trainer.XXXXXX)
     trap 'rm -rf "$archive" "$root.new"' EXIT
     aws s3 cp --only-show-errors "s3://$BUCKET/$FLEET/$SOURCE" "$archive"

@@ -9,9 +9,9 @@ name=${1-}
 [[ $name =~ ^(i-[0-9a-f]{8,17})(\.[a-z0-9-]+)+$ ]] || { printf 'host_key: %s is no name of a worker\n' "$name" >&2; exit 0; }
 instance=${BASH_REMATCH[1]}
 # shellcheck source=/dev/null
-source "${FLEET_ENV:-/etc/elastic-trainer/fleet.env}"
+source /etc/elastic-trainer/fleet.env
 export AWS_REGION
-kept=${HOST_KEYS:-/var/lib/elastic-trainer/host_keys}/$instance
+kept=/var/lib/elastic-trainer/host_keys/$instance
 
 if [[ ! -s $kept ]]; then
     new=$(mktemp "$kept.XXXXXX")

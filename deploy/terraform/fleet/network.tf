@@ -48,18 +48,11 @@ resource "aws_vpc_endpoint" "s3" {
   route_table_ids = [aws_route_table.fleet.id]
 }
 
-# A private address is given again to another machine; a name made of the instance's id never is. Horovod bans by name,
-# and known host keys are kept by name.
 resource "aws_subnet" "zone" {
-  for_each                                       = { for index, zone in local.zones : zone => index }
-  vpc_id                                         = aws_vpc.fleet.id
-  availability_zone                              = each.key
-  cidr_block                                     = cidrsubnet(var.network, 4, each.value)
-  private_dns_hostname_type_on_launch            = "resource-name"
-  enable_resource_name_dns_a_record_on_launch    = true
-  map_public_ip_on_launch                        = false
-  assign_ipv6_address_on_creation                = false
-  enable_resource_name_dns_aaaa_record_on_launch = false
+  for_each          = { for index, zone in local.zones : zone => index }
+  vpc_id            = aws_vpc.fleet.id
+  availability_zone = each.key
+  cidr_block        = cidrsubnet(var.network, 4, each.value)
 
   tags = {
     Name = "${var.name}-${each.key}"
@@ -97,12 +90,12 @@ locals {
 
   # AWS's own DNS, clock and metadata service are reached whatever stands here.
   out = merge({
-    "coordinator: ssh to workers"        = { at = local.coordinator, ports = local.ssh, group = local.workers }
-    "coordinator: the agents"            = { at = local.coordinator, ports = local.agent, group = local.workers }
-    "coordinator: APIs, packages"        = { at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0" }
-    "workers: words to the coordinator"  = { at = local.workers, ports = local.words, group = local.coordinator }
-    "workers: gradients to each other"   = { at = local.workers, ports = local.words, group = local.workers }
-    "workers: S3, and Amazon's packages" = { at = local.workers, ports = local.https, list = aws_vpc_endpoint.s3.prefix_list_id }
+    "coordinator: ssh to workers"       = { at = local.coordinator, ports = local.ssh, group = local.workers }
+    "coordinator: the agents"           = { at = local.coordinator, ports = local.agent, group = local.workers }
+    "coordinator: APIs, packages"       = { at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0" }
+    "workers: words to the coordinator" = { at = local.workers, ports = local.words, group = local.coordinator }
+    "workers: gradients to each other"  = { at = local.workers, ports = local.words, group = local.workers }
+    "workers: S3, and packages by it"   = { at = local.workers, ports = local.https, list = aws_vpc_endpoint.s3.prefix_list_id }
     }, var.worker_internet ? {
     "workers: the internet" = { at = local.workers, ports = local.https, cidr = "0.0.0.0/0" }
   } : {})

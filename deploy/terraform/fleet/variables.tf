@@ -198,7 +198,7 @@ variable "admin_cidr" {
   description = "From where you may reach the coordinator by ssh, e.g. 203.0.113.7/32; null is from nowhere."
 
   validation {
-    condition     = var.admin_cidr == null || (can(cidrhost(var.admin_cidr, 0)) && !endswith(var.admin_cidr, "/0"))
+    condition     = var.admin_cidr == null || (can(cidrhost(var.admin_cidr, 0)) && !can(regex("/0$", var.admin_cidr)))
     error_message = "admin_cidr must be a network such as 203.0.113.7/32, and not the whole internet."
   }
 }

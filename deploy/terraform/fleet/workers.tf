@@ -4,6 +4,7 @@
 resource "aws_launch_template" "worker" {
   name_prefix            = "${local.group}-"
   image_id               = aws_instance.coordinator.ami
+  instance_type          = var.instance_types[0]
   update_default_version = true
 
   user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
@@ -33,6 +34,8 @@ resource "aws_launch_template" "worker" {
     http_put_response_hop_limit = 1
   }
 
+  # A private address is given again to another machine; a name made of the instance's id never is. Horovod bans by
+  # name, and the coordinator keeps host keys by name.
   private_dns_name_options {
     hostname_type                     = "resource-name"
     enable_resource_name_dns_a_record = true
