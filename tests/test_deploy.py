@@ -105,7 +105,7 @@ def bucket_is_locked(s3: Any, bucket: str) -> None:
 
 def fleet_is_as_wanted(endpoint: str, outputs: dict[str, Any]) -> None:
     ec2 = client("ec2", endpoint)
-    credentials = {"AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    credentials = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Fleet=mine", "--tag",
                            "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
                           text=True, env=os.environ | {"AWS_ENDPOINT_URL": endpoint} | credentials)

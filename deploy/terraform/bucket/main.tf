@@ -118,10 +118,11 @@ resource "aws_s3_bucket_policy" "this" {
 }
 
 output "next" {
-  description = "The commands to run next."
-  value       = <<-TEXT
-    deploy/push.sh ${aws_s3_bucket.this.id} NAME FOLDER_WITH_YOUR_SCRIPT
-    terraform -chdir=deploy/terraform/fleet init
-    terraform -chdir=deploy/terraform/fleet apply -var region=${var.region} -var bucket=${aws_s3_bucket.this.id} -var name=NAME
-  TEXT
+  description = "The command to run next; then deploy/README.md has the fleet's."
+  value       = "deploy/push.sh ${aws_s3_bucket.this.id} NAME FOLDER_WITH_YOUR_SCRIPT"
+}
+
+output "destroy" {
+  description = "Takes away the bucket and everything that runs have left in it."
+  value       = "aws s3 rm --recursive s3://${aws_s3_bucket.this.id}; terraform -chdir=deploy/terraform/bucket destroy -var region=${var.region} -var bucket=${var.bucket}"
 }

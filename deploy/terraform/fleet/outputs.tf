@@ -2,7 +2,7 @@
 
 locals {
   here     = "terraform -chdir=deploy/terraform/fleet"
-  the_same = "-var region=${var.region} -var bucket=${var.bucket} -var name=${var.name}"
+  the_same = "-var-file=${var.name}.tfvars"
   in_run   = "s3://${var.bucket}/${var.name}"
 }
 
