@@ -263,6 +263,7 @@ class Machine:
                      "etc/systemd/system", "var/tmp", "var/lib/cloud/data", "opt", "home"):
             (self.root / path).mkdir(parents=True)
         (self.root / "var/lib/cloud/data/instance-id").write_text(instance + "\n")
+        (self.root / "etc/elastic-trainer/command").write_text("python\nit's mine.py\n--x=${y}\n")
         (self.root / "etc/elastic-trainer/fleet.env").write_text(
             "".join(f"{k}='{v}'\n" for k, v in (SETTINGS | settings).items()))
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.root / "etc/ssh/ssh_host_ed25519_key"],
@@ -308,7 +309,7 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not on this machine.")
     coordinator = Machine(tmp_path, COORDINATOR, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2", NP="4",
-                          MIN_NP="1", GROUP="mine-workers", SLOTS="1", TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
+                          MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
     worker = Machine(tmp_path, WORKER, ROLE="worker", SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst", ROLE_ID="AROA2")
     code = tmp_path / "code" / "deploy"
     shutil.copytree(HOSTS, code / "hosts")
@@ -371,7 +372,7 @@ def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machin
         machine.boot()
     assert all(path.read_bytes() == body for path, body in kept)
     assert "release" not in coordinator.called() and "code.tar.gz" not in coordinator.called()
-    assert "elastic-trainer.service" in coordinator.called() and "elastic-agent.service" in worker.called()
+    assert "elastic-trainer.service" in coordinator.called() and "elastic-standby.service" in worker.called()
 
 
 def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(fleet: tuple[Machine, Machine]) -> None:
@@ -435,20 +436,29 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(flee
 def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:
     """Words of the command stay words; each worker puts in the name of its own interface."""
     coordinator, worker = fleet
-    (coordinator.root / "etc/elastic-trainer/command").write_text("python\nit's mine.py\n--x=${y}\n")
     (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
-    start = coordinator.root / "opt/elastic-trainer/horovodrun_elastic.sh"
-    start.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    start.chmod(0o755)
-    done = coordinator.run("train.sh", FLEET="mine", BUCKET="b", NP="4", MIN_NP="2", INTERFACE="ens5")
-    words = done.stdout.splitlines()
-    assert words[-4:] == [f"{coordinator.root}/opt/elastic-trainer/deploy/hosts/on_this_host.sh", "python", "it's mine.py",
-                          "--x=${y}"], done.stderr
+
+    def started(machine: Machine, program: str, **env: str) -> tuple[list[str], list[str]]:
+        path = machine.root / "opt/elastic-trainer" / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
+        path.chmod(0o755)
+        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer", **env)
+        words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
+        return words.splitlines(), sorted(line for line in place.splitlines() if not line.startswith(("SHLVL", "_=")))
+
+    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b", NP="4", MIN_NP="2",
+                           INTERFACE="ens5")
+    assert words[-4:] == ["/opt/elastic-trainer/deploy/hosts/on_this_host.sh", "python", "it's mine.py", "--x=${y}"]
+    standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
+    assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-4:]]
+    assert there == place and not any("FLEET" in line for line in place)
+    assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "COORDINATORS_INTERFACE='ens5'\nSLOTS='2'\n"
     said = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
     assert said["--run"] == "mine" and said["--store"] == "s3://b/mine/checkpoints" and said["--min-np"] == "2"
-    there = worker.run("on_this_host.sh", "bash", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME",
-                       HOROVOD_GLOO_IFACE="eth0")
-    assert there.stdout == "ens5 =ens5\n"
+    done = worker.run("on_this_host.sh", "bash", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME",
+                      HOROVOD_GLOO_IFACE="eth0")
+    assert done.stdout == "ens5 =ens5\n"
 
 
 # --- what stands in files --------------------------------------------------------------------------------------------
@@ -461,7 +471,7 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
     template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
     boot = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])[-1]["content"]
     units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")} | {"elastic-boot.service": boot}
-    assert len(units) == 7
+    assert len(units) == 8
     for name, text in units.items():
         for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable), ("/opt/elastic-trainer", str(ROOT)),
                             ("/usr/local/sbin/elastic-boot", str(HOSTS / "boot.sh"))):

@@ -17,6 +17,10 @@ boot=$store/$(dirname "$SOURCE")       # the coordinator's own folder
 "$root/deploy/hosts/machine.sh"
 install -d -o trainer -g trainer "$kept" "$kept/runs"
 
+# sshd lets bash read it: what it sets would be other variables than a standby's.
+home=$(getent passwd trainer | cut -d: -f6)
+: >"$home/.bashrc"
+
 umask 077
 new=$(mktemp -d "$etc/new.XXXXXX")
 trap 'rm -rf "$new"' EXIT
@@ -36,6 +40,13 @@ systemctl reload-or-restart sshd.service
 
 aws s3 cp --only-show-errors /etc/ssh/ssh_host_ed25519_key.pub "$store/hosts/$me"
 
-install -m 644 "$root/deploy/hosts/elastic-agent.service" /etc/systemd/system/
+install -m 644 "$root"/deploy/hosts/elastic-{agent,standby}.service /etc/systemd/system/
 systemctl daemon-reload
 systemctl enable --now --no-block elastic-agent.service
+
+# A standby that is taken has its variables from the coordinator, the interface's name too (on_this_host.sh was earlier).
+# shellcheck source=/dev/null
+source "$etc/host.env"
+# shellcheck source=/dev/null
+source "$root/run.env"
+if [[ $INTERFACE == "$COORDINATORS_INTERFACE" ]]; then systemctl enable --now --no-block elastic-standby.service; fi
