@@ -394,6 +394,10 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(fle
              "-o", f"ProxyCommand={sshd} -i -f {served}", name, "echo entered"],
             env=coordinator.env, capture_output=True, text=True, timeout=60)
 
+    # What `terraform output login` says of the coordinator's own key.
+    said = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"
+    kind, key = (coordinator.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text().split()[:2]
+    assert said.read_text() == f"coordinator {kind} {key}\n"
     ours = coordinator.root / "home/.ssh/id_ed25519"
     stranger = worker.root / "etc/ssh/stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", stranger], check=True)

@@ -3,8 +3,8 @@
 #
 # user data → here (elastic-boot.service) → deploy/hosts/$ROLE.sh
 #
-# The same packages on all machines: their repository is the image's own release's. The same path: the virtual
-# environment in what workers fetch was made at it.
+# The same packages on all machines: the repository is that of the image's own release. It is in S3, which workers reach;
+# other repositories they do not. The same path: the virtual environment in what workers fetch was made at it.
 set -euo pipefail
 set -a
 # shellcheck source=/dev/null
@@ -14,7 +14,7 @@ root=/opt/elastic-trainer
 
 if [[ ! -d $root ]]; then
     read -ra wanted <<<"$PACKAGES"
-    dnf install --quiet --assumeyes "${wanted[@]}"
+    dnf install --quiet --assumeyes --repo amazonlinux "${wanted[@]}"
     archive=$(mktemp /var/tmp/elastic-trainer.XXXXXX)
     trap 'rm -rf "$archive" "$root.new"' EXIT
     aws s3 cp --only-show-errors "s3://$BUCKET/$FLEET/$SOURCE" "$archive"
