@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pytest
 import yaml
 from moto_server import moto_server
 from s3_servers import Unavailable
-from terraform import DEPLOY, apply, destroy, rendered
+from terraform import DEPLOY, apply, destroy, provider, rendered
 
 ROOT = DEPLOY.parent
 HOSTS = DEPLOY / "hosts"
@@ -65,19 +66,23 @@ def test_a_fleet_is_applied_found_and_destroyed(tmp_path: Path) -> None:
     """Spot workers that discovery lists, locked doors, no secret, no `*`; and destroyed, nothing is left but the bucket."""
     variables = {"region": "us-east-1", "bucket": "training-1", "name": "mine", "workers": 3, "image_id": IMAGE,
                  "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
+    of_bucket = {k: variables[k] for k in ("region", "bucket")}
     try:
-        with moto_server(tmp_path) as endpoint:
-            apply(tmp_path / "bucket", "bucket", endpoint, {k: variables[k] for k in ("region", "bucket")})
-            bucket_is_locked(client("s3", endpoint), "training-1")
+        provider()
+        with moto_server(tmp_path) as endpoint, ThreadPoolExecutor(1) as pool:
+            # Beside the fleet: the provider waits most of this one's time.
+            bucket = pool.submit(apply, tmp_path / "bucket", "bucket", endpoint, of_bucket)
             ec2 = client("ec2", endpoint)
             others = len(ec2.describe_security_groups()["SecurityGroups"]), len(ec2.describe_vpcs()["Vpcs"])
+            iam = client("iam", endpoint)
             try:
                 outputs = apply(tmp_path / "fleet", "fleet", endpoint, variables)
                 fleet_is_as_wanted(endpoint, outputs)
-                iam = client("iam", endpoint)
                 for role in ("coordinator", "workers"):
                     policy = iam.get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
                     nothing_is_open(policy, role)
+                bucket.result()
+                bucket_is_locked(client("s3", endpoint), "training-1")
                 no_secret_in((tmp_path / "fleet/deploy/terraform/fleet/terraform.tfstate").read_text())
             finally:
                 destroy(tmp_path / "fleet", "fleet", endpoint)
