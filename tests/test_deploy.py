@@ -211,8 +211,8 @@ def user_data(text: str) -> dict[str, str]:
 
 
 def no_secret_in(text: str) -> None:
-    """Neither a private key, nor AWS's, nor the run's."""
-    assert not re.search(r"PRIVATE KEY|AKIA[0-9A-Z]{16}|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
+    """Neither a private key, nor a setting that would be AWS's secret, nor the run's key."""
+    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
 
 
 @pytest.mark.parametrize("admin_key", [None, "ssh-ed25519 AAAAC3Nza me@there: # here"])
