@@ -15,14 +15,14 @@ from typing import Any
 import boto3
 import pytest
 from faulty_proxy import FaultyProxy
-from s3_servers import Unavailable, free_port, process
+from moto_server import moto_server
+from s3_servers import Unavailable
 
 from discovery import ec2 as ec2_module
 from discovery.ec2 import CloudUnavailable, Ec2
 from discovery.hosts import Policy
 from discovery.poll import once
 
-MOTO = "moto[ec2,autoscaling,server]==5.2.5"
 ROOT = Path(__file__).resolve().parent.parent
 TAGS = {"Job": "mine"}
 
@@ -30,25 +30,11 @@ TAGS = {"Job": "mine"}
 @pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An EC2 API server."""
-    from elastic_trainer.config import ConfigError
-    from elastic_trainer.local_s3 import installed
-
     try:
-        program = f"{installed(MOTO)}/moto_server"
-    except ConfigError as error:
+        with moto_server(tmp_path_factory.mktemp("moto")) as endpoint:
+            yield endpoint
+    except Unavailable as error:
         pytest.skip(str(error))
-    port, folder = free_port(), tmp_path_factory.mktemp("moto")
-    with process([program, "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                client("ec2", f"http://127.0.0.1:{port}").describe_vpcs()
-                break
-            except Exception as error:
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"moto did not start: {error}") from error
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
 
 
 def client(service: str, endpoint: str) -> Any:

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Makes the coordinator: keys, the release for workers, the units. Called by boot.sh at every boot, as root; what is
+# there already is not made again.
+#
+# boot.sh → here → s3://BUCKET/FLEET/boot/ME/ (read by workers) → elastic-poll, elastic-trainer, elastic-diary
+#
+# What always holds:
+# 1. Private keys are made here and stay here. In the bucket are public keys, and the key that signs questions to agents,
+#    which every host needs.
+# 2. Keys stand under this machine's own name, which no other machine can write, and the release comes last: a worker
+#    that finds it finds all.
+set -euo pipefail
+root=/opt/elastic-trainer
+kept=/var/lib/elastic-trainer          # the same path on workers: it is the run's folder there too
+etc=/etc/elastic-trainer
+me=$ROLE_ID:$(</var/lib/cloud/data/instance-id)
+store=s3://$BUCKET/$FLEET
+boot=$store/boot/$me
+
+copy() { aws s3 cp --only-show-errors "$@"; }
+
+"$root/deploy/hosts/machine.sh"
+install -d -o trainer -g trainer "$kept" "$kept/host_keys" "$kept/runs" "$kept/runs/$FLEET"
+
+# ---- keys ----
+
+home=$(getent passwd trainer | cut -d: -f6)
+install -d -m 700 -o trainer -g trainer "$home/.ssh"
+if [[ ! -f $home/.ssh/id_ed25519 ]]; then
+    ssh-keygen -q -t ed25519 -N '' -C "$FLEET" -f "$home/.ssh/id_ed25519"
+    chown trainer:trainer "$home/.ssh/id_ed25519" "$home/.ssh/id_ed25519.pub"
+fi
+if [[ ! -s $etc/agent.key ]]; then
+    (umask 077 && openssl rand -hex 32 >"$etc/agent.key")
+    chown trainer:trainer "$etc/agent.key"
+fi
+install -m 644 "$root/deploy/hosts/ssh_config" /etc/ssh/ssh_config.d/10-fleet.conf
+read -r kind key _ </etc/ssh/ssh_host_ed25519_key.pub
+printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
+
+# ---- the release ----
+
+if [[ ! -f $kept/released ]]; then
+    # A coordinator that takes another's place goes on with its diary.
+    aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
+    chown -R trainer:trainer "$kept/runs/$FLEET"
+    export PYTHON=python3.11 XDG_CACHE_HOME=/var/cache
+    wheels=$XDG_CACHE_HOME/elastic-trainer/wheels
+    aws s3 sync --only-show-errors "$store/wheels/" "$wheels"       # building Horovod takes minutes: once is enough
+    "$root/deploy/install.sh"
+    aws s3 sync --only-show-errors --exclude '*lock' "$wheels" "$store/wheels/"
+    if [[ -f $root/job/requirements.txt ]]; then
+        "$root/.venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+            --constraint "$root/deploy/constraints.txt" --requirement "$root/job/requirements.txt"
+    fi
+    # What the run is: for standbys, which are booted with the same words.
+    install -m 644 "$etc/command" "$root/command"
+    sed -n "s/^INTERFACE=/COORDINATORS_&/p" "$etc/host.env" >"$root/run.env"
+    printf "SLOTS='%s'\n" "$SLOTS" >>"$root/run.env"
+    archive=$(mktemp /var/tmp/release.XXXXXX)
+    trap 'rm -f "$archive"' EXIT
+    tar --create --zstd --file "$archive" --directory "$root" .
+    copy "$home/.ssh/id_ed25519.pub" "$boot/coordinator.pub"
+    copy "$etc/agent.key" "$boot/agent.key"
+    copy "$archive" "$boot/release.tar.zst"
+    touch "$kept/released"
+fi
+
+# ---- the units ----
+
+install -m 644 "$root"/deploy/hosts/elastic-{poll,trainer,ended,diary}.service "$root/deploy/hosts/elastic-diary.timer" \
+    /etc/systemd/system/
+systemctl daemon-reload
+systemctl enable --now --no-block elastic-poll.service elastic-diary.timer elastic-trainer.service

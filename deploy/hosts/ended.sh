@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# When the run has ended: the last words go to the bucket, and the workers go. After a stop or a crash, which systemd
+# resumes, it does nothing. systemd → here, with EXIT_STATUS; by elastic-ended.service, without, when it has given up.
+set -euo pipefail
+[[ ${EXIT_STATUS:-0} == 0 ]] || exit 0
+/opt/elastic-trainer/deploy/hosts/diary.sh
+aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0
+touch /var/lib/elastic-trainer/ended

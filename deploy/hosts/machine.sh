@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Prepares what both roles need of a machine; as root, at every boot. Writes /etc/elastic-trainer/host.env: the
+# machine's own address and interface.
+set -euo pipefail
+
+swapoff --all                          # a worker that swaps is slower than no worker
+systemctl enable --now --quiet chronyd.service
+
+install -m 644 /dev/stdin /etc/security/limits.d/elastic-trainer.conf <<'EOF'
+trainer - nofile 1048576
+trainer - memlock unlimited
+trainer - core 0
+EOF
+
+# The primary interface is called ens5, ens32 or enp39s0, as the instance type has it.
+interface=$("$(dirname "$0")/interface.sh")
+address=$(ip -4 -oneline address show dev "$interface" scope global | awk 'NR == 1 {sub("/.*", "", $4); print $4}')
+[[ $address ]] || { printf 'machine: %s has no address yet\n' "$interface" >&2; exit 1; }
+install -m 644 /dev/stdin /etc/elastic-trainer/host.env <<EOF
+ADDRESS='$address'
+INTERFACE='$interface'
+EOF

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes a worker: trusts its coordinator, says its own host key, starts the agent. Called by boot.sh at every boot, as root.
+#
+# boot.sh → here → s3://BUCKET/FLEET/hosts/ME (read by the coordinator's ssh) → elastic-agent
+#
+# What always holds:
+# 1. The host key is in the bucket before the agent answers, and no host is listed before its agent answers.
+# 2. Only root can change whom sshd lets in; only the coordinator is let in, only as `trainer`.
+set -euo pipefail
+root=/opt/elastic-trainer
+kept=/var/lib/elastic-trainer
+etc=/etc/elastic-trainer
+me=$ROLE_ID:$(</var/lib/cloud/data/instance-id)
+store=s3://$BUCKET/$FLEET
+boot=$store/$(dirname "$SOURCE")       # the coordinator's own folder
+
+"$root/deploy/hosts/machine.sh"
+install -d -o trainer -g trainer "$kept" "$kept/runs"
+
+# sshd lets bash read it: what it sets would be other variables than a standby's.
+home=$(getent passwd trainer | cut -d: -f6)
+: >"$home/.bashrc"
+
+umask 077
+new=$(mktemp -d "$etc/new.XXXXXX")
+trap 'rm -rf "$new"' EXIT
+aws s3 cp --only-show-errors "$boot/agent.key" "$new/agent.key"
+aws s3 cp --only-show-errors "$boot/coordinator.pub" "$new/coordinator.pub"
+chown trainer:trainer "$new/agent.key"
+mv "$new/agent.key" "$etc/agent.key"
+
+# `restrict`: no forwarding, no terminal.
+install -d -m 755 /etc/ssh/keys
+read -r kind key _ <"$new/coordinator.pub"
+printf 'restrict %s %s\n' "$kind" "$key" >"$new/trainer"
+install -m 644 "$new/trainer" /etc/ssh/keys/trainer
+install -m 644 "$root/deploy/hosts/sshd_config" /etc/ssh/sshd_config.d/10-fleet.conf
+sshd -t
+systemctl reload-or-restart sshd.service
+
+aws s3 cp --only-show-errors /etc/ssh/ssh_host_ed25519_key.pub "$store/hosts/$me"
+
+install -m 644 "$root"/deploy/hosts/elastic-{agent,standby}.service /etc/systemd/system/
+systemctl daemon-reload
+systemctl enable --now --no-block elastic-agent.service
+
+# A standby that is taken has its variables from the coordinator, the interface's name too (on_this_host.sh was earlier).
+# shellcheck source=/dev/null
+source "$etc/host.env"
+# shellcheck source=/dev/null
+source "$root/run.env"
+if [[ $INTERFACE == "$COORDINATORS_INTERFACE" ]]; then systemctl enable --now --no-block elastic-standby.service; fi

@@ -1,0 +1,128 @@
+# The bucket: made once, used by any number of fleets, and never destroyed with one. Its state is its own.
+#
+#   terraform -chdir=deploy/terraform/bucket init
+#   terraform -chdir=deploy/terraform/bucket apply -var region=eu-central-1 -var bucket=my-training
+#
+# What always holds: nothing in it is public, everything is encrypted and asked for by TLS, no rule expires an object
+# (the commit log must stay whole), and no one can write a log record over another, whoever they are.
+
+terraform {
+  required_version = ">= 1.9"
+  required_providers {
+    aws = {
+      source  = "hashicorp/aws"
+      version = "5.100.0"
+    }
+  }
+}
+
+provider "aws" {
+  region = var.region
+}
+
+variable "region" {
+  type        = string
+  description = "Where the bucket lies; the fleet's region, so that reading it is free."
+}
+
+variable "bucket" {
+  type        = string
+  description = "The bucket's name, of which there is one in the world."
+
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9-]{1,61}[a-z0-9]$", var.bucket))
+    error_message = "bucket must have 3 to 63 lower-case letters, digits and hyphens, e.g. my-training-2026."
+  }
+}
+
+resource "aws_s3_bucket" "this" {
+  bucket        = var.bucket
+  force_destroy = false
+}
+
+resource "aws_s3_bucket_public_access_block" "this" {
+  bucket                  = aws_s3_bucket.this.id
+  block_public_acls       = true
+  block_public_policy     = true
+  ignore_public_acls      = true
+  restrict_public_buckets = true
+}
+
+resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
+  bucket = aws_s3_bucket.this.id
+
+  rule {
+    apply_server_side_encryption_by_default {
+      sse_algorithm = "AES256"
+    }
+  }
+}
+
+resource "aws_s3_bucket_lifecycle_configuration" "this" {
+  bucket = aws_s3_bucket.this.id
+
+  rule {
+    id     = "unfinished-uploads"
+    status = "Enabled"
+
+    filter {}
+
+    abort_incomplete_multipart_upload {
+      days_after_initiation = 1
+    }
+  }
+}
+
+data "aws_iam_policy_document" "bucket" {
+  statement {
+    sid       = "OnlyByTls"
+    effect    = "Deny"
+    actions   = ["s3:*"]
+    resources = [aws_s3_bucket.this.arn, "${aws_s3_bucket.this.arn}/*"]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+
+    condition {
+      test     = "Bool"
+      variable = "aws:SecureTransport"
+      values   = ["false"]
+    }
+  }
+
+  statement {
+    sid       = "LogRecordsOnlyIfAbsent"
+    effect    = "Deny"
+    actions   = ["s3:PutObject"]
+    resources = ["${aws_s3_bucket.this.arn}/*/checkpoints/*/log/*"]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+
+    condition {
+      test     = "Null"
+      variable = "s3:if-none-match"
+      values   = ["true"]
+    }
+  }
+}
+
+resource "aws_s3_bucket_policy" "this" {
+  bucket     = aws_s3_bucket.this.id
+  policy     = data.aws_iam_policy_document.bucket.json
+  depends_on = [aws_s3_bucket_public_access_block.this]
+}
+
+output "next" {
+  description = "The command to run next; then deploy/README.md has the fleet's."
+  value       = "deploy/push.sh ${aws_s3_bucket.this.id} NAME FOLDER_WITH_YOUR_SCRIPT"
+}
+
+output "destroy" {
+  description = "Takes away the bucket and everything that runs have left in it."
+  value       = "aws s3 rm --recursive s3://${aws_s3_bucket.this.id}; terraform -chdir=deploy/terraform/bucket destroy -var region=${var.region} -var bucket=${var.bucket}"
+}

@@ -1,0 +1,131 @@
+# Who may do what. Every permission is for this run's part of the bucket; a machine's own part of it bears its own name
+# there (aws:userid is "<id of the role>:<id of the instance>"), so no machine can speak for another.
+
+locals {
+  bucket      = "arn:${data.aws_partition.here.partition}:s3:::${var.bucket}"
+  run         = "${local.bucket}/${var.name}"
+  checkpoints = "${var.name}/checkpoints"
+  group       = "${var.name}-workers"
+}
+
+data "aws_iam_policy_document" "is_a_machine" {
+  statement {
+    actions = ["sts:AssumeRole"]
+
+    principals {
+      type        = "Service"
+      identifiers = ["ec2.amazonaws.com"]
+    }
+  }
+}
+
+resource "aws_iam_role" "machine" {
+  for_each           = toset(["coordinator", "workers"])
+  name               = "${var.name}-${each.key}"
+  assume_role_policy = data.aws_iam_policy_document.is_a_machine.json
+}
+
+resource "aws_iam_instance_profile" "machine" {
+  for_each = aws_iam_role.machine
+  name     = each.value.name
+  role     = each.value.name
+}
+
+# Checkpoints are read, written and cleaned up by all; the commit log is never deleted.
+data "aws_iam_policy_document" "checkpoints" {
+  statement {
+    actions   = ["s3:GetObject", "s3:PutObject"]
+    resources = ["${local.run}/checkpoints/*"]
+  }
+
+  statement {
+    actions   = ["s3:DeleteObject"]
+    resources = ["${local.run}/checkpoints/*/parts/*", "${local.run}/checkpoints/*/probe/*"]
+  }
+
+  statement {
+    actions   = ["s3:ListBucket"]
+    resources = [local.bucket]
+
+    condition {
+      test     = "StringLike"
+      variable = "s3:prefix"
+      values   = ["${local.checkpoints}/*"]
+    }
+  }
+}
+
+data "aws_iam_policy_document" "coordinator" {
+  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json]
+
+  # discovery/ec2.py. None of these can be confined to some resources.
+  statement {
+    actions = [
+      "ec2:DescribeInstances", "ec2:DescribeInstanceStatus", "ec2:DescribeInstanceTypes",
+      "autoscaling:DescribeAutoScalingGroups",
+    ]
+    resources = ["*"]
+  }
+
+  # deploy/hosts/ended.sh: the workers go when the run has ended.
+  statement {
+    actions   = ["autoscaling:SetDesiredCapacity"]
+    resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${var.region}:${data.aws_caller_identity.me.account_id}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
+  }
+
+  statement {
+    actions   = ["s3:GetObject"]
+    resources = ["${local.run}/code.tar.gz", "${local.run}/hosts/*"]
+  }
+
+  statement {
+    actions   = ["s3:GetObject", "s3:PutObject"]
+    resources = ["${local.run}/boot/&{aws:userid}/*", "${local.run}/wheels/*", "${local.run}/diary/*"]
+  }
+
+  statement {
+    actions   = ["s3:ListBucket"]
+    resources = [local.bucket]
+
+    condition {
+      test     = "StringLike"
+      variable = "s3:prefix"
+      values   = ["${var.name}/wheels/*", "${var.name}/diary/*"]
+    }
+  }
+}
+
+data "aws_iam_policy_document" "workers" {
+  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json]
+
+  statement {
+    actions   = ["s3:GetObject"]
+    resources = ["${local.run}/boot/${local.coordinator_identity}/*"]
+  }
+
+  statement {
+    actions   = ["s3:PutObject"]
+    resources = ["${local.run}/hosts/&{aws:userid}"]
+  }
+
+  dynamic "statement" {
+    for_each = var.data_buckets
+
+    content {
+      actions   = ["s3:GetObject", "s3:ListBucket"]
+      resources = ["arn:${data.aws_partition.here.partition}:s3:::${statement.value}", "arn:${data.aws_partition.here.partition}:s3:::${statement.value}/*"]
+    }
+  }
+}
+
+resource "aws_iam_role_policy" "coordinator" {
+  name   = "coordinator"
+  role   = aws_iam_role.machine["coordinator"].id
+  policy = data.aws_iam_policy_document.coordinator.json
+}
+
+resource "aws_iam_role_policy" "workers" {
+  name   = "workers"
+  role   = aws_iam_role.machine["workers"].id
+  policy = data.aws_iam_policy_document.workers.json
+}

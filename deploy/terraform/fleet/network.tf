@@ -1,0 +1,125 @@
+# One network with one way out. Workers without a public address have no use of that way: they reach S3 through the
+# endpoint, which costs nothing, and each other.
+
+data "aws_availability_zones" "open" {
+  state = "available"
+
+  filter {
+    name   = "opt-in-status"
+    values = ["opt-in-not-required"]
+  }
+}
+
+locals {
+  zones = length(var.zones) > 0 ? var.zones : slice(sort(data.aws_availability_zones.open.names), 0, min(3, length(data.aws_availability_zones.open.names)))
+}
+
+resource "aws_vpc" "fleet" {
+  cidr_block           = var.network
+  enable_dns_support   = true
+  enable_dns_hostnames = true
+
+  tags = {
+    Name = var.name
+  }
+}
+
+resource "aws_internet_gateway" "out" {
+  vpc_id = aws_vpc.fleet.id
+}
+
+resource "aws_route_table" "fleet" {
+  vpc_id = aws_vpc.fleet.id
+
+  route {
+    cidr_block = "0.0.0.0/0"
+    gateway_id = aws_internet_gateway.out.id
+  }
+}
+
+resource "aws_main_route_table_association" "fleet" {
+  vpc_id         = aws_vpc.fleet.id
+  route_table_id = aws_route_table.fleet.id
+}
+
+resource "aws_vpc_endpoint" "s3" {
+  vpc_id          = aws_vpc.fleet.id
+  service_name    = "com.amazonaws.${var.region}.s3"
+  route_table_ids = [aws_route_table.fleet.id]
+}
+
+resource "aws_subnet" "zone" {
+  for_each          = { for index, zone in local.zones : zone => index }
+  vpc_id            = aws_vpc.fleet.id
+  availability_zone = each.key
+  cidr_block        = cidrsubnet(var.network, 4, each.value)
+
+  tags = {
+    Name = "${var.name}-${each.key}"
+  }
+}
+
+resource "aws_security_group" "coordinator" {
+  name        = "${var.name}-coordinator"
+  description = "Reached by its workers and by the admin"
+  vpc_id      = aws_vpc.fleet.id
+}
+
+resource "aws_security_group" "workers" {
+  name        = "${var.name}-workers"
+  description = "Reached by their coordinator and by each other"
+  vpc_id      = aws_vpc.fleet.id
+}
+
+locals {
+  coordinator = aws_security_group.coordinator.id
+  workers     = aws_security_group.workers.id
+  ssh         = [22, 22]
+  agent       = [7411, 7411]
+  https       = [443, 443]
+  words       = [1024, 65535] # the driver, its rendezvous, Gloo and NCCL listen on ports that the kernel chooses
+
+  in = merge({
+    "workers: ssh from the coordinator"        = { at = local.workers, ports = local.ssh, group = local.coordinator }
+    "workers: the agent, from the coordinator" = { at = local.workers, ports = local.agent, group = local.coordinator }
+    "workers: gradients"                       = { at = local.workers, ports = local.words, group = local.workers }
+    "coordinator: words from workers"          = { at = local.coordinator, ports = local.words, group = local.workers }
+    }, var.admin_cidr == null ? {} : {
+    "coordinator: ssh from the admin" = { at = local.coordinator, ports = local.ssh, cidr = var.admin_cidr }
+  })
+
+  # AWS's own DNS, clock and metadata service are reached whatever stands here.
+  out = merge({
+    "coordinator: ssh to workers"       = { at = local.coordinator, ports = local.ssh, group = local.workers }
+    "coordinator: the agents"           = { at = local.coordinator, ports = local.agent, group = local.workers }
+    "coordinator: APIs, packages"       = { at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0" }
+    "workers: words to the coordinator" = { at = local.workers, ports = local.words, group = local.coordinator }
+    "workers: gradients to each other"  = { at = local.workers, ports = local.words, group = local.workers }
+    "workers: S3, and packages by it"   = { at = local.workers, ports = local.https, list = aws_vpc_endpoint.s3.prefix_list_id }
+    }, var.worker_internet ? {
+    "workers: the internet" = { at = local.workers, ports = local.https, cidr = "0.0.0.0/0" }
+  } : {})
+}
+
+resource "aws_vpc_security_group_ingress_rule" "in" {
+  for_each                     = local.in
+  description                  = each.key
+  security_group_id            = each.value.at
+  ip_protocol                  = "tcp"
+  from_port                    = each.value.ports[0]
+  to_port                      = each.value.ports[1]
+  referenced_security_group_id = lookup(each.value, "group", null)
+  cidr_ipv4                    = lookup(each.value, "cidr", null)
+}
+
+resource "aws_vpc_security_group_egress_rule" "out" {
+  for_each                     = local.out
+  description                  = each.key
+  security_group_id            = each.value.at
+  ip_protocol                  = "tcp"
+  from_port                    = each.value.ports[0]
+  to_port                      = each.value.ports[1]
+  referenced_security_group_id = lookup(each.value, "group", null)
+  cidr_ipv4                    = lookup(each.value, "cidr", null)
+  prefix_list_id               = lookup(each.value, "list", null)
+}

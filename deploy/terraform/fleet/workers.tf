@@ -1,0 +1,129 @@
+# The workers: spot machines of several types in several zones, all with the coordinator's image. A new coordinator has
+# new keys, so it stands in their user data, and the group renews them when it changes.
+
+resource "aws_launch_template" "worker" {
+  name_prefix            = "${local.group}-"
+  image_id               = aws_instance.coordinator.ami
+  instance_type          = var.instance_types[0]
+  update_default_version = true
+
+  user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
+    boot      = file("${path.module}/../../hosts/boot.sh")
+    admin_key = null
+    words     = []
+    settings = merge(local.settings_of_all, {
+      ROLE     = "worker"
+      ROLE_ID  = aws_iam_role.machine["workers"].unique_id
+      SOURCE   = "boot/${local.coordinator_identity}/release.tar.zst"
+      PACKAGES = "python3.11 zstd"
+    })
+  }))
+
+  iam_instance_profile {
+    name = aws_iam_instance_profile.machine["workers"].name
+  }
+
+  network_interfaces {
+    associate_public_ip_address = var.worker_internet
+    security_groups             = [aws_security_group.workers.id]
+  }
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+  }
+
+  # A private address is given again to another machine; a name made of the instance's id never is. Horovod bans by
+  # name, and the coordinator keeps host keys by name.
+  private_dns_name_options {
+    hostname_type                     = "resource-name"
+    enable_resource_name_dns_a_record = true
+  }
+
+  block_device_mappings {
+    device_name = data.aws_ami.chosen.root_device_name
+
+    ebs {
+      volume_type           = "gp3"
+      volume_size           = var.worker_disk_gb
+      encrypted             = true
+      delete_on_termination = true
+    }
+  }
+
+  dynamic "tag_specifications" {
+    for_each = toset(["volume", "network-interface"])
+
+    content {
+      resource_type = tag_specifications.key
+      tags          = { Fleet = var.name }
+    }
+  }
+}
+
+resource "aws_autoscaling_group" "workers" {
+  name                      = local.group
+  vpc_zone_identifier       = [for zone in local.zones : aws_subnet.zone[zone].id]
+  desired_capacity          = var.workers
+  min_size                  = 0 # deploy/hosts/ended.sh sends the workers away
+  max_size                  = var.max_workers
+  capacity_rebalance        = var.capacity_rebalance
+  health_check_type         = "EC2"
+  wait_for_capacity_timeout = "0" # spot comes when it comes, and training starts with what is there
+  suspended_processes       = ["AZRebalance"]
+
+  mixed_instances_policy {
+    instances_distribution {
+      on_demand_base_capacity                  = 0
+      on_demand_percentage_above_base_capacity = 0
+      spot_allocation_strategy                 = var.spot_allocation_strategy
+    }
+
+    launch_template {
+      launch_template_specification {
+        launch_template_id = aws_launch_template.worker.id
+        version            = aws_launch_template.worker.latest_version
+      }
+
+      dynamic "override" {
+        for_each = var.instance_types
+
+        content {
+          instance_type = override.value
+        }
+      }
+    }
+  }
+
+  instance_refresh {
+    strategy = "Rolling"
+
+    preferences {
+      min_healthy_percentage = 0
+      instance_warmup        = 0
+    }
+  }
+
+  dynamic "tag" {
+    for_each = { Fleet = var.name, Role = "worker", Name = local.group }
+
+    content {
+      key                 = tag.key
+      value               = tag.value
+      propagate_at_launch = true
+    }
+  }
+
+  depends_on = [aws_iam_role_policy.workers, aws_vpc_security_group_ingress_rule.in, aws_vpc_security_group_egress_rule.out]
+}
+
+# Whoever sends a worker away (a smaller group, rebalancing, a refresh): for these seconds it is Terminating:Wait, which
+# discovery reads, so that it leaves the world at a step's end. Nobody has to answer.
+resource "aws_autoscaling_lifecycle_hook" "leave" {
+  name                   = "leave"
+  autoscaling_group_name = aws_autoscaling_group.workers.name
+  lifecycle_transition   = "autoscaling:EC2_INSTANCE_TERMINATING"
+  heartbeat_timeout      = 60
+  default_result         = "CONTINUE"
+}

@@ -1,0 +1,74 @@
+"""EC2, Auto Scaling, IAM and S3's settings over HTTP on loopback: moto's server, with spot instances in its groups.
+
+    VENV/bin/python tests/moto_server.py -H 127.0.0.1 -p 5000       in moto's own environment
+
+moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the server's process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MOTO = "moto[ec2,autoscaling,server]==5.2.5"
+START_S = 60.0
+
+
+@contextmanager
+def moto_server(folder: Path) -> Iterator[str]:
+    """Run the server for as long as the block; yields its endpoint. Raises Unavailable."""
+    import boto3
+    from s3_servers import Unavailable, free_port, process
+
+    from elastic_trainer.config import ConfigError
+    from elastic_trainer.local_s3 import installed
+
+    try:
+        python = f"{installed(MOTO)}/python"
+    except ConfigError as error:
+        raise Unavailable(str(error)) from error
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    with process([python, Path(__file__).resolve(), "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log",
+                 MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
+        client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+                              aws_secret_access_key="x")
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                client.describe_vpcs()
+                break
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"moto did not start: {error}") from error
+                time.sleep(0.1)
+        yield endpoint
+
+
+def give_spot() -> None:
+    """Let a group whose policy wants no on-demand instance start spot ones, as EC2 does."""
+    from moto.autoscaling.models import FakeAutoScalingGroup  # type: ignore[import-not-found]
+
+    replace = FakeAutoScalingGroup.replace_autoscaling_group_instances
+
+    def replace_with_spot(group: Any, count: int, tags: dict[str, str]) -> None:
+        before = len(group.instance_states)
+        replace(group, count, tags)
+        spread = (group.mixed_instances_policy or {}).get("InstancesDistribution", {})
+        if str(spread.get("OnDemandPercentageAboveBaseCapacity", 100)) == "0":
+            for started in group.instance_states[before:]:
+                started.instance.lifecycle = "spot"
+
+    FakeAutoScalingGroup.replace_autoscaling_group_instances = replace_with_spot
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the tests' folder: its names are not moto's
+    from moto.server import main  # type: ignore[import-not-found]
+
+    give_spot()
+    main()

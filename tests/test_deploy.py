@@ -1,0 +1,527 @@
+"""deploy/: the terraform against an EC2 API on loopback, what user data holds, who may do what, and both boots.
+
+The boots run the real scripts, in a folder that stands for a machine's root, with a folder for the bucket and programs
+that write down how they were called in place of those that would change this machine. ssh and sshd are the real ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+from moto_server import moto_server
+from s3_servers import Unavailable
+from terraform import DEPLOY, apply, destroy, provider, rendered
+
+ROOT = DEPLOY.parent
+HOSTS = DEPLOY / "hosts"
+FLEET = DEPLOY / "terraform" / "fleet"
+IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
+NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
+              "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"}
+
+
+# --- terraform -------------------------------------------------------------------------------------------------------
+
+
+def client(service: str, endpoint: str) -> Any:
+    return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+                        aws_secret_access_key="x")
+
+
+def test_terraform_is_formatted() -> None:
+    """As `terraform fmt` would write it."""
+    if not shutil.which("terraform"):
+        pytest.skip("terraform is not on the PATH.")
+    done = subprocess.run(["terraform", "fmt", "-check", "-recursive", DEPLOY / "terraform"], capture_output=True,
+                          text=True, env=os.environ | {"CHECKPOINT_DISABLE": "1"})
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_variable_is_typed_and_described_and_those_that_can_be_wrong_are_checked() -> None:
+    """No surprise after the first minutes of an apply."""
+    blocks = re.findall(r'^variable "(\w+)" {\n(.*?)^}', (FLEET / "variables.tf").read_text(), re.M | re.S)
+    assert len(blocks) > 15
+    for name, body in blocks:
+        assert "  type " in body and "  description" in body, name
+        assert "validation {" in body or "= bool\n" in body or name in ("region", "coordinator_type"), name
+
+
+def test_a_fleet_is_applied_found_and_destroyed(tmp_path: Path) -> None:
+    """Spot workers that discovery lists, locked doors, no secret, no `*`; and destroyed, nothing is left but the bucket."""
+    variables = {"region": "us-east-1", "bucket": "training-1", "name": "mine", "workers": 3, "image_id": IMAGE,
+                 "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
+    of_bucket = {k: variables[k] for k in ("region", "bucket")}
+    try:
+        provider()
+        with moto_server(tmp_path) as endpoint, ThreadPoolExecutor(1) as pool:
+            # Beside the fleet: the provider waits most of this one's time.
+            bucket = pool.submit(apply, tmp_path / "bucket", "bucket", endpoint, of_bucket)
+            ec2 = client("ec2", endpoint)
+            others = len(ec2.describe_security_groups()["SecurityGroups"]), len(ec2.describe_vpcs()["Vpcs"])
+            iam = client("iam", endpoint)
+            try:
+                outputs = apply(tmp_path / "fleet", "fleet", endpoint, variables)
+                fleet_is_as_wanted(endpoint, outputs)
+                for role in ("coordinator", "workers"):
+                    policy = iam.get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
+                    nothing_is_open(policy, role)
+                bucket.result()
+                bucket_is_locked(client("s3", endpoint), "training-1")
+                no_secret_in((tmp_path / "fleet/deploy/terraform/fleet/terraform.tfstate").read_text())
+            finally:
+                destroy(tmp_path / "fleet", "fleet", endpoint)
+            alive = [i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]
+                     if i["State"]["Name"] != "terminated"]
+            assert alive == [] and not client("autoscaling", endpoint).describe_auto_scaling_groups()["AutoScalingGroups"]
+            assert (len(ec2.describe_security_groups()["SecurityGroups"]), len(ec2.describe_vpcs()["Vpcs"])) == others
+            assert not [r for r in iam.list_roles()["Roles"] if r["RoleName"].startswith("mine-")]
+            client("s3", endpoint).head_bucket(Bucket="training-1")
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def bucket_is_locked(s3: Any, bucket: str) -> None:
+    (rule,) = s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]
+    assert rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] == "AES256"
+    assert all(s3.get_public_access_block(Bucket=bucket)["PublicAccessBlockConfiguration"].values())
+    (rule,) = s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
+    assert not rule.keys() & {"Expiration", "NoncurrentVersionExpiration", "Transitions"}
+    denied = {s["Sid"]: s for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]}
+    assert denied["LogRecordsOnlyIfAbsent"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
+    assert {s["Effect"] for s in denied.values()} == {"Deny"}
+
+
+def fleet_is_as_wanted(endpoint: str, outputs: dict[str, Any]) -> None:
+    ec2 = client("ec2", endpoint)
+    credentials = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Fleet=mine", "--tag",
+                           "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | {"AWS_ENDPOINT_URL": endpoint} | credentials)
+    assert done.returncode == 0 and done.stdout.count(":2\n") == 3, done.stderr
+    instances = {i["InstanceId"]: i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]}
+    coordinator = instances.pop(outputs["coordinator"])
+    assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"]["HttpTokens"] == "required"
+    assert [i["InstanceLifecycle"] for i in instances.values()] == ["spot"] * 3
+
+    (group,) = client("autoscaling", endpoint).describe_auto_scaling_groups()["AutoScalingGroups"]
+    policy = group["MixedInstancesPolicy"]
+    assert policy["InstancesDistribution"]["SpotAllocationStrategy"] == "price-capacity-optimized"
+    assert len(policy["LaunchTemplate"]["Overrides"]) > 3 and group["MinSize"] == 0
+    assert len(group["VPCZoneIdentifier"].split(",")) == 2
+    hooks = client("autoscaling", endpoint).describe_lifecycle_hooks(AutoScalingGroupName="mine-workers")
+    (hook,) = hooks["LifecycleHooks"]
+    assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook["DefaultResult"] == "CONTINUE"
+    (version,) = ec2.describe_launch_template_versions(
+        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]["LaunchTemplateId"],
+        Versions=["$Latest"])["LaunchTemplateVersions"]
+    template = version["LaunchTemplateData"]
+    assert template["MetadataOptions"]["HttpTokens"] == "required"
+    assert template["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
+    assert template["PrivateDnsNameOptions"]["HostnameType"] == "resource-name"
+    assert template["BlockDeviceMappings"][0]["Ebs"]["Encrypted"] is True
+
+    # Only the fleet reaches the fleet.
+    rules = ec2.describe_security_group_rules()["SecurityGroupRules"]
+    names = {g["GroupId"]: g["GroupName"] for g in ec2.describe_security_groups()["SecurityGroups"]}
+    ours = [r for r in rules if names[r["GroupId"]].startswith("mine-")]
+    assert all("ReferencedGroupInfo" in r for r in ours if not r["IsEgress"])
+    open_ways = {(names[r["GroupId"]], r["FromPort"]) for r in ours if r.get("CidrIpv4")}
+    assert open_ways == {("mine-coordinator", 443)}
+
+    # User data: whole, and the worker's names the coordinator whose keys it trusts.
+    given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"], Attribute="userData")["UserData"]["Value"]
+    files = user_data(base64.b64decode(given).decode())
+    assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
+    no_secret_in(json.dumps(outputs))
+    worker = user_data(base64.b64decode(template["UserData"]).decode())
+    assert f":{outputs['coordinator']}/release.tar.zst" in worker["/etc/elastic-trainer/fleet.env"]
+
+
+# --- who may do what -------------------------------------------------------------------------------------------------
+
+
+def nothing_is_open(policy: Any, role: str) -> None:
+    """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach the log."""
+    policy = json.loads(policy) if isinstance(policy, str) else policy
+    for statement in policy["Statement"]:
+        actions, resources = ([x] if isinstance(x, str) else x for x in (statement["Action"], statement["Resource"]))
+        assert not any("*" in action for action in actions)
+        assert "*" not in resources or (role == "coordinator" and all(":Describe" in action for action in actions))
+        if "s3:DeleteObject" in actions:
+            assert all(re.search(r"/mine/checkpoints/\*/(parts|probe)/\*$", r) for r in resources)
+        if "s3:PutObject" in actions:
+            assert all(r.startswith("arn:aws:s3:::training-1/mine/") for r in resources)
+
+
+def actions_of(document: str) -> set[str]:
+    (body,) = re.findall(rf'^data "aws_iam_policy_document" "{document}" {{\n(.*?)^}}', (FLEET / "iam.tf").read_text(),
+                         re.M | re.S)
+    return set(re.findall(r'"((?:s3|ec2|autoscaling|sts|iam)[\w-]*:\w[\w*]*)"', body))
+
+
+def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it() -> None:
+    """Each boto3 call of discovery/ec2.py, by its name in IAM; nothing more but to send the workers away."""
+    tree = ast.parse((ROOT / "discovery" / "ec2.py").read_text())
+    services = {"self._ec2": "ec2", "self._scaling": "autoscaling"}
+    called = {f"ec2:{node.args[0].value}" for node in ast.walk(tree) if isinstance(node, ast.Call)
+              and ast.unparse(node.func) == "self._pages" and isinstance(node.args[0], ast.Constant)}
+    called |= {f"{services[ast.unparse(node.func.value)]}:{node.func.attr}" for node in ast.walk(tree)
+               if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+               and ast.unparse(node.func.value) in services}
+    names = {re.sub(r"[:_](\w)", lambda m: m[0][0].replace("_", "") + m[1].upper(), name) for name in called}
+    assert len(names) >= 4
+    assert {a for a in actions_of("coordinator") if not a.startswith("s3:")} == names | {"autoscaling:SetDesiredCapacity"}
+    assert all(action.startswith("s3:") for action in actions_of("workers") | actions_of("checkpoints"))
+
+
+# --- user data -------------------------------------------------------------------------------------------------------
+
+
+def user_data(text: str) -> dict[str, str]:
+    """Return the files that user data writes, after a look at the rest."""
+    assert text.startswith("#cloud-config\n") and len(text) < 16384
+    config = yaml.safe_load(text)
+    assert config["ssh_pwauth"] is False and config["disable_root"] is True
+    assert [user["name"] for user in config["users"]][-1] == "trainer"
+    assert "default" not in config["users"]
+    files = {f["path"]: base64.b64decode(f["content"]).decode() if f.get("encoding") == "b64" else f["content"]
+             for f in config["write_files"]}
+    assert files["/usr/local/sbin/elastic-boot"] == (HOSTS / "boot.sh").read_text()
+    settings = dict(line.split("=", 1) for line in files["/etc/elastic-trainer/fleet.env"].splitlines())
+    assert settings.keys() <= NO_SECRETS
+    no_secret_in("\n".join(files.values()))
+    return files
+
+
+def no_secret_in(text: str) -> None:
+    """Neither a private key, nor a setting that would be AWS's secret, nor the run's key."""
+    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
+
+
+@pytest.mark.parametrize("admin_key", [None, "ssh-ed25519 AAAAC3Nza me@there: # here"])
+def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | None) -> None:
+    """YAML that says the same; the settings are read by bash and systemd alike; its unit is one."""
+    settings = {"ROLE": "coordinator", "FLEET": "mine", "PACKAGES": "a b"}
+    try:
+        text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(), admin_key=admin_key,
+                        words=["sh", "-c", "echo: '${x}' %{y} # \"z\""], settings=settings)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    files = user_data(text)
+    assert files["/etc/elastic-trainer/command"] == "sh\n-c\necho: '${x}' %{y} # \"z\"\n"
+    assert files["/etc/elastic-trainer/fleet.env"] == "FLEET='mine'\nPACKAGES='a b'\nROLE='coordinator'\n"
+    users = {user["name"]: user for user in yaml.safe_load(text)["users"]}
+    assert ("ec2-user" in users) == (admin_key is not None)
+    text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(), admin_key=admin_key, words=[],
+                    settings=settings)
+    assert "/etc/elastic-trainer/command" not in user_data(text)
+    if admin_key:
+        assert users["ec2-user"]["ssh_authorized_keys"] == [admin_key]
+    assert "ExecStart=/usr/local/sbin/elastic-boot" in files["/etc/systemd/system/elastic-boot.service"]
+
+
+# --- machines --------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "ROLE_ID": "AROA1", "PACKAGES": "zstd"}
+COORDINATOR, WORKER = "i-0aaaaaaaaaaaaaaaa", "i-0bbbbbbbbbbbbbbbb"
+RECORD = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+"""
+AWS = """#!/bin/bash
+set -eu
+echo "aws $*" >>"$CALLS"
+args=()
+for word in "$@"; do if [[ $word != --only-show-errors ]]; then args+=("$word"); fi; done
+set -- "${args[@]}"
+[[ $1 == s3 ]] || exit 0
+there() { case $1 in s3://*) printf '%s/%s' "$STORE" "${1#s3://}" ;; *) printf '%s' "$1" ;; esac; }
+case $2 in
+    cp) to=$(there "$4"); from=$(there "$3")
+        case $4 in s3://*) mkdir -p "$(dirname "$to")"; if [[ $4 == */ ]]; then mkdir -p "$to"; fi ;; esac
+        if [[ $from == - ]]; then cat >"$to"; elif [[ $to == - ]]; then cat "$from"; else cp "$from" "$to"; fi ;;
+esac
+"""
+
+
+class Machine:
+    """A folder that stands for a machine's root: the scripts of deploy/hosts work below it, with programs that pretend."""
+
+    def __init__(self, folder: Path, instance: str, **settings: str):
+        self.root, self.store, self.calls = folder / instance, folder / "store", folder / f"{instance}.calls"
+        self.env = os.environ | {"CALLS": str(self.calls), "STORE": str(self.store), "TMPDIR": str(folder),
+                                 "PATH": f"{self.root}/bin:{os.environ['PATH']}"}
+        for path in ("bin", "etc/elastic-trainer", "etc/ssh/sshd_config.d", "etc/ssh/ssh_config.d", "etc/security/limits.d",
+                     "etc/systemd/system", "var/tmp", "var/lib/cloud/data", "opt", "home"):
+            (self.root / path).mkdir(parents=True)
+        (self.root / "var/lib/cloud/data/instance-id").write_text(instance + "\n")
+        (self.root / "etc/elastic-trainer/command").write_text("python\nit's mine.py\n--x=${y}\n")
+        (self.root / "etc/elastic-trainer/fleet.env").write_text(
+            "".join(f"{k}='{v}'\n" for k, v in (SETTINGS | settings).items()))
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.root / "etc/ssh/ssh_host_ed25519_key"],
+                       check=True)
+        self.program("aws", AWS)
+        for name in ("dnf", "systemctl", "swapoff", "sshd", "chown"):
+            self.program(name, RECORD)
+        self.program("getent", f"#!/bin/sh\necho trainer:x:1:1::{self.root}/home:/bin/sh\n")
+        self.program("ip", "#!/bin/sh\ncase $* in *route*) echo 'default via 10.0.0.1 dev ens9 metric 512'; "
+                           "echo 'default via 10.0.0.1 dev ens5 proto dhcp metric 100';; "
+                           "*) echo '2: ens5 inet 10.0.0.7/20 brd 10.0.0.255 scope global ens5';; esac\n")
+
+    def program(self, name: str, text: str) -> None:
+        path = self.root / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def here(self, text: str) -> str:
+        """Return a script or configuration as it must be for this machine: our folders, and us for `trainer`."""
+        text = re.sub(r"(?<![\w.}])/(etc|var|opt)/", rf"{self.root}/\1/", text)
+        whoami, group = (subprocess.run(["id", f], capture_output=True, text=True).stdout.strip() for f in ("-un", "-gn"))
+        return (text.replace("-o trainer -g trainer", f"-o {whoami} -g {group}").replace("localuser trainer",
+                f"localuser {whoami}").replace("User trainer", f"User {whoami}").replace("AllowUsers trainer",
+                f"AllowUsers {whoami}").replace("keys/%u", "keys/trainer"))
+
+    def boot(self) -> None:
+        script = self.root / "bin" / "elastic-boot"
+        script.write_text(self.here((HOSTS / "boot.sh").read_text()))
+        subprocess.run(["bash", script], env=self.env, check=True, capture_output=True, text=True)
+
+    def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([self.root / "opt/elastic-trainer/deploy/hosts" / script, *arguments], capture_output=True,
+                              text=True, env=self.env | env)
+
+    def called(self) -> str:
+        return self.calls.read_text()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+    """A coordinator and a worker, booted one after the other as user data boots them."""
+    for tool in ("ssh-keygen", "openssl", "zstd"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is not on this machine.")
+    coordinator = Machine(tmp_path, COORDINATOR, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2", NP="4",
+                          MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
+    worker = Machine(tmp_path, WORKER, ROLE="worker", SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst", ROLE_ID="AROA2")
+    code = tmp_path / "code" / "deploy"
+    shutil.copytree(HOSTS, code / "hosts")
+    (code / "install.sh").write_text("#!/bin/sh\nmkdir -p $(dirname $0)/../.venv\n")
+    (code / "install.sh").chmod(0o755)
+    for path in (code / "hosts").iterdir():
+        path.write_text(coordinator.here(path.read_text()))
+    (tmp_path / "store/b/mine").mkdir(parents=True)
+    subprocess.run(["tar", "-czf", tmp_path / "store/b/mine/code.tar.gz", "-C", code.parent, "."], check=True)
+    with suppress(subprocess.CalledProcessError):
+        worker.boot()  # too early: there is no release yet, and systemd tries again
+    assert not (worker.root / "opt/elastic-trainer").exists()
+    coordinator.boot()
+    # What the worker unpacks was written for the coordinator's folders; the test's, not the fleet's, are two.
+    released = tmp_path / "store/b/mine/boot" / f"AROA1:{COORDINATOR}" / "release.tar.zst"
+    again = tmp_path / "again"
+    again.mkdir()
+    subprocess.run(["tar", "-xf", released, "-C", again], check=True)
+    for path in (again / "deploy/hosts").iterdir():
+        path.write_text(path.read_text().replace(str(coordinator.root), str(worker.root)))
+    subprocess.run(["tar", "--zstd", "-cf", released, "-C", again, "."], check=True)
+    worker.boot()
+    yield coordinator, worker
+
+
+def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple[Machine, Machine]) -> None:
+    """Keys are made on the machines; the release comes last; each machine writes under its own name alone."""
+    coordinator, worker = fleet
+    store = coordinator.store / "b/mine"
+    told = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
+    boot = f"boot/AROA1:{COORDINATOR}"
+    assert told == {"code.tar.gz", f"hosts/AROA2:{WORKER}"} | {f"{boot}/{name}" for name in (
+        "agent.key", "coordinator.pub", "known_host", "release.tar.zst")}
+    private = (coordinator.root / "home/.ssh/id_ed25519").read_bytes()
+    assert all(b"PRIVATE KEY" not in path.read_bytes() and private not in path.read_bytes() for path in store.rglob("*")
+               if path.is_file() and path.suffix != ".gz")
+    key = (coordinator.root / "etc/elastic-trainer/agent.key")
+    assert key.stat().st_mode & 0o077 == 0 and re.fullmatch("[0-9a-f]{64}\n", key.read_text())
+    on_worker = worker.root / "etc/elastic-trainer/agent.key"
+    assert on_worker.read_text() == key.read_text() and on_worker.stat().st_mode & 0o077 == 0
+    assert key.read_text().strip() not in coordinator.called() + worker.called()
+    uploads = [line.split()[-1] for line in coordinator.called().splitlines() if line.startswith("aws s3 cp")
+               and "/boot/" in line.split()[-1]]
+    assert uploads[-1].endswith("release.tar.zst")
+    trusted = (worker.root / "etc/ssh/keys/trainer").read_text()
+    assert trusted.startswith("restrict ssh-ed25519 ") and trusted.split()[2] in (
+        coordinator.root / "home/.ssh/id_ed25519.pub").read_text()
+    order = worker.called()
+    assert order.index("mine/hosts/") < order.index("systemctl enable --now --no-block elastic-agent.service")
+    assert "ADDRESS='10.0.0.7'\nINTERFACE='ens5'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
+
+
+def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machine]) -> None:
+    """The coordinator starts its units again with what is on its disk; the run resumes by its name."""
+    coordinator, worker = fleet
+    kept = [(p, p.read_bytes()) for p in (coordinator.root / "home/.ssh/id_ed25519",
+                                          coordinator.root / "etc/elastic-trainer/agent.key")]
+    for machine in fleet:
+        machine.calls.write_text("")
+        machine.boot()
+    assert all(path.read_bytes() == body for path, body in kept)
+    assert "release" not in coordinator.called() and "code.tar.gz" not in coordinator.called()
+    assert "elastic-trainer.service" in coordinator.called() and "elastic-standby.service" in worker.called()
+
+
+def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(fleet: tuple[Machine, Machine]) -> None:
+    """With the real ssh and sshd: pinned, an impostor under its name, a name without a key, and a stranger's key."""
+    coordinator, worker = fleet
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ["PATH"])
+    if not sshd:
+        pytest.skip("sshd is not on this machine.")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    config = worker.root / "etc/ssh/sshd_config.d/10-fleet.conf"
+
+    def entered(name: str, key: Path, host_key: str = "ssh_host_ed25519_key") -> subprocess.CompletedProcess[str]:
+        served = config.with_name("served")
+        served.write_text(config.read_text().replace("PermitRootLogin no", "PermitRootLogin yes").replace(
+            "ssh_host_ed25519_key", host_key) + "StrictModes no\nUsePAM no\nPidFile none\n")
+        return subprocess.run(
+            ["ssh", "-F", coordinator.root / "etc/ssh/ssh_config.d/10-fleet.conf", "-i", key, "-o", "BatchMode=yes",
+             "-o", f"ProxyCommand={sshd} -i -f {served}", name, "echo entered"],
+            env=coordinator.env, capture_output=True, text=True, timeout=60)
+
+    # What `terraform output login` says of the coordinator's own key.
+    said = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"
+    kind, key = (coordinator.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text().split()[:2]
+    assert said.read_text() == f"coordinator {kind} {key}\n"
+    ours = coordinator.root / "home/.ssh/id_ed25519"
+    stranger = worker.root / "etc/ssh/stranger"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", stranger], check=True)
+    done = entered(f"{WORKER}.ec2.internal", ours)
+    assert done.stdout == "entered\n", done.stderr
+    assert "Host key verification failed" in entered(f"{WORKER}.ec2.internal", ours, "stranger").stderr
+    assert "KnownHostsCommand failed" in entered("i-0cccccccccccccccc.ec2.internal", ours).stderr
+    assert "Host key verification failed" in entered("10.0.0.7", ours).stderr
+    assert "Permission denied" in entered(f"{WORKER}.ec2.internal", stranger).stderr
+
+
+def test_a_known_host_key_stays_known_when_the_bucket_says_another(fleet: tuple[Machine, Machine]) -> None:
+    """The first answer holds; what is no key, or no worker's name, gets no line."""
+    coordinator, worker = fleet
+    name = f"{WORKER}.eu-central-1.compute.internal"
+    first = coordinator.run("host_key.sh", name).stdout
+    assert first.split()[:2] == [name, "ssh-ed25519"]
+    (coordinator.store / f"b/mine/hosts/AROA2:{WORKER}").write_text("ssh-ed25519 " + "A" * 68)
+    assert coordinator.run("host_key.sh", name).stdout == first
+    (coordinator.store / "b/mine/hosts/AROA2:i-0ddddddddddddddd").write_text("* ssh-ed25519 x\nmore")
+    for other in ("i-0ddddddddddddddd.ec2.internal", "i-0eeeeeeeeeeeeeee.ec2.internal", "../x", "*", "10.0.0.7", ""):
+        assert coordinator.run("host_key.sh", other).stdout == ""
+
+
+def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(fleet: tuple[Machine, Machine]) -> None:
+    """Finished, or given up for good: the group is emptied. A stop, a reboot, a crash: nothing."""
+    coordinator, _ = fleet
+    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
+    events = coordinator.root / "var/lib/elastic-trainer/runs/mine/events.jsonl"
+    events.write_text("{}\n")
+    ended = coordinator.root / "var/lib/elastic-trainer/ended"
+    for status in ("130", "1", "70", "TERM"):
+        assert coordinator.run("ended.sh", EXIT_STATUS=status, **env).returncode == 0
+    assert "set-desired-capacity" not in coordinator.called() and not ended.exists()
+    assert coordinator.run("ended.sh", EXIT_STATUS="0", **env).returncode == 0
+    assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called()
+    assert ended.exists() and (coordinator.store / "b/mine/diary/events.jsonl").read_text() == "{}\n"
+
+
+def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:
+    """Words of the command stay words; each worker puts in the name of its own interface."""
+    coordinator, worker = fleet
+    (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
+
+    def started(machine: Machine, program: str, **env: str) -> tuple[list[str], list[str]]:
+        path = machine.root / "opt/elastic-trainer" / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
+        path.chmod(0o755)
+        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer", **env)
+        words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
+        return words.splitlines(), sorted(line for line in place.splitlines() if not line.startswith(("SHLVL", "_=")))
+
+    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b", NP="4", MIN_NP="2",
+                           INTERFACE="ens5")
+    assert words[-4:] == ["/opt/elastic-trainer/deploy/hosts/on_this_host.sh", "python", "it's mine.py", "--x=${y}"]
+    standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
+    assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-4:]]
+    assert there == place and not any("FLEET" in line for line in place)
+    assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "COORDINATORS_INTERFACE='ens5'\nSLOTS='2'\n"
+    said = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
+    assert said["--run"] == "mine" and said["--store"] == "s3://b/mine/checkpoints" and said["--min-np"] == "2"
+    done = worker.run("on_this_host.sh", "bash", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME",
+                      HOROVOD_GLOO_IFACE="eth0")
+    assert done.stdout == "ens5 =ens5\n"
+
+
+# --- what stands in files --------------------------------------------------------------------------------------------
+
+
+def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
+    """`systemd-analyze verify`, with this tree in place of the machines' folders."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not on this machine.")
+    template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
+    template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
+    boot = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])[-1]["content"]
+    units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")} | {"elastic-boot.service": boot}
+    assert len(units) == 8
+    for name, text in units.items():
+        for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable), ("/opt/elastic-trainer", str(ROOT)),
+                            ("/usr/local/sbin/elastic-boot", str(HOSTS / "boot.sh"))):
+            text = text.replace(there, here)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", *tmp_path.glob("elastic-*")], capture_output=True,
+                          text=True, env=os.environ | {"SYSTEMD_UNIT_PATH": f"{tmp_path}:"})
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "elastic-" in line and "sshd.service" not in line]
+    assert ours == []
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in HOSTS.glob("*.sh")))
+def test_a_script_parses_and_says_what_it_is(script: str) -> None:
+    """bash reads it; it stops at the first failure; it can be executed. (tests/run has shellcheck look at all.)"""
+    text = (HOSTS / script).read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
+    assert os.access(HOSTS / script, os.X_OK)
+    subprocess.run(["bash", "-n", HOSTS / script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", HOSTS / script], check=True)
+
+
+def test_push_sends_the_project_and_the_folder(tmp_path: Path) -> None:
+    """What git tracks of the three packages and of deploy/hosts, and the user's own folder; nothing that was left lying."""
+    if subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
+        pytest.skip("this tree is no git clone.")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("print()\n")
+    (tmp_path / "bin").mkdir()
+    aws = tmp_path / "bin" / "aws"
+    aws.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/said\ncat >{tmp_path}/code.tar.gz\n')
+    aws.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    subprocess.run([DEPLOY / "push.sh", "b", "mine", tmp_path / "mine"], env=env, check=True, capture_output=True)
+    assert (tmp_path / "said").read_text() == "s3 cp --only-show-errors - s3://b/mine/code.tar.gz\n"
+    with tarfile.open(tmp_path / "code.tar.gz") as code:
+        names = {name.removeprefix("./") for name in code.getnames()}
+    assert names >= {"job/train.py", "horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
+                     "elastic_trainer/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
+    assert not any(name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in names)
