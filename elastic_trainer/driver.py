@@ -50,6 +50,7 @@ from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, 
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.place import interface_towards
 from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import WordRefused, WordServer
 
@@ -346,13 +347,15 @@ class MendedDriver:
         self.membership.hosts_listed(hosts)
 
     def _interface(self, hosts: dict[str, int]) -> tuple[str, str]:
-        """Return the network interface that all hosts share and our address on it."""
+        """Return this machine's interface that leads to the hosts, and our address on it."""
         nics = list(self.settings.nics or [])
-        if not nics and all(is_local(host) for host in hosts):
-            nics = ["lo"]
+        far = next((host for host in hosts if not is_local(host)), "")
+        address = network.resolve_host_address(far) if far else "127.0.0.1"
+        if not nics and address:
+            nics = [interface_towards(address)]
         if len(nics) != 1:
-            raise ConfigError(f"the hosts are not all on this machine and --network-interfaces is {nics}. Give exactly one "
-                              f"name that all hosts have, e.g. --network-interfaces eth0.")
+            raise ConfigError(f"the host {far} has no address here, and --network-interfaces is {nics}. Give the one "
+                              f"interface of this machine that leads to the hosts, e.g. --network-interfaces eth0.")
         return nics[0], network.get_driver_ip(nics)
 
     # --- words ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
+
 from elastic_trainer.config import Launch
 from elastic_trainer.wire import DriverClient, DriverUnreachable
 
@@ -100,10 +102,25 @@ def open_door(driver: str) -> socket.socket:
 
     Nobody has to accept for that, and nothing is read.
     """
-    host, _, port = driver.rpartition(":")
+    return socket.create_server((own_address_towards(driver.rpartition(":")[0]), 0), backlog=1024)
+
+
+def own_address_towards(host: str) -> str:
+    """Return the address of this machine on the way to a host. Raises OSError when there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, int(port)))  # sends nothing
-        return socket.create_server((way.getsockname()[0], 0), backlog=1024)
+        way.connect((host, 1))  # sends nothing
+        return str(way.getsockname()[0])
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the interface that leads to a host: each machine has names of its own (eth0, ens5), but Horovod's
+    driver gives one to all. Raises OSError.
+    """
+    own = own_address_towards(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return str(name)
+    raise OSError(f"no interface of this machine has the address {own}")
 
 
 def is_readable(door: socket.socket) -> bool:

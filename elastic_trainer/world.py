@@ -42,7 +42,7 @@ from horovod.torch import mpi_ops
 from elastic_trainer import revive
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
-from elastic_trainer.place import Driver, OurDriver, Place
+from elastic_trainer.place import Driver, OurDriver, Place, interface_towards
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode
 
@@ -170,6 +170,9 @@ class World:
                                                          str(round(self.launch.limits.gloo_s))),
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
+        if self.launch.driver:
+            interface = interface_towards(self.launch.driver.rpartition(":")[0])
+            os.environ.update(HOROVOD_GLOO_IFACE=interface, NCCL_SOCKET_IFNAME=interface)
         before = _open_sockets()
         self._init_since = time.monotonic()
         self.events.reach("world.init_entered")

@@ -51,7 +51,7 @@ NEVER_MENDED = {
     "RequestTimeTooSkewed": "Set this host's clock: it is more than 15 minutes off",
     "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
     "InvalidArgument": "Correct the settings behind the ? of --store",
-    "PermanentRedirect": "Set AWS_REGION to the bucket's region",
+    "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
     "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (README.md has the policy)",
 }
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
@@ -83,7 +83,7 @@ class S3Store:
                 tcp_keepalive=True, request_checksum_calculation="when_required",
                 response_checksum_validation="when_required"))  # older servers break on the new checksums
         except (BotoCoreError, ValueError) as error:
-            raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_REGION and the like.") from error
+            raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION and the like.") from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""

@@ -367,7 +367,7 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple
         coordinator.root / "home/.ssh/id_ed25519.pub").read_text()
     order = worker.called()
     assert order.index("mine/hosts/") < order.index("systemctl enable --now --no-block elastic-agent.service")
-    assert "ADDRESS='10.0.0.7'\nINTERFACE='ens5'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
+    assert "ADDRESS='10.0.0.7'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
 
 
 def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machine]) -> None:
@@ -459,18 +459,14 @@ def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -
         words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
         return words.splitlines(), sorted(line for line in place.splitlines() if not line.startswith(("SHLVL", "_=")))
 
-    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b", NP="4", MIN_NP="2",
-                           INTERFACE="ens5")
-    assert words[-4:] == ["/opt/elastic-trainer/deploy/hosts/on_this_host.sh", "python", "it's mine.py", "--x=${y}"]
+    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b", NP="4", MIN_NP="2")
+    assert words[-3:] == ["python", "it's mine.py", "--x=${y}"]
     standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
-    assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-4:]]
+    assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-3:]]
     assert there == place and not any("FLEET" in line for line in place)
-    assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "COORDINATORS_INTERFACE='ens5'\nSLOTS='2'\n"
-    said = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
+    assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "SLOTS='2'\n"
+    said = dict(zip(words[:-4:2], words[1:-4:2], strict=True))
     assert said["--run"] == "mine" and said["--store"] == "s3://b/mine/checkpoints" and said["--min-np"] == "2"
-    done = worker.run("on_this_host.sh", "bash", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME",
-                      HOROVOD_GLOO_IFACE="eth0")
-    assert done.stdout == "ens5 =ens5\n"
 
 
 # --- what stands in files --------------------------------------------------------------------------------------------

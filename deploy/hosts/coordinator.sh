@@ -55,8 +55,7 @@ if [[ ! -f $kept/released ]]; then
     fi
     # What the run is: for standbys, which are booted with the same words.
     install -m 644 "$etc/command" "$root/command"
-    sed -n "s/^INTERFACE=/COORDINATORS_&/p" "$etc/host.env" >"$root/run.env"
-    printf "SLOTS='%s'\n" "$SLOTS" >>"$root/run.env"
+    printf "SLOTS='%s'\n" "$SLOTS" >"$root/run.env"
     archive=$(mktemp /var/tmp/release.XXXXXX)
     trap 'rm -f "$archive"' EXIT
     tar --create --zstd --file "$archive" --directory "$root" .

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepares what both roles need of a machine; as root, at every boot. Writes /etc/elastic-trainer/host.env: the
-# machine's own address and interface.
+# machine's own address.
 set -euo pipefail
 
 swapoff --all                          # a worker that swaps is slower than no worker
@@ -18,5 +18,4 @@ address=$(ip -4 -oneline address show dev "$interface" scope global | awk 'NR ==
 [[ $address ]] || { printf 'machine: %s has no address yet\n' "$interface" >&2; exit 1; }
 install -m 644 /dev/stdin /etc/elastic-trainer/host.env <<EOF
 ADDRESS='$address'
-INTERFACE='$interface'
 EOF

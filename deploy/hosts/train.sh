@@ -8,8 +8,7 @@
 set -euo pipefail
 root=/opt/elastic-trainer
 kept=/var/lib/elastic-trainer
-mapfile -t words <"$root/command"
-command=("$root/deploy/hosts/on_this_host.sh" "${words[@]}")
+mapfile -t command <"$root/command"
 variables=("HOME=$HOME" "PATH=$root/.venv/bin:/usr/local/bin:/usr/bin:/bin" "AWS_REGION=$AWS_REGION"
     "AWS_DEFAULT_REGION=$AWS_REGION")
 if [[ -d $root/job ]]; then cd "$root/job"; else cd "$root"; fi
@@ -25,4 +24,4 @@ until [[ -e $kept/hosts ]]; do sleep 1; done
 exec env -i "${variables[@]}" "$root/horovodrun_elastic.sh" --run "$FLEET" --runs-dir "$kept/runs" \
     --store "s3://$BUCKET/$FLEET/checkpoints" \
     --host-discovery-script "$root/.venv/bin/python -S $root/discovery/__main__.py hosts-file $kept/hosts 120" \
-    -np "$NP" --min-np "$MIN_NP" --elastic-timeout 604800 --network-interfaces "$INTERFACE" -- "${command[@]}"
+    -np "$NP" --min-np "$MIN_NP" --elastic-timeout 604800 -- "${command[@]}"

@@ -42,11 +42,4 @@ aws s3 cp --only-show-errors /etc/ssh/ssh_host_ed25519_key.pub "$store/hosts/$me
 
 install -m 644 "$root"/deploy/hosts/elastic-{agent,standby}.service /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable --now --no-block elastic-agent.service
-
-# A standby that is taken has its variables from the coordinator, the interface's name too (on_this_host.sh was earlier).
-# shellcheck source=/dev/null
-source "$etc/host.env"
-# shellcheck source=/dev/null
-source "$root/run.env"
-if [[ $INTERFACE == "$COORDINATORS_INTERFACE" ]]; then systemctl enable --now --no-block elastic-standby.service; fi
+systemctl enable --now --no-block elastic-agent.service elastic-standby.service
