@@ -123,6 +123,7 @@ class Storm:
 def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: float, ended: float) -> float:
     """Return useful samples by those that the hosts present would have done undisturbed, between two moments."""
     pace: dict[int, float] = {}
+    steps = [step for step in steps if step.time <= ended]  # after that nobody keeps the pace
     for size in {step.size for step in steps}:
         gaps = [after.time - before.time for before, after in itertools.pairwise(steps)
                 if before.size == after.size == size]
@@ -132,7 +133,7 @@ def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: 
     for (start, hosts), (stop, _) in itertools.pairwise([*present, (ended, 0)]):
         best = max((rate for size, rate in pace.items() if size <= hosts), default=min(pace.values()))
         possible += max(0.0, min(stop, ended) - max(start, began)) * pace.get(hosts, best)
-    return sum(step.samples for step in steps if began < step.time <= ended) / possible
+    return sum(step.samples for step in steps if began < step.time) / possible
 
 
 def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dict[str, Any]:
