@@ -215,9 +215,12 @@ def _watch(run_dir: Path) -> int:
 
 def _report(run_dir: Path) -> int:
     from elastic_trainer.events import read_events
+    from elastic_trainer.picture import draw
     from elastic_trainer.report import print_summary, summarize
 
-    print_summary(summarize(read_events(run_dir)))
+    events = read_events(run_dir)
+    print_summary(summarize(events))
+    print(*draw(events), sep="\n")
     return 0
 
 
