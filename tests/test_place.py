@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import ConfigError, Launch, Limits
-from elastic_trainer.place import Alone, Dismissed, OurDriver, Place, RunOver, unreachable
+from elastic_trainer.place import (
+    Alone,
+    Dismissed,
+    OurDriver,
+    Place,
+    RunOver,
+    interface_towards,
+    own_address_towards,
+    unreachable,
+)
 from elastic_trainer.wire import WordServer
 
 KEY = b"the key of this run"
@@ -458,3 +467,9 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
 def test_the_key_is_not_shown_when_a_launch_is_printed() -> None:
     """Tracebacks and logs hold reprs."""
     assert "key" not in repr(Launch(key=KEY))
+
+
+def test_the_interface_towards_a_host_is_the_one_with_our_address() -> None:
+    """The loopback leads to ourselves, whatever other interfaces are called."""
+    assert interface_towards("127.0.0.1") == "lo"
+    assert own_address_towards("127.0.0.2").startswith("127.")
