@@ -200,8 +200,8 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
 
 
 def is_worker(pid: int, name: str) -> bool:
-    """True if the process `pid` is the worker `name`, or our ssh to it (pids are used again; its environment says who it
-    is).
+    """True if the process `pid` is the worker `name`, or our ssh to one that boots elsewhere (pids are used again; its
+    environment says who it is).
     """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -70,6 +70,8 @@ FAR_KILL_S = 2.0
 """How long an ssh has to deliver the word that kills."""
 FAR_OUTPUT_S = 1.0
 """How long after a far worker's exit its last words may arrive, when something there still holds its output."""
+LAST_OUTPUT_S = 2.0
+"""How long the last lines of workers that are gone may take; a process that one has left behind may hold its output."""
 MAX_VALUE_BYTES = 4096
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
@@ -182,7 +184,7 @@ class WorkerProcess:
             line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
             if line or not mark:
                 print(f"[{self.host}]<{kind}>: {line}", file=output, flush=True)
-            if mark and self.is_remote and kind == "stdout":
+            if mark and self.is_remote and kind == "stdout" and re.fullmatch("-?[0-9]{1,3}", code):
                 self.exit_code = int(code)
                 self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
 
@@ -268,11 +270,12 @@ class MendedDriver:
         """The port at which each worker lets others find out whether they reach it."""
         self.rendezvous: list[MemberRendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
+        self.forwards: list[threading.Thread] = []
         self.ended: End | None = None
         self.nic, self.address = "", ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
-        self.desk = Desk(events.write)
+        self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
 
     # --- the outside -------------------------------------------------------------------------------------------------
 
@@ -364,7 +367,11 @@ class MendedDriver:
         """Take a worker's word and answer when there is news for it, or after `hold_s`."""
         name = str(words["worker"])
         if "line" in words:
-            return self.desk.take(words)
+            with self.changed:
+                worker = self.membership.workers.get(name)
+                if worker and worker.phase is not Phase.GONE:
+                    self.desk.take(words)
+            return {}
         with self.changed:
             now = time.monotonic()
             worker = self.membership.workers.get(name)
@@ -436,8 +443,7 @@ class MendedDriver:
         env = self.env | {
             "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
             "ELASTIC_TRAINER_SLOT": str(start.slot),
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": self.nic,
-            "NCCL_SOCKET_IFNAME": self.nic, "PYTHONUNBUFFERED": "1",
+            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "PYTHONUNBUFFERED": "1",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
             "ELASTIC_TRAINER_DRIVER": f"{self.address}:{self.server.server_port}",
             "ELASTIC_TRAINER_KEY": self.key.hex(), "ELASTIC_TRAINER_WORKER": start.worker}
@@ -450,6 +456,7 @@ class MendedDriver:
             self.membership.exited(start.worker, 127, time.monotonic())
             return
         self.processes[start.worker] = process
+        self.forwards = [thread for thread in [*self.forwards, *process.forwards] if thread.is_alive()]
         self.events.emit("driver.worker_started", host=start.host, slot=start.slot, worker=start.worker,
                          pid=process.process.pid, over_ssh=is_remote)
         threading.Thread(target=self._watch, args=(process,), daemon=True).start()
@@ -501,6 +508,9 @@ class MendedDriver:
             deadline = time.monotonic() + limits.stop_grace_s
             while self.processes and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
+        deadline = time.monotonic() + LAST_OUTPUT_S
+        for thread in self.forwards:  # a traceback is what the user needs most
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.events.emit("driver.stopped", verdict=self.ended.verdict, detail=self.ended.detail)
         if self.ended.verdict != "finished":
             print(f"elastic-trainer: attempt {self.ended.verdict}: {self.ended.detail}", file=sys.stderr)

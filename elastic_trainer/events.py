@@ -55,10 +55,9 @@ class Events:
                 structlog.get_logger().error("events.write_failed", error=str(error))
                 self._fd = None
 
-    def flush(self) -> None:
-        """Return when all that was emitted stands in the diary."""
-        if self.courier:
-            self.courier.flush()
+    def flush(self) -> bool:
+        """Wait until all that was emitted stands in the diary; False if it does not in time."""
+        return self.courier is None or self.courier.flush()
 
     def reach(self, point: str, **facts: Any) -> None:
         """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""
@@ -72,7 +71,8 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / EVENTS_FILE
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue
+        found += [event] if isinstance(event, dict) else []
     return found

@@ -39,7 +39,16 @@ from elastic_trainer import report, revive, standby
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events
-from elastic_trainer.place import Alone, Dismissed, Driver, OurDriver, PlainDriver, RunOver
+from elastic_trainer.output import outlive_readers
+from elastic_trainer.place import (
+    MAX_ERROR_CHARACTERS,
+    Alone,
+    Dismissed,
+    Driver,
+    OurDriver,
+    PlainDriver,
+    RunOver,
+)
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.timing import Timing
@@ -152,6 +161,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     stood_by = standby.wait_for_place()
     launch = Launch.from_environment()
     os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
+    if launch.horovod:
+        outlive_readers()
     if run_dir is not None and launch.run_dir is None:
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:
@@ -178,7 +189,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         print(f"elastic-trainer: {over}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
     except Exception:
-        events.emit("worker.failed", error=traceback.format_exc())
+        events.emit("worker.failed", error=traceback.format_exc()[-MAX_ERROR_CHARACTERS:])
         driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then only its host failed
         raise
     finally:
@@ -269,6 +280,8 @@ class Trainer:
             self.reducer.finish(world)                                          # network: the gradients, once
             state.prepare()
             self.events.reach("step.prepared", step=step)
+            if not self.events.flush():
+                raise PeersLost("the driver has not taken the line of the step before")
             control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
                                  *self._checkpoint_words(state.committed + 1))
             self.events.reach("step.voted", step=step)
@@ -456,7 +469,8 @@ class Trainer:
     def _is_leave_unsaved(self) -> bool:
         """True if a host of ours leaves under notice and no checkpoint has been made since.
 
-        Losses come in groups: while it is there its share of the bytes goes up faster than without it. Tried once.
+        Losses come in groups: while it is there its share of the bytes goes up faster than without it. Rank 0 tries it
+        once, and then has no reason to wait any more; the others wait until they hear that it is published.
         """
         assert self.checkpoints is not None
         if not self.driver.somebody_leaves():
@@ -475,7 +489,6 @@ class Trainer:
         is_due = self.world.rank == 0 and not self._is_uploading() and (
             self._is_leave_unsaved() if self.driver.wants_change()
             else self.timing.is_due(checkpoints, step, self.launch, self.events))
-        self._leave_saved |= is_due
         return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:
@@ -491,6 +504,7 @@ class Trainer:
         if control.checkpoint:
             checkpoints.begin(state, world.rank, world.size, reuse=control.checkpoint == 2)
             self.timing.begun(state.committed, checkpoints)
+            self._leave_saved = world.rank == 0 and self._leave_seen is not None
             self.events.reach("state.share_begun", step=state.committed)
 
     def _checkpoint_now(self) -> None:

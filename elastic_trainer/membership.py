@@ -170,6 +170,8 @@ class Membership:
     wait_s: float | None = None
     """Give the attempt up after waiting so long for enough workers (horovodrun's --elastic-timeout); None: never."""
     waits_since: float | None = None
+    is_doubted: bool = False
+    """In the last offer some did not reach each other."""
     newest_step: int = -1
     idle_generations: int = 0
     decided_at: float = 0.0
@@ -384,13 +386,15 @@ class Membership:
                 cut_off = self._cut_off(members)
                 if cut_off is None:
                     return [self._form(now)]
-                self.offer = None
-                return [self._strike(cut_off, "cut_off", now)]
-            if not lost and now - self.offer.made_at <= self.limits.admit_s:
+                self.offer, was_doubted, self.is_doubted = None, self.is_doubted, not self.is_doubted
+                if was_doubted:  # two lost packets are no broken line: all have tried twice
+                    return [self._strike(cut_off, "cut_off", now)]
+            elif not lost and now - self.offer.made_at <= self.limits.admit_s:
                 return []
-            for worker in late:
-                worker.refused_offers += 1
-            self.offer = None
+            else:
+                for worker in late:
+                    worker.refused_offers += 1
+                self.offer, self.is_doubted = None, False
         current = self._current()
         if any(w.phase is not Phase.WAITING for w in current):
             return []  # somebody still trains, or revives itself and will be back with its state
@@ -438,7 +442,7 @@ class Membership:
     def _form(self, now: float) -> Form:
         assert self.offer is not None
         self.generation += 1
-        self.members = self.offer.members
+        self.members, self.is_doubted = self.offer.members, False
         step = max(w.step for w in self.workers.values())
         self.idle_generations = 0 if step > self.newest_step else self.idle_generations + 1
         self.newest_step = max(step, self.newest_step)

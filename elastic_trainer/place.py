@@ -31,6 +31,8 @@ REACH_S = 2.0
 """How long a peer has to answer a connection; a SYN that was lost is sent again after 1 s. Less than `admit_s`."""
 REACH_AGAIN_S = 2.0
 """Between two tries of a newcomer that does not reach all members."""
+KNOCKS = 64
+"""How many connections are let go at each beat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,9 @@ def open_door(driver: str) -> socket.socket:
 
     Nobody has to accept for that, and nothing is read.
     """
-    return socket.create_server((own_address_towards(driver.rpartition(":")[0]), 0), backlog=1024)
+    door = socket.create_server((own_address_towards(driver.rpartition(":")[0]), 0), backlog=1024)
+    door.setblocking(False)
+    return door
 
 
 def own_address_towards(host: str) -> str:
@@ -123,9 +127,13 @@ def interface_towards(host: str) -> str:
     raise OSError(f"no interface of this machine has the address {own}")
 
 
-def is_readable(door: socket.socket) -> bool:
-    """True if somebody has knocked."""
-    return bool(select.select([door], [], [], 0)[0])
+def answer_door(door: socket.socket) -> None:
+    """Let go those who have knocked: the kernel has answered them, and that was all they wanted."""
+    for _ in range(KNOCKS):  # a stranger may knock faster than we answer
+        try:
+            door.accept()[0].close()
+        except OSError:  # nobody is left, or no descriptor is
+            return
 
 
 def unreachable(peers: Mapping[str, Sequence[Any]], timeout_s: float) -> list[str]:
@@ -170,6 +178,7 @@ class OurDriver:
         self.generation = 0
         self._lock = threading.Lock()
         self._count = launch.revived_count
+        self.interface = interface_towards(launch.driver.rpartition(":")[0])
         self._door = open_door(launch.driver)
         self._status: dict[str, Any] = {"phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
                                         "drains": False, "step": 0, "door": self._door.getsockname()[1],
@@ -213,8 +222,7 @@ class OurDriver:
                 continue
             heard_at, self._lost, version = time.monotonic(), False, news.pop("version")
             self._take(news)
-            while is_readable(self._door):  # the kernel has answered whoever knocked; that was all they wanted
-                self._door.accept()[0].close()
+            answer_door(self._door)
 
     def _take(self, news: dict[str, Any]) -> None:
         self._news = news
@@ -252,7 +260,8 @@ class OurDriver:
             if news.get("finished"):
                 raise RunOver("finished", "")
             reach = news.get("reach", {})
-            if reach != tried or (self._status["unreachable"] and time.monotonic() - tried_at > REACH_AGAIN_S):
+            is_asked_again = news.get("offer", 0) != accepted or time.monotonic() - tried_at > REACH_AGAIN_S
+            if reach != tried or (self._status["unreachable"] and is_asked_again):
                 tried, cut_off = reach, unreachable(reach, REACH_S)  # network: a connection to each peer
                 tried_at = time.monotonic()
                 with self._lock:

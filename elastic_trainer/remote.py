@@ -39,7 +39,8 @@ ORPHANS_S = 20.0
 def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
     """Return the command that runs this file on a host (the same paths there as here)."""
     there = shlex.join(["exec", sys.executable, "-S", os.path.abspath(__file__), *arguments])
-    return ["ssh", *SSH_OPTIONS, *(["-p", str(port)] if port else []), *(["-i", identity] if identity else []), host, there]
+    key = ["-i", identity] if identity else []
+    return ["ssh", *SSH_OPTIONS, *(["-p", str(port)] if port else []), *key, "--", host, there]
 
 
 class Words:
@@ -75,25 +76,28 @@ def main() -> int:
         print(f"elastic-trainer: {job['command'][0]} cannot be started in {job['cwd']} on this host: {error}",
               file=sys.stderr)
         return 127
-    threading.Thread(target=obey, args=(words, worker.pid, job["lost_s"], job["grace_s"]), daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=obey, args=(words, worker.pid, ended, job["lost_s"], job["grace_s"]), daemon=True).start()
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     end(worker.pid, signal.SIGKILL)  # not yet reaped, so the group's number cannot be another's
+    ended.set()
     code = worker.wait()
     with suppress(OSError):  # nobody listens any more
         os.write(1, f"{EXITED}{code}\n".encode())
     return code if code >= 0 else 128 - code
 
 
-def obey(words: Words, group: int, lost_s: float, grace_s: float) -> None:
-    """Do what the driver says until it says no more; then end the worker."""
+def obey(words: Words, group: int, ended: threading.Event, lost_s: float, grace_s: float) -> None:
+    """Do what the driver says until it says no more; then end the worker, unless it has `ended` by itself."""
     while word := words.next(lost_s):
-        if word == b"term\n":
+        if word == b"term\n" and not ended.is_set():
             end(group, signal.SIGTERM)
         elif word == b"kill\n":
             break
     else:
-        time.sleep(grace_s)
-    end(group, signal.SIGKILL)
+        ended.wait(grace_s)
+    if not ended.is_set():
+        end(group, signal.SIGKILL)
 
 
 def end(group: int, number: int) -> None:

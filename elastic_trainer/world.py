@@ -42,7 +42,7 @@ from horovod.torch import mpi_ops
 from elastic_trainer import revive
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
-from elastic_trainer.place import Driver, OurDriver, Place, interface_towards
+from elastic_trainer.place import Driver, OurDriver, Place
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode
 
@@ -170,9 +170,9 @@ class World:
                                                          str(round(self.launch.limits.gloo_s))),
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
-        if self.launch.driver:
-            interface = interface_towards(self.launch.driver.rpartition(":")[0])
-            os.environ.update(HOROVOD_GLOO_IFACE=interface, NCCL_SOCKET_IFNAME=interface)
+        if isinstance(self.driver, OurDriver):
+            for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):
+                os.environ[name] = self._asked.get(name, self.driver.interface)
         before = _open_sockets()
         self._init_since = time.monotonic()
         self.events.reach("world.init_entered")
@@ -202,6 +202,7 @@ class World:
                 os.abort()  # not training any more: what was to be kept has been handed back
             driver.revive_soon()
             self.events.emit("worker.revives", where="init" if self._init_since else "training")
+            self.events.flush()
             revive.start_anew(self._live_state(), self.generation, driver.count + 1)
 
         def on_broken() -> None:
@@ -288,7 +289,8 @@ class World:
             self._change_wanted_since = None
             return False
         self._change_wanted_since = self._change_wanted_since or now
-        has_time = now - self._change_wanted_since < UPLOAD_FIRST_S and not self.driver.must_hurry()
+        next_vote = now + self.expected_step_s(self.size)
+        has_time = next_vote - self._change_wanted_since < UPLOAD_FIRST_S and not self.driver.must_hurry()
         return not (has_time and self.is_saving())
 
     def share_text(self, text: str, root: int) -> str:

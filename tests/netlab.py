@@ -10,7 +10,7 @@ What always holds:
 1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
    the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
 2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
-3. All interfaces are named the same, since Horovod gives one name to all hosts.
+3. All interfaces are named the same; each worker finds its own all the same (place.py).
 
 It needs root, `ip`, and sshd, which it installs where apt-get can.
 """

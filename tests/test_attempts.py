@@ -200,7 +200,7 @@ exec sh -c "$last"
     with open(tmp_path / "output", "wb") as output:
         assert supervise(run_dir, [*ONE_HOST, "-p", "2222"], command, {}, output) == EXIT_USER_ERROR
     (asked,) = (tmp_path / "asked").read_text().splitlines()
-    assert " -p 2222 far " in asked and asked.endswith(f"end {run_dir}")
+    assert " -p 2222 -- far " in asked and asked.endswith(f"end {run_dir}")
     assert not (tmp_path / "early").exists()
     left.wait()
 

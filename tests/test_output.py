@@ -1,0 +1,32 @@
+"""A worker that prints when its reader has gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SPEAKS_ON = """
+import sys
+from elastic_trainer.output import outlive_readers
+outlive_readers()
+print("first", flush=True)
+sys.stdin.readline()
+for number in range(100):
+    print(number, "nobody reads this", flush=True)
+    print(number, "nor this", file=sys.stderr)
+open(sys.argv[1], "w").write("went on")
+"""
+
+
+def test_a_worker_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    """Both pipes break between two prints, as when the driver is killed; the third line of work is done all the same."""
+    worker = subprocess.Popen([sys.executable, "-c", SPEAKS_ON, str(tmp_path / "done")], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert worker.stdin and worker.stdout and worker.stderr
+    assert worker.stdout.readline() == "first\n"
+    worker.stdout.close()
+    worker.stderr.close()
+    worker.stdin.write("go on\n")
+    worker.stdin.close()
+    assert worker.wait(60) == 0 and (tmp_path / "done").read_text() == "went on"
