@@ -44,7 +44,7 @@ PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnable
 """Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
 NEVER_MENDED = {
     "NoSuchBucket": "Create the bucket, or correct --store",
-    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf has a policy)",
+    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
     "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
     "SignatureDoesNotMatch": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
     "ExpiredToken": "Renew the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
@@ -52,7 +52,7 @@ NEVER_MENDED = {
     "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
     "InvalidArgument": "Correct the settings behind the ? of --store",
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
-    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf has a policy)",
+    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
 }
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
