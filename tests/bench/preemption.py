@@ -103,6 +103,7 @@ def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, li
     pauses, left = [], []
     for number in range(events):
         cluster.wait_for_world(WORKERS - number)
+        cluster.wait_for_step(0)
         first = cluster.events("worker.step_committed")[-1]["step"]
         cluster.wait_for_step(first + BETWEEN)
         victim = cluster.all_hosts[number * 2]  # rank 0's host is the first
