@@ -50,7 +50,7 @@ from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, 
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
-from elastic_trainer.place import interface_towards
+from elastic_trainer.place import own_address_towards
 from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import WordRefused, WordServer
 
@@ -272,7 +272,7 @@ class MendedDriver:
         self.places: dict[str, dict[str, Any]] = {}
         self.forwards: list[threading.Thread] = []
         self.ended: End | None = None
-        self.nic, self.address = "", ""
+        self.address = ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
         self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
@@ -282,7 +282,7 @@ class MendedDriver:
     def run(self) -> int:
         """Run the attempt to its end; returns the exit code."""
         hosts = self._first_hosts()
-        self.nic, self.address = self._interface(hosts)
+        self.address = self._own_address(hosts)
         self.server = WordServer(self.address, self.key, self._answer, self._refused)
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -349,17 +349,17 @@ class MendedDriver:
             self.events.emit("driver.host_removed", host=host)
         self.membership.hosts_listed(hosts)
 
-    def _interface(self, hosts: dict[str, int]) -> tuple[str, str]:
-        """Return this machine's interface that leads to the hosts, and our address on it."""
+    def _own_address(self, hosts: dict[str, int]) -> str:
+        """Return the address at which the hosts reach us: on the interface that was given, or on the way to them."""
         nics = list(self.settings.nics or [])
+        if len(nics) == 1:
+            return network.get_driver_ip(nics)
         far = next((host for host in hosts if not is_local(host)), "")
         address = network.resolve_host_address(far) if far else "127.0.0.1"
-        if not nics and address:
-            nics = [interface_towards(address)]
-        if len(nics) != 1:
-            raise ConfigError(f"the host {far} has no address here, and --network-interfaces is {nics}. Give the one "
+        if nics or not address:
+            raise ConfigError(f"the host {far} has no address here, or --network-interfaces is {nics}. Give the one "
                               f"interface of this machine that leads to the hosts, e.g. --network-interfaces eth0.")
-        return nics[0], network.get_driver_ip(nics)
+        return own_address_towards(address)
 
     # --- words ---------------------------------------------------------------------------------------------------------
 

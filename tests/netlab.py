@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +31,9 @@ from typing import Any
 
 import boto3
 from cluster import Cluster
-from s3_servers import free_port, process
-
-from elastic_trainer.config import ConfigError
-from elastic_trainer.local_s3 import installed
+from s3_servers import Unavailable
 
 INTERFACE = "lab0"
-MOTO = "moto[ec2,autoscaling,server]==5.2.5"
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
 METADATA = "169.254.169.254"
@@ -63,10 +58,6 @@ ulimit -n 20000
 echo booted; read -r plugged
 exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config" -o PidFile=none
 '''
-
-
-class Unavailable(Exception):
-    """There can be no lab on this machine; the text says why."""
 
 
 def prepare() -> None:
@@ -279,20 +270,6 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
             pass
         assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
         time.sleep(0.01)
-
-
-@contextmanager
-def ec2_server(folder: Path) -> Iterator[str]:
-    """Run an EC2 API (moto) outside the lab; yields its endpoint. Raises Unavailable."""
-    try:
-        program = f"{installed(MOTO)}/moto_server"
-    except ConfigError as error:
-        raise Unavailable(str(error)) from error
-    port = free_port()
-    with process([program, "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
-        endpoint = f"http://127.0.0.1:{port}"
-        wait_for("EC2 API", lambda: urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5), deadline_s=60.0)
-        yield endpoint
 
 
 class Cloud:

@@ -21,6 +21,7 @@ import pytest
 import s3_servers
 from faulty_proxy import FaultyProxy
 from metadata_server import MetadataServer
+from moto_server import moto_server
 from netlab import COORDINATOR, Fleet, Lab
 
 import discovery
@@ -38,7 +39,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     """A lab with a coordinator and nobody else."""
     try:
         netlab.prepare()
-    except netlab.Unavailable as error:
+    except s3_servers.Unavailable as error:
         pytest.skip(str(error))
     folder = tmp_path / "lab"
     folder.mkdir()
@@ -59,8 +60,8 @@ def test_follows_the_cloud_from_notices_to_terminations(lab: Lab, tmp_path: Path
     metadata: dict[str, MetadataServer] = {}
     with ExitStack() as stack:
         try:
-            endpoint = stack.enter_context(netlab.ec2_server(tmp_path))
-        except netlab.Unavailable as error:
+            endpoint = stack.enter_context(moto_server(tmp_path))
+        except s3_servers.Unavailable as error:
             pytest.skip(str(error))
         cloud = netlab.Cloud(endpoint)
         with lab.network_of(COORDINATOR):
