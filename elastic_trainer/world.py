@@ -30,7 +30,7 @@ import socket
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, byte_ranges, decode
+from state.layout import LayoutError, Packed, byte_ranges, fill_range, unpack
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20
@@ -363,22 +363,32 @@ class World:
             def read_payload(low: int, high: int) -> Iterable[torch.Tensor]:
                 return byte_ranges(packed, low, high)
 
-        header = self._deal(read_header, header_bytes, givers, takers, "header")
-        payload = self._deal(read_payload, payload_bytes, givers, takers, "payload")
+        header = torch.empty(0 if is_giver else header_bytes, dtype=torch.uint8)
+        for low, piece in self._deal(read_header, header_bytes, givers, takers, "header"):
+            header[low : low + piece.numel()] = piece
+        room = Packed(b"", []) if is_giver else self._room_for(state, header, payload_bytes)
+        for low, piece in self._deal(read_payload, payload_bytes, givers, takers, "payload"):
+            fill_range(room, low, piece)
         if not is_giver:
-            try:
-                state.load(decode(bytes(header.numpy().tobytes()), payload))
-            except LayoutError as error:
-                raise RuntimeError(f"the state of this run does not fit what this worker has built: {error}. All "
-                                   f"workers must build the same model and optimizer.") from error
+            state.load(unpack(room))
             self.events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                              duration_s=round(time.monotonic() - started, 4))
         self.events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
 
+    @staticmethod
+    def _room_for(state: ElasticState, header: torch.Tensor, payload_bytes: int) -> Packed:
+        try:
+            return state.room(header.numpy().tobytes(), payload_bytes)
+        except LayoutError as error:
+            raise RuntimeError(f"the state of this run does not fit what this worker has built: {error}. All workers must "
+                               f"build the same model and optimizer.") from error
+
     def _deal(self, read: Callable[[int, int], Iterable[torch.Tensor]] | None, total: int, givers: list[int],
-              takers: list[int], name: str) -> torch.Tensor:
-        """Give every taker `total` bytes: each giver sends its share of each piece, with a CRC-32 behind it."""
-        scratch = torch.empty(total if self.rank in takers else 0, dtype=torch.uint8)
+              takers: list[int], name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give every taker `total` bytes: each giver sends its share of each piece, with a CRC-32 behind it.
+
+        Yields to a taker (the byte where it belongs, piece), and nothing to a giver; to be exhausted by both.
+        """
         for start in range(0, total, TRANSFER_BYTES):
             stop = min(start + TRANSFER_BYTES, total)
             cuts = [start + (stop - start) * i // len(givers) for i in range(len(givers) + 1)]
@@ -402,8 +412,7 @@ class World:
                 piece, at = incoming[at : at + high - low], at + high - low + 4
                 if _crc(piece) != incoming[at - 4 : at].numpy().tobytes():
                     raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
-                scratch[low:high] = piece
-        return scratch
+                yield low, piece
 
     def _say_started(self, state: ElasticState, source: str, pause_s: float) -> None:
         self.driver.note("training", state.committed)

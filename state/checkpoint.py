@@ -27,8 +27,9 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ import torch
 from state.cadence import Cadence, retained
 from state.commit_log import READ_TRIES, CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, copy_range, decode
+from state.layout import LayoutError, Packed, copy_range, fill_range, unpack
 from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
 
 PART_BYTES = 16 << 20
@@ -343,38 +344,28 @@ class Checkpoints:
                 self.emit("state.checkpoint_refused", error=damage)
             told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
         facts = json.loads(peers.share_text(told, 0))
-        listed_s, refusals, reasons = time.monotonic() - started, list[int](), list[str]()
+        refusals, reasons = list[int](), list[str]()
         for sequence in facts["kept"]:
-            wrong = ""
             try:
-                record = self._shared_record(sequence, peers)
-                payload, read_s = self._read_together(record, peers)
-                header = str(record.body["header"]).encode()
-                if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
-                    raise LayoutError("its header was changed")
-                loading = time.monotonic()
-                values = decode(header, payload)
-                state.fits(values)
-            except (LayoutError, Damaged) as error:
-                wrong = str(error)
-            everyones = peers.gather_texts(wrong)  # one worker's model may be another one
-            wrong = next((text for text in everyones if text), "")
-            if wrong:
+                record, room = self._room_for(sequence, state, peers)
+                reading = time.monotonic()
+                waited_s = self._read_together(record, room, peers)
+            except LayoutError as error:
                 refusals.append(sequence)
-                reasons.append(f"record {sequence}: {wrong}")
+                reasons.append(f"record {sequence}: {error}")
                 if peers.rank == 0:
-                    self.emit("state.checkpoint_refused", record=sequence, error=wrong)
+                    self.emit("state.checkpoint_refused", record=sequence, error=str(error))
                 continue
-            state.load(values)
+            loading = time.monotonic()
+            state.load(unpack(room))
             if refusals and peers.rank == 0:  # else the next one would keep a damaged one in place of a whole one
                 self.log.append(lambda last: _without(last, refusals))
             state.lineage, self.newest_step = facts["lineage"], record.step
             self._last_parts = {part.index: part for part in parts_of(record)}
             if peers.rank == 0:
-                self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=payload.numel(),
-                          list_s=round(listed_s, 4), read_s=round(read_s, 4),
-                          transfer_s=round(loading - started - listed_s - read_s, 4),
-                          load_s=round(time.monotonic() - loading, 4))
+                self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=room.payload_bytes,
+                          list_s=round(reading - started, 4), read_s=round(waited_s, 4),
+                          transfer_s=round(loading - reading - waited_s, 4), load_s=round(time.monotonic() - loading, 4))
             return record.step
         if refusals:
             raise LayoutError(f"none of the {len(refusals)} checkpoints in {self.store.where} can be restored "
@@ -406,51 +397,78 @@ class Checkpoints:
             return False
         return tail.lineage == lineage and tail.step >= step
 
-    def _shared_record(self, sequence: int, peers: Peers) -> Record:
-        text = ""
+    def _room_for(self, sequence: int, state: ElasticState, peers: Peers) -> tuple[Record, Packed]:
+        """Return a record and room for its values. Raises LayoutError on all workers if one of them cannot use it."""
+        text, wrong = "", ""
         if peers.rank == 0:
             try:
                 text = self.log.read(sequence).to_bytes().decode()
             except (Damaged, FileNotFoundError) as error:
-                text = "!" + str(error)
+                wrong = str(error)
         text = peers.share_text(text, 0)
-        if text.startswith("!"):
-            raise Damaged(text[1:])
-        return Record.from_bytes(text.encode())
+        try:
+            if text:
+                record = Record.from_bytes(text.encode())
+                header = str(record.body["header"]).encode()
+                if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
+                    raise LayoutError("its header was changed")
+                room = state.room(header, sum(part.bytes for part in parts_of(record)))
+        except (LayoutError, Damaged) as error:
+            wrong = str(error)  # one worker's model may be another one
+        _agree(wrong, peers)
+        return record, room
 
-    def _read_together(self, record: Record, peers: Peers) -> tuple[torch.Tensor, float]:
-        """Return the payload, of which each worker reads every n-th part, and the seconds this one waited for the store.
+    def _read_together(self, record: Record, room: Packed, peers: Peers) -> float:
+        """Fill the room: each worker reads every n-th part and hands it on. Returns the seconds it waited for the store.
 
-        Raises LayoutError on the worker that has read a damaged part; the others learn it from that one.
+        Needs memory for a few parts. Raises LayoutError on all workers if one has read a damaged part.
         """
-        parts, payload, views = empty_payload(record)
+        parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
+        mine = deque(parts[peers.rank :: peers.size])
+        spare, handed = ([torch.empty(part_bytes, dtype=torch.uint8) for _ in range(min(CONNECTIONS, count))]
+                         for count in (len(mine), len(parts)))
+        ahead: deque[tuple[torch.Tensor, Future[None]]] = deque()
         waited, damage = 0.0, ""
         with ThreadPoolExecutor(CONNECTIONS, "reader") as readers:
-            reading = {part.index: readers.submit(read_part, self.store, part, views[part.index])
-                       for part in parts[peers.rank :: peers.size]}
             try:
-                for first in range(0, len(parts), peers.size):  # a round: everybody hands on one part
-                    group = parts[first : first + peers.size]
-                    if peers.rank < len(group):
-                        asked = time.monotonic()
-                        error = reading[first + peers.rank].exception()  # network or disk
-                        waited += time.monotonic() - asked
-                        if isinstance(error, LayoutError):
-                            damage = str(error)
-                        elif error:
-                            raise error
-                    # In place: an allgather, with its fresh result and the copy out of it, took 3 times as long (1 GB, 4
-                    # workers, 2 cores: 1.5 to 2.5 s against 4.3 to 5.6 s).
-                    handles = [peers.broadcast_start(views[part.index], root, f"restore.{root}")
-                               for root, part in enumerate(group)] if peers.size > 1 else []
+                for first in range(0, len(parts), CONNECTIONS):
+                    while spare and mine:
+                        part, buffer = mine.popleft(), spare.pop()
+                        ahead.append((buffer, readers.submit(read_part, self.store, part, buffer[: part.bytes])))
+                    pieces, handles, group = [], [], parts[first : first + CONNECTIONS]
+                    for part, buffer in zip(group, handed, strict=False):
+                        root = part.index % peers.size
+                        if root == peers.rank:
+                            buffer, reading = ahead.popleft()
+                            asked = time.monotonic()
+                            error = reading.exception()  # network or disk
+                            waited += time.monotonic() - asked
+                            if isinstance(error, LayoutError):
+                                damage = str(error)
+                            elif error:
+                                raise error
+                            spare.append(buffer)
+                        pieces.append(buffer[: part.bytes])
+                        # In place: an allgather, with its fresh result and the copy out of it, took 3 times as long (1 GB,
+                        # 4 workers, 2 cores: 1.5 to 2.5 s against 4.3 to 5.6 s).
+                        if peers.size > 1:
+                            handles.append(peers.broadcast_start(pieces[-1], root, f"restore.{part.index - first}"))
                     for handle in handles:
                         peers.wait(handle)
+                    for part, piece in zip(group, pieces, strict=True):
+                        fill_range(room, part.index * part_bytes, piece)
             finally:
-                for future in reading.values():
-                    future.cancel()
-        if damage:
-            raise LayoutError(damage)
-        return payload, waited
+                for _, reading in ahead:
+                    reading.cancel()
+        _agree(damage, peers)
+        return waited
+
+
+def _agree(wrong: str, peers: Peers) -> None:
+    """Raise LayoutError on all workers, with the same text, if one of them has something to say."""
+    said = next((text for text in peers.gather_texts(wrong) if text), "")
+    if said:
+        raise LayoutError(said)
 
 
 def _without(last: Record, refused: list[int]) -> Record | None:

@@ -23,7 +23,7 @@ import torch
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from state.layout import LayoutError, Packed, pack
+from state.layout import LayoutError, Packed, outline, pack, unpack
 
 
 class ElasticState(hvd_elastic.TorchState):
@@ -183,6 +183,27 @@ class ElasticState(hvd_elastic.TorchState):
             raise LayoutError("a gradient scaler is in only one of the two")
         if values["extras"].keys() != self.extras.keys():
             raise LayoutError(f"the extras are {sorted(values['extras'])} there and {sorted(self.extras)} in this job")
+
+    def room(self, header: bytes, payload_bytes: int) -> Packed:
+        """Return memory for the values that a header describes, to be filled, unpacked and loaded once they are whole.
+
+        Weights go where the gradients live: that memory is there, and idle while this worker has no state. (New memory
+        was half of the time of a restore where the hypervisor gives it page by page.) Raises LayoutError when the values
+        are not of this model and optimizer, or when there are not as many bytes.
+        """
+        outlined = outline(header)
+        if outlined.payload_bytes != payload_bytes:
+            raise LayoutError(f"there are {payload_bytes} bytes, but the header describes {outlined.payload_bytes}")
+        values, mine = unpack(outlined), dict(self.model.named_parameters())
+        self.fits(values)
+        idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
+
+        def memory(tensor: torch.Tensor) -> torch.Tensor:
+            gradient = idle.get(id(tensor))
+            is_usable = gradient is not None and gradient.is_cpu and gradient.is_contiguous()
+            return gradient if is_usable else torch.empty(tensor.shape, dtype=tensor.dtype)  # type: ignore[return-value]
+
+        return Packed(header, [memory(tensor) for tensor in outlined.tensors])
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""

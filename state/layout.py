@@ -4,7 +4,7 @@ model, optimizer, scaler, counters → here → newcomer (over the network), che
 
 What always holds:
 1. The same values give the same bytes, whatever the world's size was.
-2. `decode` checks every length before it builds anything, and builds only tensors and JSON values.
+2. Every length is checked before anything is built, and only tensors and JSON values are built.
 """
 
 from __future__ import annotations
@@ -87,39 +87,63 @@ def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None
         at += size
 
 
-def decode(header: bytes, payload: torch.Tensor) -> Any:
-    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors are views of it.
+def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
+    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`, for tensors of `room`."""
+    at = 0
+    for tensor in packed.tensors:
+        size = tensor.numel() * tensor.element_size()
+        lower, upper = max(start, at), min(start + piece.numel(), at + size)
+        if lower < upper:
+            tensor.view(-1).view(torch.uint8)[lower - at : upper - at] = piece[lower - start : upper - start]
+        at += size
+
+
+def outline(header: bytes) -> Packed:
+    """Return what a header describes: tensors on the device "meta", which have a type and a shape and no bytes.
 
     Raises LayoutError.
     """
     try:
         described = json.loads(header)
-        shapes, values, version = described["tensors"], described["values"], described["format"]
+        shapes, version = described["tensors"], described["format"]
+        described["values"]
     except (ValueError, KeyError, TypeError) as error:
         raise LayoutError(f"the header is not one of ours: {error!r}") from error
     if version != FORMAT:
         raise LayoutError(f"the header has format {version}; this version reads format {FORMAT}")
-    tensors, at = [], 0
+    tensors = []
     for entry in shapes:
         dtype = getattr(torch, str(entry["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise LayoutError(f"the header names a dtype that torch does not have: {entry['dtype']!r}")
-        count = 1
-        for extent in entry["shape"]:
-            if not isinstance(extent, int) or extent < 0:
-                raise LayoutError(f"the header names an impossible shape: {entry['shape']!r}")
-            count *= extent
-        size = count * torch.empty(0, dtype=dtype).element_size()
-        if at + size > payload.numel():
-            raise LayoutError(f"the payload ends at byte {payload.numel()}, but the header needs more than {at + size}")
+        try:
+            tensors.append(torch.empty(entry["shape"], dtype=dtype, device="meta"))
+        except (RuntimeError, TypeError) as error:
+            raise LayoutError(f"the header names an impossible shape: {entry['shape']!r}") from error
+    return Packed(header, tensors)
+
+
+def unpack(packed: Packed) -> Any:
+    """Put values together again: the reverse of `pack`. The tensors are not copied."""
+    return _build(json.loads(packed.header)["values"], packed.tensors)
+
+
+def decode(header: bytes, payload: torch.Tensor) -> Any:
+    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors are views of it.
+
+    Raises LayoutError.
+    """
+    outlined, tensors, at = outline(header), [], 0
+    if outlined.payload_bytes != payload.numel():
+        raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes {outlined.payload_bytes}")
+    for tensor in outlined.tensors:
+        size = tensor.numel() * tensor.element_size()
         piece = payload[at : at + size]
-        if piece.storage_offset() % dtype.itemsize or piece.data_ptr() % dtype.itemsize:
+        if piece.storage_offset() % tensor.element_size() or piece.data_ptr() % tensor.element_size():
             piece = piece.clone()
-        tensors.append(piece.view(dtype).reshape(entry["shape"]))
+        tensors.append(piece.view(tensor.dtype).reshape(tensor.shape))
         at += size
-    if at != payload.numel():
-        raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes {at}")
-    return _build(values, tensors)
+    return unpack(Packed(header, tensors))
 
 
 def _build(value: Any, tensors: list[torch.Tensor]) -> Any:

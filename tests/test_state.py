@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, byte_ranges, decode, pack
+from state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
 from state.store import FolderStore, Store
 
 
@@ -61,6 +61,33 @@ def test_nothing_is_changed_when_the_state_is_another_models() -> None:
         taker.load(decode(packed.header, payload(packed)))
     assert bytes_of(taker) == before
     assert taker.has_state
+
+
+def test_the_weights_stay_until_all_bytes_have_come() -> None:
+    """They are received into the gradients' memory: half a state changes nothing, the whole one everything."""
+    giver, taker = trained(3), trained(0)
+    for parameter in taker.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, packed = bytes_of(taker), giver.packed()
+    room, data = taker.room(packed.header, packed.payload_bytes), payload(packed)
+    grads = {parameter.grad.data_ptr() for parameter in taker.model.parameters() if parameter.grad is not None}
+    assert grads <= {tensor.data_ptr() for tensor in room.tensors}
+    half = len(data) // 2
+    fill_range(room, half, data[half:])
+    assert bytes_of(taker) == before
+    for start in range(0, half, 7):
+        fill_range(room, start, data[start : min(start + 7, half)])
+    taker.load(unpack(room))
+    assert bytes_of(taker) == bytes_of(giver)
+
+
+def test_refuses_another_models_values_before_there_is_a_byte() -> None:
+    """Nobody reads gigabytes to learn that they do not fit; nobody makes room for what a header only claims."""
+    packed = trained(3).packed()
+    with pytest.raises(LayoutError, match="in this model"):
+        trained(0, width=9).room(packed.header, packed.payload_bytes)
+    with pytest.raises(LayoutError, match="the header describes"):
+        trained(0).room(packed.header, packed.payload_bytes - 1)
 
 
 @pytest.mark.parametrize("spoil", ["short", "long", "header", "shape", "dtype"])
