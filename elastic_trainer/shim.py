@@ -6,7 +6,7 @@ driver (or ssh, or plain horovodrun) → here → a keeper with its standby (sta
 
 What always holds:
 1. This process's death is the worker's death, also when the worker is frozen: the keeper kills it when our connection
-   ends. The worker's end is ours, with its exit code or by its signal.
+   ends. The worker's end is ours, with its exit code or by its signal. Until we have said "mine" it does not begin.
 2. The environment, with its secrets, and the output go through a Unix socket in a folder that only this user can enter.
 3. When no standby can be had, this process becomes the command itself: as without standbys, only slower.
 
@@ -69,7 +69,8 @@ def take(command: list[str]) -> socket.socket | None:
     folder = standby_folder(os.environ)
     try:
         if not is_private(folder):
-            say(f"others can enter {folder}, so no standby is taken from it. Run: chmod 700 {folder}")
+            say(f"{folder} is another user's, or others can enter it, so no standby is taken from it. Run: chmod 700 "
+                f"{folder}")
             return None
         waiting = sorted(folder.glob(f"{command_name(command, os.getcwd())}-*.sock"))
     except OSError:
@@ -81,10 +82,15 @@ def take(command: list[str]) -> socket.socket | None:
         try:
             os.write(place, json.dumps(dict(os.environ)).encode())
             keeper.connect(str(path))
+            uid = int.from_bytes(keeper.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], sys.byteorder)
+            if uid != os.getuid():
+                raise PermissionError(f"it is the user {uid}'s")
             socket.send_fds(keeper, [b"take"], [place, 0, 1, 2])
             answer = keeper.recv(4096)
-        except (FileNotFoundError, ConnectionResetError):
-            answer = b""  # another shim was faster
+            if answer == b"taken":
+                keeper.send(b"mine")
+        except (FileNotFoundError, ConnectionResetError, BlockingIOError):
+            answer = b""  # another shim was faster, or many were
         except ConnectionRefusedError:
             answer = b""
             path.unlink(missing_ok=True)  # its keeper was killed

@@ -6,41 +6,50 @@ service → keeper (one per standby, its parent) → standby ← (place) ← shi
     booting → waiting → taken → ended
 
 What always holds:
-1. A standby is used once, by the same command in the same folder with the same variables of the user's; anything else
-   is refused, and the shim runs the command itself.
+1. A standby is used once, by the same command in the same folder with the same variables of the user's, and with the
+   same text of its modules; anything else is refused, and the shim runs the command itself.
 2. The shim's death kills the worker, also a frozen one: its keeper does it from outside. A keeper's death kills its own
-   worker only. The service's death ends those that nobody has taken, and no worker.
-3. What a standby prints before its place is printed when it gets one, as if it had been started then.
+   worker only, whole: the kernel does it, also behind a wrapper script. The service's death ends those that nobody has
+   taken, and no worker.
+3. What a standby prints before its place is printed when it gets one, as if it had been started then. What it, or a
+   wrapper script, has set in its environment stays.
 4. One boots at a time, and takes as much of one core as the others leave idle, but at least a fifth: it is stopped and
    let go in turns. (No scheduling class would do: tried as a user, SCHED_IDLE and a nice of 19 have no way back.)
 5. A standby has touched nothing of the run: no store, no diary, no socket, no random numbers that count.
+6. It goes on as a worker only when its shim has said that it waits for that: a shim that had no answer in time runs the
+   command itself, and there are never two workers of one name.
 
 How far it boots: through everything before `train()`, then a rehearsal of a step in there; or up to the first call of
 `local_rank()`, which waits for the answer. What a script reads from HOROVOD_* or ELASTIC_TRAINER_* before that it reads
 as if it stood alone. A model that is on a GPU before its place is known stays on the GPU that it saw.
 
-What it does not do: limit memory. One standby takes what a worker takes before its first step.
+What it does not do: limit memory. One standby takes what a worker takes before its first step. Notice that a library
+(site-packages) or a file that the script has read was replaced: restart the service then.
 
-Source: sched_setscheduler(2) and prctl(2) of man-pages 6; unix(7) for SOCK_SEQPACKET and SCM_RIGHTS.
+Source: sched_setscheduler(2), prctl(2) and fcntl(2) (F_SETOWN, F_SETSIG) of man-pages 6; unix(7) for SOCK_SEQPACKET and
+SCM_RIGHTS.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -86,32 +95,79 @@ def wait_for_place() -> dict[str, float]:
     """
     if not is_standby():
         return {}
-    descriptor, _, _ = os.environ.pop(VARIABLE).partition(",")
+    descriptor, began_ns, _ = os.environ.pop(VARIABLE).split(",")
     keeper = socket.socket(fileno=int(descriptor))
     keeper.set_inheritable(False)
     sys.stdout.flush()
     sys.stderr.flush()
     since = time.monotonic()
+    loaded = stamps(own_files())
     keeper.send(b"waiting")
-    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 4)
+    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 5)
     if not descriptors:
         os._exit(EXIT_LEFT)  # the keeper has gone
-    place, *output = descriptors
+    place, *output, booted_with = descriptors
+    if changed := changed_files(loaded, stamps(loaded), int(began_ns)):
+        keeper.send(", ".join(changed).encode()[:LAST_WORDS_BYTES])
+        os._exit(EXIT_LEFT)
+    environment = merged(read_environment(booted_with), os.environ, read_environment(place))
     os.environ.clear()
-    os.environ.update(read_place(place))
+    os.environ.update(environment)
     for number, descriptor_of in enumerate(output):
         os.dup2(descriptor_of, number)
         os.close(descriptor_of)
     os.close(place)
-    write_name(os.environ.get("ELASTIC_TRAINER_WORKER", ""))
+    os.close(booted_with)
     keeper.send(b"here")
+    if keeper.recv(64) != b"go":
+        os._exit(EXIT_LEFT)  # the shim has not waited for us: the command itself runs in this place
     keeper.close()
+    write_name(os.environ.get("ELASTIC_TRAINER_WORKER", ""))
     return {"waited_s": round(time.monotonic() - since, 3)}
 
 
-def read_place(descriptor: int) -> dict[str, str]:
-    """Read the environment that a shim has handed over."""
+def write_environment(variables: Mapping[str, str]) -> int:
+    """Write an environment into memory, to be handed over; returns its descriptor."""
+    descriptor = os.memfd_create("environment")
+    os.write(descriptor, json.dumps(dict(variables)).encode())
+    return descriptor
+
+
+def read_environment(descriptor: int) -> dict[str, str]:
+    """Read an environment that was handed over: a shim's is the place."""
     return dict(json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
+
+
+def merged(booted_with: Mapping[str, str], now: Mapping[str, str], place: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a place, with what the script, or a wrapper of it, has changed since it was booted."""
+    removed = booted_with.keys() - now.keys()
+    return {name: value for name, value in place.items() if name not in removed} | {
+        name: value for name, value in now.items() if booted_with.get(name) != value}
+
+
+def own_files() -> list[str]:
+    """Return the files of all modules here but the libraries': thousands, which nobody edits while a run waits."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    files = {getattr(module, "__dict__", {}).get("__file__") or "" for module in list(sys.modules.values())} - {""}
+    return sorted(file for file in files if not file.startswith(libraries) and f"-packages{os.sep}" not in file)
+
+
+def stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return which file each of these names is (its inode), and when that was written (ns); zeros for none."""
+    found = {}
+    for file in files:
+        try:
+            facts = os.stat(file)
+            found[file] = facts.st_ino, facts.st_mtime_ns
+        except OSError:
+            found[file] = 0, 0
+    return found
+
+
+def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]], began_ns: int) -> list[str]:
+    """Return the files that are not those which a standby has loaded, which began to boot at a time of the clock."""
+    return [file for file, (inode, written_ns) in loaded.items()
+            if written_ns > began_ns or now[file] != (inode, written_ns)]
 
 
 def write_name(worker: str) -> None:
@@ -134,13 +190,16 @@ def write_name(worker: str) -> None:
 
 # --- the keeper ---------------------------------------------------------------------------------------------------------
 
-def differing(booted_with: Mapping[str, str], now: Mapping[str, str], is_named_by_path: bool) -> list[str]:
-    """Return the names of variables of the user's that have other values now than when the standby was booted."""
-    def matters(name: str) -> bool:
-        return not name.startswith(CHANGING) and (name not in NOT_MINDED or (name == "PATH" and is_named_by_path))
+def differing(booted_with: Mapping[str, str], now: Mapping[str, str], program: str) -> list[str]:
+    """Return the names of variables of the user's that have other values now than when the standby was booted.
 
-    return sorted(name for name in booted_with.keys() | now.keys()
-                  if matters(name) and booted_with.get(name) != now.get(name))
+    PATH counts when the program is another one by it.
+    """
+    names = {name for name in booted_with.keys() | now.keys()
+             if not name.startswith(CHANGING) and name not in NOT_MINDED and booted_with.get(name) != now.get(name)}
+    if shutil.which(program, path=booted_with.get("PATH")) != shutil.which(program, path=now.get("PATH")):
+        names.add("PATH")
+    return sorted(names)
 
 
 class BootFailed(RuntimeError):
@@ -157,12 +216,17 @@ class Keeper:
         self.printed: IO[bytes] = tempfile.TemporaryFile()
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        room = f"{VARIABLE}={theirs.fileno()},".ljust(NAME_BYTES, ".").partition("=")[2]
+        self.program = stamps([shutil.which(command[0]) or command[0], *command[1:2]])
+        """A wrapper script is no module: the program, and what may be its script."""
+        self.began_ns = time.time_ns()
+        room = f"{VARIABLE}={theirs.fileno()},{self.began_ns},".ljust(NAME_BYTES, ".").partition("=")[2]
+        life, self.alive = os.pipe()  # nothing is ever written: its end is ours
         with theirs:
             self.process = subprocess.Popen(
-                command, env=self.env | {VARIABLE: room}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                command, env=self.env | {VARIABLE: room}, pass_fds=[theirs.fileno(), life], stdin=subprocess.DEVNULL,
                 stdout=self.printed, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=_die_with_parent)  # noqa: PLW1509 (no threads here)
+                preexec_fn=lambda: _die_with_keeper(life))  # noqa: PLW1509 (no threads here)
+        os.close(life)
         self.end_of_process = os.pidfd_open(self.process.pid)
 
     def run(self) -> int:
@@ -238,18 +302,27 @@ class Keeper:
             word, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
             if uid != os.getuid() or word != b"take" or len(descriptors) != 4:
                 return False
-            names = differing(self.env, read_place(descriptors[0]), is_named_by_path="/" not in self.command[0])
+            names = differing(self.env, read_environment(descriptors[0]), self.command[0])
             if names:
                 shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
                 return False
             self.path.unlink(missing_ok=True)
-            os.write(descriptors[2], self._printed(OUTPUT_BYTES))
+            if changed := changed_files(self.program, stamps(self.program), self.began_ns):
+                raise BootFailed(f"it was booted before {', '.join(changed)} changed")
+            descriptors.append(write_environment(self.env))
             socket.send_fds(self.worker, [b"place"], descriptors)
-            if self.worker not in self._ready(WAKE_S, self.worker) or self.worker.recv(64) != b"here":
+            if self.worker not in self._ready(WAKE_S, self.worker):
                 raise BootFailed(f"it did not answer in {WAKE_S:.0f} s when its place had come")
+            if (word := self.worker.recv(LAST_WORDS_BYTES)) != b"here":
+                raise BootFailed(f"it was booted before {word.decode(errors='replace')} changed" if word else self._why())
+            os.write(descriptors[2], self._printed(OUTPUT_BYTES))
             shim.send(b"taken")
             shim.settimeout(None)
             return True
+        except BootFailed as error:
+            with suppress(OSError):
+                shim.send(str(error).encode()[:1000])
+            raise
         except (OSError, ValueError) as error:
             if self.path.exists():
                 return False  # whoever asked has gone before anything happened
@@ -265,10 +338,13 @@ class Keeper:
                 word, _, number = shim.recv(64).partition(b" ")
             except ConnectionResetError:
                 word = b""
-            if word != b"signal":
+            if word == b"mine":
+                self.worker.send(b"go")
+            elif word == b"signal":
+                self._signal(int(number))
+            else:
                 self._kill()  # the shim is dead, and so is its worker, frozen or not
                 return
-            self._signal(int(number))
         status = self._kill()
         try:
             shim.send(b"ended %d" % status)
@@ -308,9 +384,16 @@ class Keeper:
         return os.pread(file, most, max(0, size - most))
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end the standby when its keeper is killed: nobody else would. It may do so in the same moment."""
+def _die_with_keeper(life: int) -> None:
+    """Let the kernel end the standby when its keeper is killed: nobody else would. It may do so in the same moment.
+
+    The first is for this process, whatever it executes. It does not reach the children of a wrapper script: they are
+    told by the end of a pipe, whose signal goes to the group, as long as one process in it holds the pipe.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def core_seconds() -> list[int]:
@@ -421,7 +504,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     folder: Path = options.folder or standby_folder(os.environ)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder):
-        raise ConfigError(f"others can enter {folder}, where standbys get a run's secrets. Run: chmod 700 {folder}")
+        raise ConfigError(f"{folder} is another user's, or others can enter it, and standbys get a run's secrets there. "
+                          f"Run: chmod 700 {folder}, or name another folder by {FOLDER_VARIABLE}.")
 
     def stop(number: int, frame: object) -> None:
         sys.exit(0)

@@ -22,7 +22,7 @@ from cluster import Cluster
 
 from elastic_trainer import shim
 from elastic_trainer.attempts import is_worker
-from elastic_trainer.standby import differing, idle_cores
+from elastic_trainer.standby import changed_files, differing, idle_cores, merged, write_environment
 
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +55,10 @@ def wait_for(what: str, seen: Callable[[], Any]) -> Any:
     return found
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -76,6 +80,12 @@ class Bench:
     def write(self, then: str = "", boot: str = "") -> None:
         """Write the job: `boot` comes before its place, `then` after."""
         (self.folder / "job.py").write_text(JOB.replace("BOOT", boot).replace("THEN", then))
+
+    def behind_a_script(self) -> None:
+        """Let the job's command be a script that starts it, as its child."""
+        self.command = ["/bin/sh", "job.sh"]
+        (self.folder / "job.sh").write_text(
+            f"export OF_SCRIPT=set PATH=/of/script:$PATH\n{sys.executable} job.py\nexit $?\n")
 
     def serve(self, slots: int = 1, **env: str) -> subprocess.Popen[bytes]:
         """Start the service."""
@@ -136,14 +146,33 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_nothing_differs_when_only_the_place_does() -> None:
     booted = {"HOME": "/h", "PYTHONUNBUFFERED": "1", "TERM": "x", "PATH": "/a"}
     now = {"HOME": "/h", "HOROVOD_RANK": "1", "ELASTIC_TRAINER_KEY": "k", "SSH_CLIENT": "::1", "PATH": "/b"}
-    assert differing(booted, now, is_named_by_path=False) == []
-    assert differing(booted, now, is_named_by_path=True) == ["PATH"]
+    assert differing(booted, now, "/bin/sh") == []
+
+
+def test_the_path_counts_when_the_program_is_another_by_it(tmp_path: Path) -> None:
+    """Two ways into a machine seldom have the same words in it."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "a" / "python").chmod(0o755)
+    first, more, other = ({"PATH": ":".join(str(tmp_path / name) for name in names)} for names in ("a", "ab", "b"))
+    assert differing(first, more, "python") == []
+    assert differing(first, other, "python") == ["PATH"]
 
 
 @pytest.mark.parametrize("now", [{"DATA": "/b"}, {}, {"DATA": "/a", "OMP_NUM_THREADS": "1"}])
 def test_any_variable_of_the_users_counts(now: dict[str, str]) -> None:
     """Another value, none, or one more: the script may have read it."""
-    assert len(differing({"DATA": "/a"}, now, is_named_by_path=False)) == 1
+    assert len(differing({"DATA": "/a"}, now, "/bin/sh")) == 1
+
+
+def test_the_environment_is_that_of_the_place_with_what_the_script_has_changed() -> None:
+    """[3] Set, changed and removed by it, or by a wrapper of it, since it was booted."""
+    booted = {"HOME": "/h", "PATH": "/a", "SSH_TTY": "1", "LC_ALL": "C"}
+    now = {"HOME": "/h", "PATH": "/venv:/a", "SSH_TTY": "1", "OMP_NUM_THREADS": "4"}
+    place = {"HOME": "/h", "PATH": "/b", "HOROVOD_RANK": "1", "LC_ALL": "C"}
+    assert merged(booted, now, place) == {
+        "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4"}
 
 
 def test_the_idle_cores_are_counted() -> None:
@@ -267,11 +296,30 @@ def test_the_worker_and_its_shim_die_with_the_keeper(bench: Bench) -> None:
     bench.booted(2)
     first, second = bench.take("host/0/1"), bench.take("host/1/2")
     pids = [bench.here(name)["pid"] for name in ("host/0/1", "host/1/2")]
-    keeper = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(parent_of(pids[0]), signal.SIGKILL)
     assert first.wait(DEADLINE_S) == -signal.SIGKILL
     wait_for("the worker's end", lambda: not is_running(pids[0]))
     assert is_running(pids[1]) and second.poll() is None
+
+
+def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
+    """[2, 3] What the script sets stays set; a signal ends both; the worker dies with its killed keeper though its parent
+    is the script.
+    """
+    bench.behind_a_script()
+    bench.write("open(facts['name'][0], 'w').write(os.environ['OF_SCRIPT'] + os.environ['PATH'])\n" + WAITS)
+    bench.serve()
+    keeper = bench.keeper()
+    worker = bench.take("a/0/1", PATH=os.environ["PATH"] + ":/of/driver")
+    pid = bench.here("a/0/1")["pid"]
+    script = parent_of(pid)
+    assert parent_of(script) == keeper
+    wait_for("its variables", lambda: (bench.folder / "a").exists() and (bench.folder / "a").read_text())
+    assert (bench.folder / "a").read_text() == f"set/of/script:{os.environ['PATH']}"
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    assert worker.wait(DEADLINE_S) == -signal.SIGKILL
+    wait_for("the end of both", lambda: not is_running(pid) and not is_running(script))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -314,6 +362,62 @@ def test_a_variable_that_the_script_may_have_read_is_named(bench: Bench) -> None
     assert not bench.here("host/0/1")["was"]
     assert bench.take("host/0/2").wait(DEADLINE_S) == 0
     assert bench.here("host/0/2")["was"]
+
+
+@pytest.mark.parametrize("changed", ["job.py", "part.py", "job.sh"])
+def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) -> None:
+    """[1] Its worker would train with another code than the others. It is named; its successor is of the new text."""
+    bench.behind_a_script()
+    (bench.folder / "part.py").touch()
+    bench.write(boot="sys.path.insert(0, '.'); import part")
+    bench.serve()
+    bench.booted()
+    (bench.folder / "new").write_text((bench.folder / changed).read_text())
+    (bench.folder / "new").rename(bench.folder / changed)
+    _, err = bench.take("host/0/1").communicate(timeout=DEADLINE_S)
+    assert changed in err.decode() and not bench.here("host/0/1")["was"]
+    assert changed in wait_for("failure", lambda: bench.events("standby.failed"))[0]["reason"]
+    bench.booted()
+    assert bench.take("host/0/2").wait(DEADLINE_S) == 0
+    assert bench.here("host/0/2")["was"]
+
+
+def test_a_file_that_was_written_while_it_booted_is_a_changed_one() -> None:
+    loaded = {"old": (1, 5), "new": (2, 20), "other": (3, 5), "gone": (4, 5)}
+    now = loaded | {"other": (9, 5), "gone": (0, 0)}
+    assert changed_files(loaded, now, began_ns=10) == ["new", "other", "gone"]
+
+
+def test_a_standby_does_not_begin_before_its_shim_says_that_it_waits_for_it(bench: Bench) -> None:
+    """[6] A shim that had no answer in time has become the worker itself by now."""
+    bench.write()
+    bench.serve()
+    [path] = bench.booted()
+    keeper = bench.keeper()
+    place = write_environment(bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
+        asks.connect(str(path))
+        socket.send_fds(asks, [b"take"], [place, 1, 1, 1])
+        os.close(place)
+        assert asks.recv(64) == b"taken"
+    wait_for("the keeper's end", lambda: not is_running(keeper))
+    assert not list(bench.folder.glob("here-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_no_place_is_handed_to_another_users_process(bench: Bench) -> None:
+    """Whoever could put a socket there: it gets no environment, with the run's key in it."""
+    bench.write()
+    path = bench.sockets / f"{shim.command_name(bench.command, str(bench.folder))}-1.sock"
+    listen = ("import os, socket, sys\ns = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\ns.bind(sys.argv[1])\n"
+              "os.seteuid(65534)\ns.listen()\nprint('listens', flush=True)\nprint(s.accept()[0].recv(64), flush=True)")
+    stranger = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
+    bench.started.append(stranger)
+    assert stranger.stdout and stranger.stdout.readline() == b"listens\n"
+    worker = bench.take()
+    _, err = worker.communicate(timeout=DEADLINE_S)
+    assert worker.returncode == 0 and b"65534" in err and not bench.here()["was"]
+    assert stranger.stdout.readline() == b"b''\n"
 
 
 def test_the_command_runs_when_the_standby_is_frozen(bench: Bench) -> None:
