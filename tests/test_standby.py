@@ -393,15 +393,20 @@ def test_a_standby_does_not_begin_before_its_shim_says_that_it_waits_for_it(benc
     bench.write()
     bench.serve()
     [path] = bench.booted()
-    keeper = bench.keeper()
     place = write_environment(bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
         asks.connect(str(path))
         socket.send_fds(asks, [b"take"], [place, 1, 1, 1])
         os.close(place)
         assert asks.recv(64) == b"taken"
-    wait_for("the keeper's end", lambda: not is_running(keeper))
-    assert not list(bench.folder.glob("here-*"))
+        asks.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            asks.recv(64)
+        assert not list(bench.folder.glob("here-*"))
+        asks.settimeout(DEADLINE_S)
+        asks.send(b"mine")
+        assert asks.recv(64) == b"ended 0"
+    assert bench.here()["was"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
