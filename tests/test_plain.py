@@ -9,37 +9,73 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from cluster import JOB, TESTS
 from faults import Plan
 
+from elastic_trainer.events import read_events
+from elastic_trainer.shim import FOLDER_VARIABLE
+
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
-FEW = ("--steps", "40")
+FIFTH = "0x7f.1"
+STEPS = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
 
 
 def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_path: Path,
                                                                            twin_of: Callable[..., str]) -> None:
-    """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four: survivors go on to the same weights."""
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"{h}:1\n" for h in HOSTS))
+    """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four, another host with a standby: the same bits.
+
+    Every worker's command stands behind the shim; the first four find no standby, and are what they are without it.
+    """
+    hosts, run = tmp_path / "hosts", tmp_path / "run"
     plan = Plan().kill(host="127.1", at="step.prepared", step=12)
-    env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
-                        "ELASTIC_TRAINER_RUN_DIR": str(tmp_path / "run")}
-    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2", "--network-interfaces", "lo",
-               "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {hosts}", *JOB, *FEW]
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
-    deadline = time.monotonic() + 150
-    try:
-        process.wait(deadline - time.monotonic())
-    finally:
-        process.kill()
-    said = (tmp_path / "output").read_text()
-    assert (tmp_path / "fired-0").exists(), said
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["weights_sha256"] == twin_of(*FEW), said
-    assert said.count("weights " + result["weights_sha256"]) == 3, said
+    job = [*JOB, *STEPS]
+    with tempfile.TemporaryDirectory(prefix="standby-") as sockets, ExitStack() as stack:
+        env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
+                            "ELASTIC_TRAINER_RUN_DIR": str(run), FOLDER_VARIABLE: sockets}
+
+        def start(*command: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        def wait_for(event: str, **facts: object) -> dict[str, Any]:
+            while not (found := [e for e in read_events(run) if e["event"] == event and facts.items() <= e.items()]):
+                assert time.monotonic() < deadline and horovodrun.poll() is None, (event, said())
+                time.sleep(0.1)
+            return found[-1]
+
+        def said() -> str:
+            return (tmp_path / "output").read_text()
+
+        def write_hosts(names: Sequence[str]) -> None:
+            (tmp_path / "new").write_text("".join(f"{name}:1\n" for name in names))
+            (tmp_path / "new").rename(hosts)
+
+        deadline = time.monotonic() + 150
+        output = stack.enter_context(open(tmp_path / "output", "w"))
+        write_hosts(HOSTS)
+        horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2",
+                           "--network-interfaces", "lo", "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {hosts}",
+                           sys.executable, "-m", "elastic_trainer.shim", *job)
+        wait_for("worker.step_committed")
+        start(sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(run), "--", *job)
+        wait_for("worker.generation_started", size=3)
+        wait_for("standby.booted")
+        write_hosts([*HOSTS, FIFTH])
+        wait_for("worker.stood_by", worker=FIFTH)
+        wait_for("worker.generation_started", size=4, generation=3)
+        (tmp_path / "hurry").touch()
+        horovodrun.wait(deadline - time.monotonic())
+    assert (tmp_path / "fired-0").exists(), said()
+    result = json.loads((run / "result.json").read_text())
+    assert result["weights_sha256"] == twin_of(*STEPS), said()
+    assert said().count("weights " + result["weights_sha256"]) == 4, said()

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import netlab
 import pytest
+import s3_servers
 from cluster import Cluster
 
 from elastic_trainer import shim
@@ -44,6 +46,9 @@ print("out", flush=True)
 print("err", file=sys.stderr, flush=True)
 THEN
 """
+JOB_STEPS = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
+"""Slow, so that a standby finds idle cores to boot on, until the story is over (`hurry`). The lab's other tests have the
+same twin."""
 WAITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\nsignal.pause()"
 
 
@@ -514,8 +519,7 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
 
 def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_path: Path, twin_of: Twin) -> None:
     """The same bits as undisturbed, no second victim; frozen behind its shim it is gone as any other."""
-    job = ("--steps", "260", "--step-s", "0.05")
-    with Cluster(tmp_path, job=job, options=["--standby", "1"]) as cluster:
+    with Cluster(tmp_path, job=JOB_STEPS, options=["--standby", "1"]) as cluster:
         cluster.wait_for("a standby", lambda: cluster.events("standby.booted"))
         killed = cluster.signal_worker("127.0.0.3", signal.SIGKILL)
         generation = cluster.wait_for_world(3)
@@ -525,7 +529,51 @@ def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_p
         frozen = cluster.signal_worker("127.0.0.3", signal.SIGSTOP)
         cluster.wait_for_world(3, after=generation)
         wait_for("the frozen worker's end", lambda: not is_running(frozen))
+        (tmp_path / "hurry").touch()
         assert cluster.wait() == 0
-        cluster.assert_nothing_lost(twin_of(*job), victims=2)
+        cluster.assert_nothing_lost(twin_of(*JOB_STEPS), victims=2)
         gone = [(e["pid"], e["reason"]) for e in cluster.lost()]
     assert gone == [(killed, "crashed"), (frozen, "frozen")]
+
+
+def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin) -> None:
+    """[1, 2] As deploy/hosts starts it: a host is cut from its power, another one takes its place at once; then its ssh
+    dies, its worker with it, and the next standby goes on there. What it prints and how it ends arrives as from others.
+    """
+    try:
+        netlab.prepare()
+    except s3_servers.Unavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "lab").mkdir()
+    with netlab.Lab(tmp_path / "lab") as lab:
+        lab.boot(netlab.COORDINATOR, "h1", "h2", "h3", "h4", "h5")
+        fleet = netlab.Fleet(lab, tmp_path, ["h1", "h2", "h3", "h4", "h5"], start_with=4, job=JOB_STEPS)
+        alike = ("HOME", "PATH", "PYTHONPATH", "ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER")
+        fleet.env = {name: fleet.env[name] for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}  # each host's own
+        command = fleet.command[fleet.command.index("--") :]
+
+        def standbys() -> str:
+            return lab.inside("h5", "find", "/run", "-name", "*.sock", "-path", "*/standbys/*")
+
+        with fleet:
+            generation = fleet.wait_for_world(4)
+            lab.start("h5", [sys.executable, "-m", "elastic_trainer", "standby", "--slots", "1", *command], env=fleet.env,
+                      cwd=fleet.folder)
+            first = fleet.wait_for("standby", standbys)
+            lab.power_cut("h3")
+            fleet.set_hosts(["h1", "h2", "h4", "h5"])
+            generation = fleet.wait_for_world(4, after=generation)
+            fleet.wait_for("successor", lambda: standbys() not in ("", first))
+            started = next(e for e in fleet.events("driver.worker_started") if e["host"] == "h5")
+            pid = next(e["pid"] for e in fleet.events("driver.worker_ready") if e["worker"] == started["worker"])
+            lab.inside(netlab.COORDINATOR, "kill", "-KILL", str(started["pid"]))
+            generation = fleet.wait_for_world(3, after=generation)
+            fleet.wait_for("end of its worker", lambda: not lab.inside("h5", "find", "/proc", "-maxdepth", "1", "-name",
+                                                                        str(pid)))
+            fleet.wait_for_world(4, after=generation)
+            assert fleet.finish() == 0
+            fleet.assert_nothing_lost(twin_of(*JOB_STEPS), victims=2)
+            stood_by = [e["worker"].split("/")[0] for e in fleet.events("worker.stood_by")]
+            assert stood_by == ["h5", "h5"]
+            assert "[h5]<stdout>: weights " in (fleet.folder / "output.log").read_text()
+            assert [e["exit_code"] for e in fleet.events("driver.worker_gone") if e["host"] == "h5"][1:] == [0]
