@@ -107,7 +107,7 @@ def wait_for_place() -> dict[str, float]:
     if not descriptors:
         os._exit(EXIT_LEFT)  # the keeper has gone
     place, *output, booted_with = descriptors
-    if changed := changed_files(loaded, stamps(loaded), int(began_ns)):
+    if changed := changed_files(loaded, stamps(loaded), int(began_ns), (os.getcwd(), *filter(None, sys.path))):
         keeper.send(", ".join(changed).encode()[:LAST_WORDS_BYTES])
         os._exit(EXIT_LEFT)
     environment = merged(read_environment(booted_with), os.environ, read_environment(place))
@@ -164,10 +164,15 @@ def stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]], began_ns: int) -> list[str]:
-    """Return the files that are not those which a standby has loaded, which began to boot at a time of the clock."""
+def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]], began_ns: int,
+                  roots: tuple[str, ...] = ()) -> list[str]:
+    """Return the files that may not be those which a standby has loaded.
+
+    Under `roots` also those that were written since it began to boot: it may have read what stood there before.
+    Elsewhere a compiler (torch's, for one) writes modules of its own meanwhile.
+    """
     return [file for file, (inode, written_ns) in loaded.items()
-            if written_ns > began_ns or now[file] != (inode, written_ns)]
+            if now[file] != (inode, written_ns) or (written_ns > began_ns and file.startswith(roots))]
 
 
 def write_name(worker: str) -> None:

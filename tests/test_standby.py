@@ -327,6 +327,17 @@ def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
     wait_for("the end of both", lambda: not is_running(pid) and not is_running(script))
 
 
+def test_a_script_that_boots_dies_with_its_keeper(bench: Bench) -> None:
+    """[2] It was stopped, perhaps, and nobody would ever let it go on."""
+    bench.behind_a_script()
+    bench.write(boot="open('new', 'w').write(str(os.getpid())); os.rename('new', 'boots'); time.sleep(600)")
+    bench.serve()
+    wait_for("process", (bench.folder / "boots").exists)
+    pid = int((bench.folder / "boots").read_text())
+    os.kill(parent_of(parent_of(pid)), signal.SIGKILL)
+    wait_for("its end", lambda: not is_running(pid))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.Signals) -> None:
     """[2] A worker has nothing to do with it any more."""
@@ -388,9 +399,10 @@ def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) ->
 
 
 def test_a_file_that_was_written_while_it_booted_is_a_changed_one() -> None:
-    loaded = {"old": (1, 5), "new": (2, 20), "other": (3, 5), "gone": (4, 5)}
-    now = loaded | {"other": (9, 5), "gone": (0, 0)}
-    assert changed_files(loaded, now, began_ns=10) == ["new", "other", "gone"]
+    """But for those that a compiler has written elsewhere: they would be new in each standby."""
+    loaded = {"/my/old": (1, 5), "/my/new": (2, 20), "/my/other": (3, 5), "/my/gone": (4, 5), "/tmp/compiled": (5, 20)}
+    now = loaded | {"/my/other": (9, 5), "/my/gone": (0, 0)}
+    assert changed_files(loaded, now, 10, roots=("/my",)) == ["/my/new", "/my/other", "/my/gone"]
 
 
 def test_a_standby_does_not_begin_before_its_shim_says_that_it_waits_for_it(bench: Bench) -> None:
@@ -550,15 +562,18 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
         fleet = netlab.Fleet(lab, tmp_path, ["h1", "h2", "h3", "h4", "h5"], start_with=4, job=JOB_STEPS)
         alike = ("HOME", "PATH", "PYTHONPATH", "ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER")
         fleet.env = {name: fleet.env[name] for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}  # each host's own
-        command = fleet.command[fleet.command.index("--") :]
+        at = fleet.command.index("--")
+        fleet.command[at + 1] = "python"  # by PATH, in which horovodrun_elastic.sh puts its own folder in front
+        path = f"{Path(sys.executable).parent}:{fleet.env['PATH']}"
+        there, fleet.env["PATH"] = fleet.env | {"PATH": path}, f"{Path(sys.executable).parent}:{path}"
 
         def standbys() -> str:
             return lab.inside("h5", "find", "/run", "-name", "*.sock", "-path", "*/standbys/*")
 
         with fleet:
             generation = fleet.wait_for_world(4)
-            lab.start("h5", [sys.executable, "-m", "elastic_trainer", "standby", "--slots", "1", *command], env=fleet.env,
-                      cwd=fleet.folder)
+            lab.start("h5", [sys.executable, "-m", "elastic_trainer", "standby", "--slots", "1",
+                             *fleet.command[at:]], env=there, cwd=fleet.folder)
             first = fleet.wait_for("standby", standbys)
             lab.power_cut("h3")
             fleet.set_hosts(["h1", "h2", "h4", "h5"])
