@@ -73,7 +73,8 @@ LAST_WORDS_BYTES = 2000
 OUTPUT_BYTES = 60_000
 """So much of what a standby has printed is handed on: it fits a pipe, so that writing it never waits for a reader."""
 PR_SET_PDEATHSIG = 1
-CHANGING = ("HOROVOD_", "ELASTIC_TRAINER_", "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
+OF_THE_PLACE = ("HOROVOD_", "ELASTIC_TRAINER_")
+CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
 NOT_MINDED = frozenset("PYTHONUNBUFFERED NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ TERM COLORTERM COLUMNS LINES LS_COLORS MAIL "
                        "LESSOPEN LESSCLOSE PAGER EDITOR DISPLAY DBUS_SESSION_BUS_ADDRESS INVOCATION_ID JOURNAL_STREAM "
                        "NOTIFY_SOCKET LOGNAME USER SHELL HOSTNAME LANG MOTD_SHOWN PATH".split())
@@ -139,10 +140,14 @@ def read_environment(descriptor: int) -> dict[str, str]:
 
 
 def merged(booted_with: Mapping[str, str], now: Mapping[str, str], place: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a place, with what the script, or a wrapper of it, has changed since it was booted."""
+    """Return the environment of a place, with what the script, or a wrapper of it, has changed since it was booted.
+
+    Who the worker is says the place alone: a script may have set defaults for that.
+    """
     removed = booted_with.keys() - now.keys()
-    return {name: value for name, value in place.items() if name not in removed} | {
-        name: value for name, value in now.items() if booted_with.get(name) != value}
+    changed = {name: value for name, value in now.items() if booted_with.get(name) != value}
+    who = {name: value for name, value in place.items() if name.startswith(OF_THE_PLACE)}
+    return {name: value for name, value in place.items() if name not in removed} | changed | who
 
 
 def own_files() -> list[str]:

@@ -174,10 +174,11 @@ def test_any_variable_of_the_users_counts(now: dict[str, str]) -> None:
 def test_the_environment_is_that_of_the_place_with_what_the_script_has_changed() -> None:
     """[3] Set, changed and removed by it, or by a wrapper of it, since it was booted."""
     booted = {"HOME": "/h", "PATH": "/a", "SSH_TTY": "1", "LC_ALL": "C"}
-    now = {"HOME": "/h", "PATH": "/venv:/a", "SSH_TTY": "1", "OMP_NUM_THREADS": "4"}
+    now = {"HOME": "/h", "PATH": "/venv:/a", "SSH_TTY": "1", "OMP_NUM_THREADS": "4",
+           "HOROVOD_RANK": "0", "HOROVOD_CYCLE_TIME": "5"}
     place = {"HOME": "/h", "PATH": "/b", "HOROVOD_RANK": "1", "LC_ALL": "C"}
     assert merged(booted, now, place) == {
-        "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4"}
+        "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4", "HOROVOD_CYCLE_TIME": "5"}
 
 
 def test_the_idle_cores_are_counted() -> None:
