@@ -64,18 +64,20 @@ def main() -> None:
             service = subprocess.Popen(
                 [sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(cluster.run_dir), "--", *job],
                 env=os.environ | {FOLDER_VARIABLE: f"{folder}/standbys"}, stdin=subprocess.DEVNULL)
-            since = time.time()
-            booted = cluster.wait_for("standby", lambda n=number: cluster.events("standby.booted")[n:])[0]
-            measure("booting", since, booted["time"])
-            boots.append(booted["boot_s"])
-            measure("waiting", *let_pass(options.steps))
-            keeper = booted["pid"]
-            standby = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
-            both = [memory_mb(pid) for pid in (keeper, standby)]
-            resident.append(sum(mb for mb, _ in both))
-            own.append(sum(mb for _, mb in both))
-            service.terminate()
-            service.wait()
+            try:
+                since = time.time()
+                booted = cluster.wait_for("standby", lambda n=number: cluster.events("standby.booted")[n:])[0]
+                measure("booting", since, booted["time"])
+                boots.append(booted["boot_s"])
+                measure("waiting", *let_pass(options.steps))
+                keeper = booted["pid"]
+                standby = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+                both = [memory_mb(pid) for pid in (keeper, standby)]
+                resident.append(sum(mb for mb, _ in both))
+                own.append(sum(mb for _, mb in both))
+            finally:
+                service.terminate()
+                service.wait()
             print({what: round(statistics.median(found), 4) for what, found in seconds.items()},
                   f"{resident[-1]:.0f} MB, {own[-1]:.0f} of them its own; booted in {boots[-1]:.1f} s", flush=True)
         measure("none", *let_pass(options.steps))
