@@ -10,7 +10,8 @@ What always holds:
 1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
    the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
 2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
-3. All interfaces are named the same; each worker finds its own all the same (place.py).
+3. No two hosts' interfaces have the same name: driver and workers find each their own (place.py). Stock Horovod, which
+   gives one name to all, has to ask for a lab where they have (`interface`).
 
 It needs root, `ip`, and sshd, which it installs where apt-get can.
 """
@@ -33,7 +34,6 @@ import boto3
 from cluster import Cluster
 from s3_servers import Unavailable
 
-INTERFACE = "lab0"
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
 METADATA = "169.254.169.254"
@@ -93,8 +93,10 @@ def dying_with_us(*command: str | Path) -> list[str]:
 class Lab:
     """A bridge and its hosts; use as a context manager. The coordinator is a host as the others are."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, interface: str = ""):
+        self.folder, self.interface = folder, interface
+        self.addresses: dict[str, str] = {}
+        """Of the hosts that somebody else has named and given an address."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
         self.output = open(folder / "lab.log", "ab")
@@ -130,10 +132,8 @@ class Lab:
         self.output.close()
 
     def address(self, name: str) -> str:
-        """Return a host's address: h7 has ….0.7; a name that is an address has it; any other is the coordinator."""
-        if name.startswith(f"{NETWORK}."):
-            return name
-        return f"{NETWORK}.0.{name[1:]}" if name[1:].isdigit() else f"{NETWORK}.0.254"
+        """Return a host's address: the one that it was given; else h7 has ….0.7, and the coordinator ….0.254."""
+        return self.addresses.get(name) or f"{NETWORK}.0.{254 if name == COORDINATOR else int(name[1:])}"
 
     def boot(self, *names: str) -> None:
         """Start hosts, all at once, and wait until ssh on them answers."""
@@ -165,21 +165,22 @@ class Lab:
     def cut(self, one: str, other: str) -> None:
         """Drop, silently, what two hosts send to each other, and nothing else: both know a wrong hardware address."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev", INTERFACE, "nud",
-                        "permanent")
+            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev",
+                        self.hosts[here].interface, "nud", "permanent")
 
     def mend(self, one: str, other: str) -> None:
         """Undo `cut`."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", INTERFACE)
+            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", self.hosts[here].interface)
 
     def slow(self, name: str, kbit: int) -> None:
         """Give a host a slow line (what it sends), or end that with 0."""
+        line = ("dev", self.hosts[name].interface, "root")
         if kbit:
-            self.inside(name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", f"{kbit}kbit", "burst",
-                        "16kb", "latency", "400ms")
+            self.inside(name, "tc", "qdisc", "replace", *line, "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency",
+                        "400ms")
         else:
-            self.inside(name, "tc", "qdisc", "del", "dev", INTERFACE, "root")
+            self.inside(name, "tc", "qdisc", "del", *line)
 
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
@@ -214,6 +215,7 @@ class Host:
         self.lab, self.name = lab, name
         lab.ports += 1
         self.port = f"port{lab.ports}"
+        self.interface = lab.interface or f"lab{lab.ports}"
         self.process = subprocess.Popen(
             dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
@@ -229,11 +231,11 @@ class Host:
         assert self.process.stdout.readline() == b"booted\n", f"{self.name} does not boot; see {self.lab.folder}/lab.log"
         unshare = self.process.pid
         self.pid = int(Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[0])
-        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
+        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", self.interface, "netns", str(self.pid))
         self.lab._ip("link", "set", self.port, "master", "bridge", "up")
         address = self.lab.address(self.name)
-        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {INTERFACE}\n"
-                 f"link set {INTERFACE} up\n")
+        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {self.interface}\n"
+                 f"link set {self.interface} up\n")
         subprocess.run([*self.enter(), "ip", "-batch", "-"], input=batch, text=True, check=True, capture_output=True)
         self.process.stdin.write(b"plugged\n")
         self.process.stdin.flush()
@@ -301,7 +303,6 @@ class Fleet(Cluster):
 
     def __init__(self, lab: Lab, folder: Path, names: Sequence[str], **options: Any):
         self.lab = lab
-        options["options"] = ["--network-interfaces", INTERFACE, *options.get("options", ())]
         super().__init__(folder, names=names, **options)
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
 

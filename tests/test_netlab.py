@@ -225,7 +225,7 @@ def overheard_word(lab: Lab) -> bytes:
         tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
     streams: dict[bytes, bytes] = {}
     with tap:
-        tap.bind((netlab.INTERFACE, 0x0800))
+        tap.bind((lab.hosts[COORDINATOR].interface, 0x0800))
         tap.settimeout(20.0)
         while True:
             frame = tap.recv(65536)
