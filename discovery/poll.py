@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from discovery.agent import AgentUnreachable, ask
 from discovery.ec2 import CloudUnavailable
-from discovery.hosts import DOUBTED, IN, Decision, Health, History, Instance, Policy, decide
+from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instance, Policy, decide
 
 AGENTS_S = 1.0
 AGENT_TIMEOUT_S = 0.8
@@ -116,6 +116,8 @@ class Poller:
             if why != was and (why == IN) != (was == IN):
                 name = by_id[identity].name if identity in by_id else identity
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
+            elif why.startswith(HELD) and not (was or "").startswith(HELD):
+                self.emit("discovery.host_held_back", host=by_id[identity].name, id=identity, why=why)
         for identity in self._reasons.keys() - reasons.keys():
             if self._reasons[identity] == IN:
                 self.emit("discovery.host_out", host=identity, id=identity, why="the cloud knows it no more")

@@ -30,7 +30,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
 from cluster import Cluster
 from s3_servers import Unavailable
 
@@ -53,6 +52,7 @@ mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run
 mount --bind "$lab/hosts" /etc/hosts && mount --bind "$lab/ssh/config" /etc/ssh/ssh_config
 mount --bind "$lab/ssh/shadow" /etc/shadow
 mount -t tmpfs -o size=4m tmpfs /run/disk
+[ -z "$3" ] || mount -t tmpfs tmpfs "$3"
 for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ -f $file ] && mount --bind "$lab/empty" $file; done
 ulimit -n 20000
 echo booted; read -r plugged
@@ -97,6 +97,8 @@ class Lab:
         self.folder, self.interface = folder, interface
         self.addresses: dict[str, str] = {}
         """Of the hosts that somebody else has named and given an address."""
+        self.hidden = ""
+        """A folder that hosts which boot from now on have of their own, empty; not the coordinator."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
         self.output = open(folder / "lab.log", "ab")
@@ -217,7 +219,7 @@ class Host:
         self.port = f"port{lab.ports}"
         self.interface = lab.interface or f"lab{lab.ports}"
         self.process = subprocess.Popen(
-            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder),
+            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder, "" if name == COORDINATOR else lab.hidden),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
         self.pid = 0
 
@@ -274,36 +276,14 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
         time.sleep(0.01)
 
 
-class Cloud:
-    """Spot instances at that API, whose addresses are those of hosts of the lab: one client of the test's own."""
-
-    def __init__(self, endpoint: str):
-        self.client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
-                                   aws_secret_access_key="x")
-        self.ids: dict[str, str] = {}
-
-    def launch(self, count: int) -> list[str]:
-        """Start instances; returns their addresses."""
-        image = self.client.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
-        subnet = self.client.describe_subnets()["Subnets"][0]["SubnetId"]  # of the default network, which is ours too
-        started = self.client.run_instances(
-            ImageId=image, SubnetId=subnet, MinCount=count, MaxCount=count, InstanceType="c5.large",
-            InstanceMarketOptions={"MarketType": "spot"},
-            TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": "Job", "Value": "mine"}]}])["Instances"]
-        self.ids |= {i["PrivateIpAddress"]: i["InstanceId"] for i in started}
-        return [i["PrivateIpAddress"] for i in started]
-
-    def terminate(self, *addresses: str) -> None:
-        """End instances."""
-        self.client.terminate_instances(InstanceIds=[self.ids[address] for address in addresses])
-
-
 class Fleet(Cluster):
-    """A run whose coordinator and workers are hosts of a lab."""
+    """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot later see no runs of it."""
 
-    def __init__(self, lab: Lab, folder: Path, names: Sequence[str], **options: Any):
+    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (), own_disks: bool = False, **options: Any):
         self.lab = lab
         super().__init__(folder, names=names, **options)
+        (folder / "runs").mkdir(exist_ok=True)
+        lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
 
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = 60.0) -> Any:
@@ -329,6 +309,10 @@ class Fleet(Cluster):
     def lost(self) -> list[dict[str, Any]]:
         """Return the workers that were lost; an ssh that did not reach its host is none."""
         return [e for e in super().lost() if e["reason"] != "boot_failed"]
+
+    def evicted(self) -> list[tuple[str, str]]:
+        """Return whose workers were given up, by host, and why."""
+        return [(e["worker"].split("/")[0], e["reason"]) for e in self.events("driver.worker_evicted")]
 
     def newest_step(self) -> int:
         """Return the number of the newest finished step."""
