@@ -72,7 +72,7 @@ class Poller:
 
     def poll(self, pool: ThreadPoolExecutor) -> None:
         """Ask whoever is due, decide, and write what has changed."""
-        now, is_fresh = self.clock(), False
+        now, is_fresh, before = self.clock(), False, self.instances
         wait_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** self.failures)
         if self._asked_at is None or now - self._asked_at >= wait_s:
             self._asked_at = now
@@ -84,11 +84,14 @@ class Poller:
                 self.emit("discovery.cloud_unavailable", error=str(error), failures=self.failures)
         if self._written is None and not is_fresh and not self.instances:
             return  # nothing was ever known: there is no file yet, and the script says so
-        asked = self._ask_agents(pool)
-        decision = decide(self.instances, asked, self.history, self.clock(), self.policy)
-        if self.history.doubts and not is_fresh:
-            return  # a doubt is settled by the cloud's next answer, not by the same one again
+        asked, doubts = self._ask_agents(pool), self.history.doubts
+        history = self.history if is_fresh else replace(self.history, doubts=0)
+        decision = decide(self.instances, asked, history, self.clock(), self.policy)
         self.history = decision.history
+        if is_fresh and self.history.doubts:
+            self.instances = before  # whom the answer lacks is asked still, and a notice of theirs counts
+        elif doubts and not is_fresh:
+            self.history = replace(self.history, doubts=doubts)  # settled by the cloud's next answer, by nothing else
         self._publish(decision, is_fresh)
 
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
