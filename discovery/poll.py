@@ -116,11 +116,11 @@ class Poller:
         reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
         for identity, why in reasons.items():
             was = self._reasons.get(identity)
+            name = by_id[identity].name if identity in by_id else identity
             if why != was and (why == IN) != (was == IN):
-                name = by_id[identity].name if identity in by_id else identity
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
             elif why.startswith(HELD) and not (was or "").startswith(HELD):
-                self.emit("discovery.host_held_back", host=by_id[identity].name, id=identity, why=why)
+                self.emit("discovery.host_held_back", host=name, id=identity, why=why)
         for identity in self._reasons.keys() - reasons.keys():
             if self._reasons[identity] == IN:
                 self.emit("discovery.host_out", host=identity, id=identity, why="the cloud knows it no more")

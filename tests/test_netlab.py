@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,11 +18,7 @@ import s3_servers
 from faulty_proxy import FaultyProxy
 from netlab import COORDINATOR, Fleet, Lab
 
-import discovery
-
 Twin = Callable[..., str]
-DISCOVERY = [sys.executable, "-m", "discovery"]
-DISCOVER = Path(discovery.__file__).with_name("__main__.py")
 FOUR = ["h1", "h2", "h3", "h4"]
 THREE = FOUR[:3]
 JOB = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
