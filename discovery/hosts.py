@@ -113,6 +113,8 @@ class Decision:
 
 ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reboot", "system-maintenance")
 IN = "in"
+HELD = "held back"
+"""Begins the reason of a host that comes and goes."""
 DOUBTED = "but so are most: asked again first"
 """Ends the reason of a host that is still on the list although the cloud's last answer was without it."""
 
@@ -162,7 +164,7 @@ def _judge(instance: Instance, says: Health | None, past: Past, now: float, poli
             hold = min(policy.hold_most_s, policy.hold_s * 2.0 ** past.holds)
             past = replace(past, holds=past.holds + 1, held_until=now + hold)
     if now < past.held_until:
-        return past, f"held back: it came {len(past.arrivals)} times in {policy.flap_window_s:.0f} s"
+        return past, f"{HELD}: it came {len(past.arrivals)} times in {policy.flap_window_s:.0f} s"
     return past, IN
 
 

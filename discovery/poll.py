@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from discovery.agent import AgentUnreachable, ask
 from discovery.ec2 import CloudUnavailable
-from discovery.hosts import DOUBTED, IN, Decision, Health, History, Instance, Policy, decide
+from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instance, Policy, decide
 
 AGENTS_S = 1.0
 AGENT_TIMEOUT_S = 0.8
@@ -72,7 +72,7 @@ class Poller:
 
     def poll(self, pool: ThreadPoolExecutor) -> None:
         """Ask whoever is due, decide, and write what has changed."""
-        now, is_fresh = self.clock(), False
+        now, is_fresh, before = self.clock(), False, self.instances
         wait_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** self.failures)
         if self._asked_at is None or now - self._asked_at >= wait_s:
             self._asked_at = now
@@ -84,11 +84,14 @@ class Poller:
                 self.emit("discovery.cloud_unavailable", error=str(error), failures=self.failures)
         if self._written is None and not is_fresh and not self.instances:
             return  # nothing was ever known: there is no file yet, and the script says so
-        asked = self._ask_agents(pool)
-        decision = decide(self.instances, asked, self.history, self.clock(), self.policy)
-        if self.history.doubts and not is_fresh:
-            return  # a doubt is settled by the cloud's next answer, not by the same one again
+        asked, doubts = self._ask_agents(pool), self.history.doubts
+        history = self.history if is_fresh else replace(self.history, doubts=0)
+        decision = decide(self.instances, asked, history, self.clock(), self.policy)
         self.history = decision.history
+        if is_fresh and self.history.doubts:
+            self.instances = before  # whom the answer lacks is asked still, and a notice of theirs counts
+        elif doubts and not is_fresh:
+            self.history = replace(self.history, doubts=doubts)  # settled by the cloud's next answer, by nothing else
         self._publish(decision, is_fresh)
 
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
@@ -113,9 +116,11 @@ class Poller:
         reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
         for identity, why in reasons.items():
             was = self._reasons.get(identity)
+            name = by_id[identity].name if identity in by_id else identity
             if why != was and (why == IN) != (was == IN):
-                name = by_id[identity].name if identity in by_id else identity
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
+            elif why.startswith(HELD) and not (was or "").startswith(HELD):
+                self.emit("discovery.host_held_back", host=name, id=identity, why=why)
         for identity in self._reasons.keys() - reasons.keys():
             if self._reasons[identity] == IN:
                 self.emit("discovery.host_out", host=identity, id=identity, why="the cloud knows it no more")

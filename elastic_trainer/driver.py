@@ -77,7 +77,7 @@ HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z
 
 
 class DiscoveryUnavailable(RuntimeError):
-    """The discovery has not answered once; the next attempt asks again."""
+    """The discovery has not answered once, or has named no host; the next attempt asks again."""
 
 
 class MemberRendezvousHandler(RendezvousHandler):
@@ -300,17 +300,24 @@ class MendedDriver:
         return self._stop_all()
 
     def _first_hosts(self) -> dict[str, int]:
-        deadline = time.monotonic() + FIRST_DISCOVERY_S
+        """Return the first list that names a host: our address is the one on the way to it. Raises DiscoveryUnavailable."""
+        started, has_answered, wait_s = time.monotonic(), False, self.settings.elastic_timeout
         while True:
+            waited_s = time.monotonic() - started
             try:
-                return self._ask_discovery()
+                if hosts := self._ask_discovery():
+                    return hosts
+                has_answered = True
             except (ValueError, OSError, subprocess.SubprocessError) as error:
-                if time.monotonic() > deadline:
+                if not has_answered and waited_s > FIRST_DISCOVERY_S:
                     raise DiscoveryUnavailable(
                         f"the discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s ({error}). Try the command "
                         f"given with --host-discovery-script by hand.") from error
                 self.events.emit("driver.discovery_failed", error=str(error))
-                time.sleep(DISCOVERY_EVERY_S)
+            if has_answered and wait_s is not None and waited_s > wait_s:
+                raise DiscoveryUnavailable(f"the discovery has named no host in {wait_s:.0f} s (--elastic-timeout). Look "
+                                           f"why with `elastic-trainer hosts`; the next attempt asks again.")
+            time.sleep(DISCOVERY_EVERY_S)
 
     def _ask_discovery(self) -> dict[str, int]:
         discovery: HostDiscovery = self.settings.discovery

@@ -34,8 +34,9 @@ class Cluster:
 
     def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
                  min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
-                 discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None):
-        self.folder, self.run_dir = folder, folder / "runs" / "run"
+                 discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None,
+                 run: str = "run"):
+        self.folder, self.run_dir = folder, folder / "runs" / run
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
         self.hosts_file = folder / "hosts"
@@ -43,7 +44,7 @@ class Cluster:
         start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
         self.command = [
-            sys.executable, "-m", "elastic_trainer", "run", "--run", "run", "--runs-dir", str(folder / "runs"),
+            sys.executable, "-m", "elastic_trainer", "run", "--run", run, "--runs-dir", str(folder / "runs"),
             "--host-discovery-script", discovery or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
             "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}

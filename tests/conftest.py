@@ -1,15 +1,19 @@
-"""What all tests share: the undisturbed twin, computed once."""
+"""What tests share: the undisturbed twin, computed once, and a lab of hosts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from netlab import Lab
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -21,12 +25,29 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     @cache
     def twin(*job: str) -> str:
-        if "--step-s" in job:  # the pace is no part of the arithmetic
-            at = job.index("--step-s")
-            return twin(*job[:at], *job[at + 2 :])
+        for option in ("--step-s", "--checkpoint-every", "--part-bytes"):  # these are no part of the arithmetic
+            if option in job:
+                at = job.index(option)
+                return twin(*job[:at], *job[at + 2 :])
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
         done = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, timeout=300, check=True,
                               cwd=tmp_path_factory.mktemp("twin"))
         return done.stdout.split("weights ")[1].strip()
 
     return twin
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    """A lab without hosts."""
+    import netlab
+    from s3_servers import Unavailable
+
+    try:
+        netlab.prepare()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    with netlab.Lab(folder) as lab:
+        yield lab

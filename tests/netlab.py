@@ -10,7 +10,8 @@ What always holds:
 1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
    the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
 2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
-3. All interfaces are named the same; each worker finds its own all the same (place.py).
+3. No two hosts' interfaces have the same name: driver and workers find each their own (place.py). Stock Horovod, which
+   gives one name to all, has to ask for a lab where they have (`interface`).
 
 It needs root, `ip`, and sshd, which it installs where apt-get can.
 """
@@ -29,11 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
 from cluster import Cluster
 from s3_servers import Unavailable
 
-INTERFACE = "lab0"
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
 METADATA = "169.254.169.254"
@@ -53,6 +52,7 @@ mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run
 mount --bind "$lab/hosts" /etc/hosts && mount --bind "$lab/ssh/config" /etc/ssh/ssh_config
 mount --bind "$lab/ssh/shadow" /etc/shadow
 mount -t tmpfs -o size=4m tmpfs /run/disk
+[ -z "$3" ] || mount -t tmpfs tmpfs "$3"
 for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ -f $file ] && mount --bind "$lab/empty" $file; done
 ulimit -n 20000
 echo booted; read -r plugged
@@ -93,8 +93,12 @@ def dying_with_us(*command: str | Path) -> list[str]:
 class Lab:
     """A bridge and its hosts; use as a context manager. The coordinator is a host as the others are."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, interface: str = ""):
+        self.folder, self.interface = folder, interface
+        self.addresses: dict[str, str] = {}
+        """Of the hosts that somebody else has named and given an address."""
+        self.hidden = ""
+        """A folder that hosts which boot from now on have of their own, empty; not the coordinator."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
         self.output = open(folder / "lab.log", "ab")
@@ -130,10 +134,8 @@ class Lab:
         self.output.close()
 
     def address(self, name: str) -> str:
-        """Return a host's address: h7 has ….0.7; a name that is an address has it; any other is the coordinator."""
-        if name.startswith(f"{NETWORK}."):
-            return name
-        return f"{NETWORK}.0.{name[1:]}" if name[1:].isdigit() else f"{NETWORK}.0.254"
+        """Return a host's address: the one that it was given; else h7 has ….0.7, and the coordinator ….0.254."""
+        return self.addresses.get(name) or f"{NETWORK}.0.{254 if name == COORDINATOR else int(name[1:])}"
 
     def boot(self, *names: str) -> None:
         """Start hosts, all at once, and wait until ssh on them answers."""
@@ -165,21 +167,22 @@ class Lab:
     def cut(self, one: str, other: str) -> None:
         """Drop, silently, what two hosts send to each other, and nothing else: both know a wrong hardware address."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev", INTERFACE, "nud",
-                        "permanent")
+            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev",
+                        self.hosts[here].interface, "nud", "permanent")
 
     def mend(self, one: str, other: str) -> None:
         """Undo `cut`."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", INTERFACE)
+            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", self.hosts[here].interface)
 
     def slow(self, name: str, kbit: int) -> None:
         """Give a host a slow line (what it sends), or end that with 0."""
+        line = ("dev", self.hosts[name].interface, "root")
         if kbit:
-            self.inside(name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", f"{kbit}kbit", "burst",
-                        "16kb", "latency", "400ms")
+            self.inside(name, "tc", "qdisc", "replace", *line, "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency",
+                        "400ms")
         else:
-            self.inside(name, "tc", "qdisc", "del", "dev", INTERFACE, "root")
+            self.inside(name, "tc", "qdisc", "del", *line)
 
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
@@ -214,8 +217,9 @@ class Host:
         self.lab, self.name = lab, name
         lab.ports += 1
         self.port = f"port{lab.ports}"
+        self.interface = lab.interface or f"lab{lab.ports}"
         self.process = subprocess.Popen(
-            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder),
+            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder, "" if name == COORDINATOR else lab.hidden),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
         self.pid = 0
 
@@ -229,11 +233,11 @@ class Host:
         assert self.process.stdout.readline() == b"booted\n", f"{self.name} does not boot; see {self.lab.folder}/lab.log"
         unshare = self.process.pid
         self.pid = int(Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[0])
-        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
+        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", self.interface, "netns", str(self.pid))
         self.lab._ip("link", "set", self.port, "master", "bridge", "up")
         address = self.lab.address(self.name)
-        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {INTERFACE}\n"
-                 f"link set {INTERFACE} up\n")
+        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {self.interface}\n"
+                 f"link set {self.interface} up\n")
         subprocess.run([*self.enter(), "ip", "-batch", "-"], input=batch, text=True, check=True, capture_output=True)
         self.process.stdin.write(b"plugged\n")
         self.process.stdin.flush()
@@ -272,37 +276,14 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
         time.sleep(0.01)
 
 
-class Cloud:
-    """Spot instances at that API, whose addresses are those of hosts of the lab: one client of the test's own."""
-
-    def __init__(self, endpoint: str):
-        self.client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
-                                   aws_secret_access_key="x")
-        self.ids: dict[str, str] = {}
-
-    def launch(self, count: int) -> list[str]:
-        """Start instances; returns their addresses."""
-        image = self.client.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
-        subnet = self.client.describe_subnets()["Subnets"][0]["SubnetId"]  # of the default network, which is ours too
-        started = self.client.run_instances(
-            ImageId=image, SubnetId=subnet, MinCount=count, MaxCount=count, InstanceType="c5.large",
-            InstanceMarketOptions={"MarketType": "spot"},
-            TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": "Job", "Value": "mine"}]}])["Instances"]
-        self.ids |= {i["PrivateIpAddress"]: i["InstanceId"] for i in started}
-        return [i["PrivateIpAddress"] for i in started]
-
-    def terminate(self, *addresses: str) -> None:
-        """End instances."""
-        self.client.terminate_instances(InstanceIds=[self.ids[address] for address in addresses])
-
-
 class Fleet(Cluster):
-    """A run whose coordinator and workers are hosts of a lab."""
+    """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot later see no runs of it."""
 
-    def __init__(self, lab: Lab, folder: Path, names: Sequence[str], **options: Any):
+    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (), own_disks: bool = False, **options: Any):
         self.lab = lab
-        options["options"] = ["--network-interfaces", INTERFACE, *options.get("options", ())]
         super().__init__(folder, names=names, **options)
+        (folder / "runs").mkdir(exist_ok=True)
+        lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
 
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = 60.0) -> Any:
@@ -328,6 +309,10 @@ class Fleet(Cluster):
     def lost(self) -> list[dict[str, Any]]:
         """Return the workers that were lost; an ssh that did not reach its host is none."""
         return [e for e in super().lost() if e["reason"] != "boot_failed"]
+
+    def evicted(self) -> list[tuple[str, str]]:
+        """Return whose workers were given up, by host, and why."""
+        return [(e["worker"].split("/")[0], e["reason"]) for e in self.events("driver.worker_evicted")]
 
     def newest_step(self) -> int:
         """Return the number of the newest finished step."""

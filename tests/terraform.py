@@ -1,7 +1,8 @@
 """The real terraform and the real AWS provider, for `deploy/terraform`, against an endpoint on loopback.
 
-    outputs = apply(folder, "fleet", endpoint, {"name": "x", …})
-    destroy(folder, "fleet", endpoint)
+    with Root(folder, "fleet", endpoint, {"name": "x", …}) as fleet:
+        outputs = fleet.apply()
+        fleet.destroy()
 
 What always holds: it works on a copy, so nothing is left in the tree; it asks no registry (the provider comes from a
 mirror on this machine), no real AWS and no metadata service.
@@ -12,20 +13,30 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from s3_servers import Unavailable
+import yaml
+from s3_servers import Unavailable, process
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+HOSTS = DEPLOY / "hosts"
 PROVIDER = "registry.terraform.io/hashicorp/aws"
 MIRRORS = ("/opt/*", "/opt/*/*", "/usr/share/terraform/*", "/usr/local/share/terraform/*")
 LIMIT_S = 400
+START_S = 60.0
+FOREIGN = ("AWS_", "TF_")
+"""How the variables begin that are none of a test's business."""
 QUIETLY = ("-auto-approve", "-input=false", "-no-color", "-compact-warnings")
+NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
+              "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"}
 TEST_PROVIDER = """
 provider "aws" {
   access_key                  = "x"
@@ -49,40 +60,63 @@ def provider() -> Path:
     raise Unavailable(f"there is no mirror of {PROVIDER} on this machine ({', '.join(MIRRORS)}).")
 
 
-def terraform(folder: Path, *arguments: str, endpoint: str = "http://127.0.0.1:9") -> str:
-    """Run terraform in a folder made by `prepared`; returns what it printed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "TF_"))} | {
-        "TF_CLI_CONFIG_FILE": str(folder / "test.tfrc"), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1",
-        "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": endpoint}
-    done = subprocess.run(["terraform", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
+class Root:
+    """A copy of one root of deploy/terraform, and a provider that runs: terraform would start one for each of its phases,
+    which takes seconds of a core each time. Use as a context manager.
+    """
 
+    def __init__(self, folder: Path, root: str, endpoint: str, variables: Mapping[str, Any]):
+        self.folder, self.name, self.endpoint, self.variables = folder, root, endpoint, variables
+        self.there = folder / "deploy" / "terraform" / root
 
-def prepared(folder: Path, root: str) -> Path:
-    """Copy deploy/ and make one of its roots ready without `init`; returns the root's folder. Raises Unavailable."""
-    where = provider()
-    shutil.copytree(DEPLOY, folder / "deploy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
-    there = folder / "deploy" / "terraform" / root
-    # An override spares `init` and the hashing of 700 MB that each command would begin with.
-    (there / "test.tfrc").write_text(
-        f'provider_installation {{ dev_overrides {{\n "hashicorp/aws" = "{where}"\n}} }}\n')
-    (there / "test_override.tf").write_text(TEST_PROVIDER)
-    return there
+    def __enter__(self) -> Root:
+        """Make the copy ready without `init`. Raises Unavailable."""
+        where = provider()
+        shutil.copytree(DEPLOY, self.folder / "deploy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
+        # An override spares `init` and the hashing of 700 MB that each command would begin with.
+        (self.there / "test.tfrc").write_text(
+            f'provider_installation {{ dev_overrides {{\n "hashicorp/aws" = "{where}"\n}} }}\n')
+        (self.there / "test_override.tf").write_text(TEST_PROVIDER)
+        (self.there / "test.auto.tfvars.json").write_text(json.dumps(self.variables))
+        (program,) = where.glob("terraform-provider-aws*")
+        log = self.folder / "provider.log"
+        with ExitStack() as stack:
+            without = [f"--unset={name}" for name in os.environ if name.startswith(FOREIGN)]
+            running = stack.enter_context(process(["env", *without, program, "-debug"], log, **self._aws()))
+            deadline = time.monotonic() + START_S
+            while not (said := re.search("TF_REATTACH_PROVIDERS='(.*)'", log.read_text())):
+                assert time.monotonic() < deadline and running.poll() is None, log.read_text()
+                time.sleep(0.05)
+            self._attach, self._stack = said[1], stack.pop_all()
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-def apply(folder: Path, root: str, endpoint: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply one root of deploy/terraform, for which `folder` is kept; returns its outputs. Raises Unavailable."""
-    there = prepared(folder, root)
-    (there / "test.auto.tfvars.json").write_text(json.dumps(variables))
-    terraform(there, "apply", *QUIETLY, endpoint=endpoint)
-    outputs = json.loads((there / "terraform.tfstate").read_text())["outputs"]
-    return {name: output["value"] for name, output in outputs.items()}
+    def apply(self) -> dict[str, Any]:
+        """Apply it; returns its outputs."""
+        self._terraform("apply", *QUIETLY)
+        outputs = json.loads(self.state())["outputs"]
+        return {name: output["value"] for name, output in outputs.items()}
 
+    def destroy(self) -> None:
+        """Destroy what `apply` made, or the part that it made before it failed."""
+        self._terraform("destroy", "-refresh=false", *QUIETLY)
 
-def destroy(folder: Path, root: str, endpoint: str) -> None:
-    """Destroy what `apply` made, or the part that it made before it failed."""
-    terraform(folder / "deploy" / "terraform" / root, "destroy", "-refresh=false", *QUIETLY, endpoint=endpoint)
+    def state(self) -> str:
+        """Return terraform's state."""
+        return (self.there / "terraform.tfstate").read_text()
+
+    def _aws(self) -> dict[str, str]:
+        return {"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": self.endpoint}
+
+    def _terraform(self, *arguments: str) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)} | self._aws() | {
+            "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1",
+            "TF_REATTACH_PROVIDERS": self._attach}
+        done = subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
+                              timeout=LIMIT_S)
+        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
 def rendered(template: Path, **values: Any) -> str:
@@ -96,3 +130,30 @@ def rendered(template: Path, **values: Any) -> str:
                           cwd="/", env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return base64.b64decode(json.loads(done.stdout)).decode()
+
+
+def user_data(text: str) -> dict[str, str]:
+    """Return the files that user data writes, after a look at the rest."""
+    assert text.startswith("#cloud-config\n") and len(text) < 16384
+    config = yaml.safe_load(text)
+    assert config["ssh_pwauth"] is False and config["disable_root"] is True
+    assert [user["name"] for user in config["users"]][-1] == "trainer"
+    assert "default" not in config["users"]
+    files = {f["path"]: base64.b64decode(f["content"]).decode() if f.get("encoding") == "b64" else f["content"]
+             for f in config["write_files"]}
+    assert files["/usr/local/sbin/elastic-boot"] == (HOSTS / "boot.sh").read_text()
+    assert settings_of(text).keys() <= NO_SECRETS
+    no_secret_in("\n".join(files.values()))
+    return files
+
+
+def settings_of(text: str) -> dict[str, str]:
+    """Return the settings that user data writes for the units."""
+    files = {f["path"]: f["content"] for f in yaml.safe_load(text)["write_files"]}
+    lines = base64.b64decode(files["/etc/elastic-trainer/fleet.env"]).decode().splitlines()
+    return {name: value.strip("'") for name, _, value in (line.partition("=") for line in lines)}
+
+
+def no_secret_in(text: str) -> None:
+    """Neither a private key, nor a setting that would be AWS's secret, nor the run's key."""
+    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)

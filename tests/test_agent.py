@@ -15,6 +15,7 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from discovery.agent import (
     standbys,
     workers,
 )
+from discovery.ec2 import CloudUnavailable
 from discovery.hosts import Instance, Policy
 from discovery.notices import Metadata, MetadataUnavailable
 from discovery.poll import Poller
@@ -231,6 +233,53 @@ def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) ->
             outs.append(told.count("discovery.host_out"))
     assert outs == [0, 0, 0, 0, 2]
     assert (tmp_path / "hosts").read_text() == ""
+
+
+def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(tmp_path: Path) -> None:
+    """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered again."""
+    cloud, now, agent = TwoHosts(), 0.0, Agent(None, tmp_path)
+    server = AgentServer("127.0.0.2", 0, KEY, agent)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), agent_port=server.server_address[1], key=KEY,
+                    clock=lambda: now)
+    everyone, nobody, listed = cloud.instances(), list[Instance](), []
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for answer in (everyone, nobody, None, None, nobody):
+                def instances(answer: list[Instance] | None = answer) -> list[Instance]:
+                    if answer is None:
+                        raise CloudUnavailable("as planned")
+                    return answer
+
+                cloud.instances = instances  # type: ignore[method-assign]
+                poller.poll(pool)
+                listed.append((tmp_path / "hosts").read_text())
+                now += 100.0
+                if len(listed) == 3:
+                    agent.drain("terminate", None)
+    finally:
+        server.shutdown()
+        server.server_close()
+    one, two = "127.0.0.1:1\n", "127.0.0.2:1\n"
+    assert listed == [one + two, one + two, one + two, one, ""]
+
+
+def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: Path) -> None:
+    """Each coming and going is told; from the third coming on it stays off the list, and that is told with its reason."""
+    cloud, now = TwoHosts(), 0.0
+    here, there = cloud.instances()
+    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
+                    clock=lambda: now)
+    with ThreadPoolExecutor(1) as pool:
+        for state in ("running", "stopping", "running", "stopping", "running", "running"):
+            cloud.instances = lambda state=state: [here, replace(there, state=state)]  # type: ignore[method-assign, misc]
+            poller.poll(pool)
+            now += 10.0
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["event"].partition(".")[2] for e in told if e.get("id") == there.id] == [
+        "host_in", "host_out", "host_in", "host_out", "host_held_back"]
+    assert told[-1]["why"] == "held back: it came 3 times in 600 s"
+    assert (tmp_path / "hosts").read_text() == f"{here.name}:1\n"
 
 
 def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:

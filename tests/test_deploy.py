@@ -1,4 +1,4 @@
-"""deploy/: the terraform against an EC2 API on loopback, what user data holds, who may do what, and both boots.
+"""deploy/: what user data holds, who may do what, and both boots. (Its terraform is applied in test_fleet.py.)
 
 The boots run the real scripts, in a folder that stands for a machine's root, with a folder for the bucket and programs
 that write down how they were called in place of those that would change this machine. ssh and sshd are the real ones.
@@ -7,8 +7,6 @@ that write down how they were called in place of those that would change this ma
 from __future__ import annotations
 
 import ast
-import base64
-import json
 import os
 import re
 import shutil
@@ -16,32 +14,19 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
 import yaml
-from moto_server import moto_server
 from s3_servers import Unavailable
-from terraform import DEPLOY, apply, destroy, provider, rendered
+from terraform import DEPLOY, HOSTS, rendered, user_data
 
 ROOT = DEPLOY.parent
-HOSTS = DEPLOY / "hosts"
 FLEET = DEPLOY / "terraform" / "fleet"
-IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
-NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
-              "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"}
 
 
 # --- terraform -------------------------------------------------------------------------------------------------------
-
-
-def client(service: str, endpoint: str) -> Any:
-    return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
-                        aws_secret_access_key="x")
 
 
 def test_terraform_is_formatted() -> None:
@@ -62,112 +47,7 @@ def test_every_variable_is_typed_and_described_and_those_that_can_be_wrong_are_c
         assert "validation {" in body or "= bool\n" in body or name in ("region", "coordinator_type"), name
 
 
-def test_a_fleet_is_applied_found_and_destroyed(tmp_path: Path) -> None:
-    """Spot workers that discovery lists, locked doors, no secret, no `*`; and destroyed, nothing is left but the bucket."""
-    variables = {"region": "us-east-1", "bucket": "training-1", "name": "mine", "workers": 3, "image_id": IMAGE,
-                 "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
-    of_bucket = {k: variables[k] for k in ("region", "bucket")}
-    try:
-        provider()
-        with moto_server(tmp_path) as endpoint, ThreadPoolExecutor(1) as pool:
-            # Beside the fleet: the provider waits most of this one's time.
-            bucket = pool.submit(apply, tmp_path / "bucket", "bucket", endpoint, of_bucket)
-            ec2 = client("ec2", endpoint)
-            others = len(ec2.describe_security_groups()["SecurityGroups"]), len(ec2.describe_vpcs()["Vpcs"])
-            iam = client("iam", endpoint)
-            try:
-                outputs = apply(tmp_path / "fleet", "fleet", endpoint, variables)
-                fleet_is_as_wanted(endpoint, outputs)
-                for role in ("coordinator", "workers"):
-                    policy = iam.get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
-                    nothing_is_open(policy, role)
-                bucket.result()
-                bucket_is_locked(client("s3", endpoint), "training-1")
-                no_secret_in((tmp_path / "fleet/deploy/terraform/fleet/terraform.tfstate").read_text())
-            finally:
-                destroy(tmp_path / "fleet", "fleet", endpoint)
-            alive = [i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]
-                     if i["State"]["Name"] != "terminated"]
-            assert alive == [] and not client("autoscaling", endpoint).describe_auto_scaling_groups()["AutoScalingGroups"]
-            assert (len(ec2.describe_security_groups()["SecurityGroups"]), len(ec2.describe_vpcs()["Vpcs"])) == others
-            assert not [r for r in iam.list_roles()["Roles"] if r["RoleName"].startswith("mine-")]
-            client("s3", endpoint).head_bucket(Bucket="training-1")
-    except Unavailable as error:
-        pytest.skip(str(error))
-
-
-def bucket_is_locked(s3: Any, bucket: str) -> None:
-    (rule,) = s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]
-    assert rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] == "AES256"
-    assert all(s3.get_public_access_block(Bucket=bucket)["PublicAccessBlockConfiguration"].values())
-    (rule,) = s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
-    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
-    assert not rule.keys() & {"Expiration", "NoncurrentVersionExpiration", "Transitions"}
-    denied = {s["Sid"]: s for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]}
-    assert denied["LogRecordsOnlyIfAbsent"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
-    assert {s["Effect"] for s in denied.values()} == {"Deny"}
-
-
-def fleet_is_as_wanted(endpoint: str, outputs: dict[str, Any]) -> None:
-    ec2 = client("ec2", endpoint)
-    credentials = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Fleet=mine", "--tag",
-                           "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
-                          text=True, env=os.environ | {"AWS_ENDPOINT_URL": endpoint} | credentials)
-    assert done.returncode == 0 and done.stdout.count(":2\n") == 3, done.stderr
-    instances = {i["InstanceId"]: i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]}
-    coordinator = instances.pop(outputs["coordinator"])
-    assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"]["HttpTokens"] == "required"
-    assert [i["InstanceLifecycle"] for i in instances.values()] == ["spot"] * 3
-
-    (group,) = client("autoscaling", endpoint).describe_auto_scaling_groups()["AutoScalingGroups"]
-    policy = group["MixedInstancesPolicy"]
-    assert policy["InstancesDistribution"]["SpotAllocationStrategy"] == "price-capacity-optimized"
-    assert len(policy["LaunchTemplate"]["Overrides"]) > 3 and group["MinSize"] == 0
-    assert len(group["VPCZoneIdentifier"].split(",")) == 2
-    hooks = client("autoscaling", endpoint).describe_lifecycle_hooks(AutoScalingGroupName="mine-workers")
-    (hook,) = hooks["LifecycleHooks"]
-    assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook["DefaultResult"] == "CONTINUE"
-    (version,) = ec2.describe_launch_template_versions(
-        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]["LaunchTemplateId"],
-        Versions=["$Latest"])["LaunchTemplateVersions"]
-    template = version["LaunchTemplateData"]
-    assert template["MetadataOptions"]["HttpTokens"] == "required"
-    assert template["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
-    assert template["PrivateDnsNameOptions"]["HostnameType"] == "resource-name"
-    assert template["BlockDeviceMappings"][0]["Ebs"]["Encrypted"] is True
-
-    # Only the fleet reaches the fleet.
-    rules = ec2.describe_security_group_rules()["SecurityGroupRules"]
-    names = {g["GroupId"]: g["GroupName"] for g in ec2.describe_security_groups()["SecurityGroups"]}
-    ours = [r for r in rules if names[r["GroupId"]].startswith("mine-")]
-    assert all("ReferencedGroupInfo" in r for r in ours if not r["IsEgress"])
-    open_ways = {(names[r["GroupId"]], r["FromPort"]) for r in ours if r.get("CidrIpv4")}
-    assert open_ways == {("mine-coordinator", 443)}
-
-    # User data: whole, and the worker's names the coordinator whose keys it trusts.
-    given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"], Attribute="userData")["UserData"]["Value"]
-    files = user_data(base64.b64decode(given).decode())
-    assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
-    no_secret_in(json.dumps(outputs))
-    worker = user_data(base64.b64decode(template["UserData"]).decode())
-    assert f":{outputs['coordinator']}/release.tar.zst" in worker["/etc/elastic-trainer/fleet.env"]
-
-
 # --- who may do what -------------------------------------------------------------------------------------------------
-
-
-def nothing_is_open(policy: Any, role: str) -> None:
-    """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach the log."""
-    policy = json.loads(policy) if isinstance(policy, str) else policy
-    for statement in policy["Statement"]:
-        actions, resources = ([x] if isinstance(x, str) else x for x in (statement["Action"], statement["Resource"]))
-        assert not any("*" in action for action in actions)
-        assert "*" not in resources or (role == "coordinator" and all(":Describe" in action for action in actions))
-        if "s3:DeleteObject" in actions:
-            assert all(re.search(r"/mine/checkpoints/\*/(parts|probe)/\*$", r) for r in resources)
-        if "s3:PutObject" in actions:
-            assert all(r.startswith("arn:aws:s3:::training-1/mine/") for r in resources)
 
 
 def actions_of(document: str) -> set[str]:
@@ -192,27 +72,6 @@ def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it
 
 
 # --- user data -------------------------------------------------------------------------------------------------------
-
-
-def user_data(text: str) -> dict[str, str]:
-    """Return the files that user data writes, after a look at the rest."""
-    assert text.startswith("#cloud-config\n") and len(text) < 16384
-    config = yaml.safe_load(text)
-    assert config["ssh_pwauth"] is False and config["disable_root"] is True
-    assert [user["name"] for user in config["users"]][-1] == "trainer"
-    assert "default" not in config["users"]
-    files = {f["path"]: base64.b64decode(f["content"]).decode() if f.get("encoding") == "b64" else f["content"]
-             for f in config["write_files"]}
-    assert files["/usr/local/sbin/elastic-boot"] == (HOSTS / "boot.sh").read_text()
-    settings = dict(line.split("=", 1) for line in files["/etc/elastic-trainer/fleet.env"].splitlines())
-    assert settings.keys() <= NO_SECRETS
-    no_secret_in("\n".join(files.values()))
-    return files
-
-
-def no_secret_in(text: str) -> None:
-    """Neither a private key, nor a setting that would be AWS's secret, nor the run's key."""
-    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
 
 
 @pytest.mark.parametrize("admin_key", [None, "ssh-ed25519 AAAAC3Nza me@there: # here"])

@@ -33,6 +33,7 @@ from elastic_trainer.driver import (
     parse_hosts,
 )
 from elastic_trainer.membership import Start
+from elastic_trainer.place import own_address_towards
 
 DEADLINE_S = 10.0
 SECRET = "5ec4e75ec4e7"
@@ -453,6 +454,29 @@ def test_the_far_worker_may_end_by_itself_when_the_driver_is_gone(tmp_path: Path
     process.stdin.close()
     (tmp_path / "gone").touch()
     assert process.wait(DEADLINE_S) == 75
+
+
+# --- the driver's own address ----------------------------------------------------------------------------------------
+
+def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ssh: Path, tmp_path: Path) -> None:
+    """A fleet that boots with its coordinator is not there yet: the driver waits for a host before it says where it is."""
+    try:
+        own = own_address_towards(FAR)
+    except OSError:
+        pytest.skip("no way leads out of this machine.")
+    hosts, asked = tmp_path / "hosts", tmp_path / "asked"
+    hosts.touch()
+    there = ["sh", "-c", f"echo $ELASTIC_TRAINER_DRIVER > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/told; sleep 1000"]
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
+    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", "-np", "1", "--host-discovery-script",
+                               f"sh -c 'cat {hosts}; echo >> {asked}'", *there], env=os.environ | {"PYTHONPATH": path})
+    try:
+        written(asked)
+        hosts.write_text(f"{FAR}:1\n")
+        assert written(tmp_path / "told").startswith(f"{own}:")
+    finally:
+        driver.terminate()
+        driver.wait(DEADLINE_S)
 
 
 # --- Horovod's version ----------------------------------------------------------------------------------------------

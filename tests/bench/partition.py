@@ -23,11 +23,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
-from netlab import COORDINATOR, INTERFACE, Fleet, Lab  # noqa: E402
+from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 from stock_job import StockJob  # noqa: E402
 
 FOUR = ["h1", "h2", "h3", "h4"]
 LIMIT_S = 10.0
+INTERFACE = "lab0"
 
 
 def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], int]:
@@ -65,7 +66,7 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
 def peer(folder: Path, chance: random.Random, wait_s: float) -> float:
     """Run one stock job, cut one host off; return the seconds to the next finished step."""
     (folder / "lab").mkdir()
-    with Lab(folder / "lab") as lab:
+    with Lab(folder / "lab", interface=INTERFACE) as lab:
         lab.boot(COORDINATOR, *FOUR)
         with StockJob(folder, FOUR, interface=INTERFACE,
                       start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
 from cluster import JOB  # noqa: E402
-from netlab import COORDINATOR, INTERFACE, Fleet, Lab  # noqa: E402
+from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 from stock_job import StockJob  # noqa: E402
 
 HOUR_S = 3600.0
@@ -44,6 +44,7 @@ NOTICE_S = 120.0
 STEP_S = 0.15
 """How long a worker takes to read one of the 8 shards of a batch (the peer: its part of a batch)."""
 SHARDS = 8
+INTERFACE = "lab0"
 AIM = 0.95
 
 
@@ -166,7 +167,7 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
 def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> float:
     """Run stock Horovod through the same storm; returns its goodput."""
     (folder / "lab").mkdir()
-    with Lab(folder / "lab") as lab:
+    with Lab(folder / "lab", interface=INTERFACE) as lab:
         first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
         lab.boot(COORDINATOR, *first)
         with StockJob(folder, first, interface=INTERFACE, job=[str(2 * STEP_S), "256"],

@@ -1,0 +1,137 @@
+"""A fleet at an EC2 API on loopback: the one that deploy/terraform makes there; without terraform, one like it by boto3.
+
+    with Cloud(folder) as cloud:
+        cloud.scale(5); cloud.terminate(name)
+
+terraform, or boto3 → moto's server → here → names and addresses of machines, for the lab to be those machines
+
+moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by address, not by id; its S3
+obeys what a bucket's policy denies and reads no condition, so that checkpoints go into a bucket that has no policy.
+"""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import boto3
+from moto_server import moto_server
+from s3_servers import Unavailable
+from terraform import Root, provider, settings_of
+
+IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
+NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
+VARIABLES = {"region": "us-east-1", "bucket": BUCKET, "name": NAME, "workers": 2, "max_workers": 8, "image_id": IMAGE,
+             "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
+OF_BUCKET = {name: VARIABLES[name] for name in ("region", "bucket")}
+AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
+       "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}
+"""What every client of the server needs besides its endpoint."""
+SPOT_ONLY = {"OnDemandBaseCapacity": 0, "OnDemandPercentageAboveBaseCapacity": 0,
+             "SpotAllocationStrategy": "price-capacity-optimized"}
+
+
+class Cloud:
+    """One fleet; use as a context manager. Raises Unavailable when it is entered without a server to be had."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.outputs: dict[str, Any] = {}
+        self.why_not_terraform = ""
+        self.is_destroyed = False
+
+    def __enter__(self) -> Cloud:
+        with ExitStack() as stack:
+            self.endpoint = stack.enter_context(moto_server(self.folder))
+            self.ec2, self.scaling = self.client("ec2"), self.client("autoscaling")
+            self.client("s3").create_bucket(Bucket=OPEN_BUCKET)
+            self.others = self._networks()
+            try:
+                provider()
+            except Unavailable as error:
+                self.why_not_terraform = str(error)
+                self._by_boto3()
+            else:
+                # In the background: the provider asks for most of a minute whether the bucket's rules are as wanted.
+                self.bucket: Future[None] = stack.enter_context(ThreadPoolExecutor(1)).submit(self._apply_bucket)
+                self._fleet = stack.enter_context(Root(self.folder / "fleet", "fleet", self.endpoint, VARIABLES))
+                self.outputs = self._fleet.apply()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def client(self, service: str) -> Any:
+        """Return a client of the test's own, past the code under test."""
+        return boto3.client(service, endpoint_url=self.endpoint, region_name="us-east-1", aws_access_key_id="x",
+                            aws_secret_access_key="x")
+
+    def settings(self) -> dict[str, str]:
+        """Return what the coordinator's units are set up with, by its user data."""
+        if self.why_not_terraform:
+            return {"FLEET": NAME, "BUCKET": BUCKET, "GROUP": self.outputs["group"], "SLOTS": "1", "NP": "2", "MIN_NP": "1"}
+        given = self.ec2.describe_instance_attribute(InstanceId=self.outputs["coordinator"], Attribute="userData")
+        return settings_of(base64.b64decode(given["UserData"]["Value"]).decode())
+
+    def instances(self) -> list[dict[str, Any]]:
+        """Return all machines of the fleet that live, as EC2 describes them."""
+        return [i for r in self.ec2.describe_instances()["Reservations"] for i in r["Instances"]
+                if i["State"]["Name"] != "terminated"]
+
+    def coordinator(self) -> str:
+        """Return the coordinator's address."""
+        return next(str(i["PrivateIpAddress"]) for i in self.instances() if i["InstanceId"] == self.outputs["coordinator"])
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Return the machines of the group by name."""
+        return {i["PrivateDnsName"]: i for i in self.instances() if i["InstanceId"] != self.outputs["coordinator"]}
+
+    def scale(self, size: int) -> list[str]:
+        """Ask the group for so many machines; returns the names of the new ones."""
+        before = self.workers()
+        self.scaling.set_desired_capacity(AutoScalingGroupName=self.outputs["group"], DesiredCapacity=size)
+        return [name for name in self.workers() if name not in before]
+
+    def terminate(self, name: str) -> None:
+        """Take a machine. The group asks for another in its place, as it does for a spot machine."""
+        self.ec2.terminate_instances(InstanceIds=[self.workers()[name]["InstanceId"]])
+
+    def state(self) -> str:
+        """Return terraform's state of the fleet."""
+        return self._fleet.state()
+
+    def destroy(self) -> None:
+        """Have terraform destroy the fleet, not the bucket."""
+        self.is_destroyed = True
+        self._fleet.destroy()
+
+    def is_empty(self) -> bool:
+        """True when nothing is there but the bucket and what was there before."""
+        roles = [r for r in self.client("iam").list_roles()["Roles"] if r["RoleName"].startswith(f"{NAME}-")]
+        return (not self.instances() and not self.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
+                and not roles and self._networks() == self.others)
+
+    def _networks(self) -> tuple[int, int]:
+        return len(self.ec2.describe_security_groups()["SecurityGroups"]), len(self.ec2.describe_vpcs()["Vpcs"])
+
+    def _apply_bucket(self) -> None:
+        with Root(self.folder / "bucket", "bucket", self.endpoint, OF_BUCKET) as bucket:
+            bucket.apply()
+
+    def _by_boto3(self) -> None:
+        subnet = self.ec2.describe_subnets()["Subnets"][0]["SubnetId"]
+        machine = {"ImageId": IMAGE, "InstanceType": "c6i.2xlarge"}
+        self.ec2.create_launch_template(LaunchTemplateName=NAME, LaunchTemplateData=machine)
+        template = {"LaunchTemplateSpecification": {"LaunchTemplateName": NAME, "Version": "$Latest"},
+                    "Overrides": [{"InstanceType": machine["InstanceType"]}]}
+        tags = {"Fleet": NAME, "Role": "worker"}
+        self.scaling.create_auto_scaling_group(
+            AutoScalingGroupName=f"{NAME}-workers", MinSize=0, MaxSize=8, DesiredCapacity=2, VPCZoneIdentifier=subnet,
+            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": SPOT_ONLY},
+            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True} for key, value in tags.items()])
+        started = self.ec2.run_instances(**machine, SubnetId=subnet, MinCount=1, MaxCount=1)["Instances"]
+        self.outputs = {"group": f"{NAME}-workers", "coordinator": started[0]["InstanceId"]}

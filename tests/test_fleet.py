@@ -1,0 +1,258 @@
+"""The fleet, from terraform to the last step: what is applied, hosts that are its machines, and what a destroy leaves.
+
+terraform → EC2's API on loopback → namespaces with those very names and addresses → poller and agents → training
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import netlab
+import pytest
+import s3_servers
+from cloud import AWS, BUCKET, OPEN_BUCKET, Cloud
+from faulty_proxy import FaultyProxy
+from metadata_server import MetadataServer
+from netlab import COORDINATOR, Fleet, Lab
+from terraform import DEPLOY, HOSTS, no_secret_in, user_data
+
+import discovery
+
+Twin = Callable[..., str]
+ROOT = DEPLOY.parent
+DISCOVER = Path(discovery.__file__).with_name("__main__.py")
+JOB = ("--steps", "100", "--step-s", "0.25", "--checkpoint-every", "5")
+"""More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    """The fleet, applied once for all tests here, in their order."""
+    try:
+        with Cloud(tmp_path_factory.mktemp("cloud")) as cloud:
+            yield cloud
+    except s3_servers.Unavailable as error:
+        pytest.skip(str(error))
+
+
+def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
+    """Spot workers that discovery lists, locked doors, no secret, no `*`."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    fleet_is_as_wanted(cloud)
+    for role in ("coordinator", "workers"):
+        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
+        nothing_is_open(policy, role)
+    no_secret_in(cloud.state())
+
+
+def fleet_is_as_wanted(cloud: Cloud) -> None:
+    ec2, outputs = cloud.ec2, cloud.outputs
+    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Fleet=mine", "--tag",
+                           "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
+    assert done.returncode == 0 and done.stdout.count(":2\n") == 2, done.stderr
+    instances = {i["InstanceId"]: i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]}
+    coordinator = instances.pop(outputs["coordinator"])
+    assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"]["HttpTokens"] == "required"
+    assert [i["InstanceLifecycle"] for i in instances.values()] == ["spot"] * 2
+
+    (group,) = cloud.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
+    policy = group["MixedInstancesPolicy"]
+    assert policy["InstancesDistribution"]["SpotAllocationStrategy"] == "price-capacity-optimized"
+    assert len(policy["LaunchTemplate"]["Overrides"]) > 3 and group["MinSize"] == 0
+    assert len(group["VPCZoneIdentifier"].split(",")) == 2
+    hooks = cloud.scaling.describe_lifecycle_hooks(AutoScalingGroupName="mine-workers")
+    (hook,) = hooks["LifecycleHooks"]
+    assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook["DefaultResult"] == "CONTINUE"
+    (version,) = ec2.describe_launch_template_versions(
+        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]["LaunchTemplateId"],
+        Versions=["$Latest"])["LaunchTemplateVersions"]
+    template = version["LaunchTemplateData"]
+    assert template["MetadataOptions"]["HttpTokens"] == "required"
+    assert template["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
+    assert template["PrivateDnsNameOptions"]["HostnameType"] == "resource-name"
+    assert template["BlockDeviceMappings"][0]["Ebs"]["Encrypted"] is True
+
+    # Only the fleet reaches the fleet.
+    rules = ec2.describe_security_group_rules()["SecurityGroupRules"]
+    names = {g["GroupId"]: g["GroupName"] for g in ec2.describe_security_groups()["SecurityGroups"]}
+    ours = [r for r in rules if names[r["GroupId"]].startswith("mine-")]
+    assert all("ReferencedGroupInfo" in r for r in ours if not r["IsEgress"])
+    open_ways = {(names[r["GroupId"]], r["FromPort"]) for r in ours if r.get("CidrIpv4")}
+    assert open_ways == {("mine-coordinator", 443)}
+
+    # User data: whole, and the worker's names the coordinator whose keys it trusts.
+    given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"], Attribute="userData")["UserData"]["Value"]
+    files = user_data(base64.b64decode(given).decode())
+    assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
+    no_secret_in(json.dumps(outputs))
+    worker = user_data(base64.b64decode(template["UserData"]).decode())
+    assert f":{outputs['coordinator']}/release.tar.zst" in worker["/etc/elastic-trainer/fleet.env"]
+
+
+def nothing_is_open(policy: Any, role: str) -> None:
+    """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach the log."""
+    policy = json.loads(policy) if isinstance(policy, str) else policy
+    for statement in policy["Statement"]:
+        actions, resources = ([x] if isinstance(x, str) else x for x in (statement["Action"], statement["Resource"]))
+        assert not any("*" in action for action in actions)
+        assert "*" not in resources or (role == "coordinator" and all(":Describe" in action for action in actions))
+        if "s3:DeleteObject" in actions:
+            assert all(re.search(r"/mine/checkpoints/\*/(parts|probe)/\*$", r) for r in resources)
+        if "s3:PutObject" in actions:
+            assert all(r.startswith("arn:aws:s3:::training-1/mine/") for r in resources)
+
+
+# --- its machines ----------------------------------------------------------------------------------------------------
+
+
+def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str | Path]:
+    """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the machines' own."""
+    (line,) = re.findall("^ExecStart=(.*)$", (HOSTS / f"{unit}.service").read_text(), re.M)
+    for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable),
+                        ("/etc/elastic-trainer", folder), ("/var/lib/elastic-trainer", folder)):
+        line = line.replace(there, str(here))
+    return [Template(word).substitute(settings) for word in line.split()]
+
+
+def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """EC2's API, agents, metadata services, poller, driver and S3 together: nobody is lost, and no step is done again.
+
+    The group has two hosts, then six, of which one has a wrong clock and never works; the API is throttled, fails, talks
+    rubbish and says that there is nobody; meanwhile a host gets its notice, leaves, and is terminated; the disk of another
+    one fills again and again, until it is held back.
+
+    The hosts are the machines that terraform has asked for, by name and address. Agents and poller are called as their
+    units call them, the run as train.sh does, with what user data says. Other than on EC2: no cloud-init, no systemd, no
+    standbys; root in place of `trainer`, the tests' job, and keys for S3 in variables, not from the machine's role;
+    another bucket (cloud.py says why); and the agents watch a small disk of their own.
+    """
+    if cloud.why_not_terraform:
+        print(f"{cloud.why_not_terraform} The instances of this story are made by boto3, not by deploy/terraform.")
+    settings, folder = cloud.settings(), tmp_path / "fleet"
+    metadata: dict[str, MetadataServer] = {}
+    with ExitStack() as stack:
+        lab.addresses |= {COORDINATOR: cloud.coordinator()}
+        lab.boot(COORDINATOR)
+        with lab.network_of(COORDINATOR):
+            api, store = (FaultyProxy(cloud.endpoint, lab.address(COORDINATOR)) for _ in "es")
+        for proxy in (api, store):
+            stack.enter_context(proxy)  # here: its threads are to find the API outside the lab
+        fleet = Fleet(lab, folder, run=settings["FLEET"], job=JOB, start_with=int(settings["NP"]),
+                      min_workers=int(settings["MIN_NP"]), own_disks=True,
+                      options=["--elastic-timeout", "604800", "--store", f"s3://{OPEN_BUCKET}/{settings['FLEET']}/checkpoints"],
+                      discovery=f"{sys.executable} -S {DISCOVER} hosts-file {folder}/hosts 120")
+        fleet.hosts_file.unlink()
+        fleet.run_dir.mkdir()
+        fleet.env |= AWS | {"AWS_ENDPOINT_URL_S3": store.endpoint}
+        (folder / "agent.key").write_text("5ec4e7" * 10)
+        (folder / "agent.key").chmod(0o600)
+
+        def boot(names: list[str], with_wrong_clock: str = "") -> None:
+            lab.addresses |= {name: cloud.workers()[name]["PrivateIpAddress"] for name in names}
+            lab.boot(*names)
+            for name in names:
+                with lab.network_of(name):
+                    metadata[name] = MetadataServer((netlab.METADATA, 80))
+                stack.enter_context(metadata[name])
+                if name == with_wrong_clock:
+                    lab.inside(name, "sh", "-c", "echo 300 > /run/clock-off")
+                agent = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, folder)
+                lab.start(name, [*agent, "--folder", "/run/disk"], env=fleet.env)
+
+        def why(name: str) -> str:
+            hosts = json.loads((folder / "hosts.json").read_text())["hosts"]
+            return next((str(h["why"]) for h in hosts if h["name"] == name), "")
+
+        def fill_disk(name: str) -> None:
+            lab.inside(name, "sh", "-c", "cat /dev/zero > /run/disk/full; true")
+            fleet.wait_for("full disk", lambda: why(name).startswith("sick: disk full"))
+
+        def empty_disk(name: str) -> None:
+            lab.inside(name, "rm", "/run/disk/full")
+            fleet.wait_for("empty disk", lambda: not why(name).startswith("sick"))
+
+        first = list(cloud.workers())
+        lab.start(COORDINATOR, [*command_of("elastic-poll", settings, folder), "--interval", "1"],
+                  env=os.environ | AWS | {"AWS_ENDPOINT_URL": api.endpoint})
+        fleet.wait_for("list", fleet.hosts_file.exists)  # of nobody: workers boot after their coordinator
+        assert fleet.hosts_file.read_text() == ""
+        with fleet:
+            boot(first)
+            fleet.wait_for_world(2)
+            more = cloud.scale(6)
+            boot(more, with_wrong_clock=more[-1])
+            generation = fleet.wait_for_world(5)
+            api.on_request = lambda method, path: "empty"
+            fleet.wait_for("empty answer", lambda: why(first[0]).startswith("missing"))
+            api.on_request = lambda method, path: None
+            fleet.wait_for("whole answer", lambda: why(first[0]) == "in")
+            for kind in ("slow_down", "internal", "rubbish"):
+                asked = len(api.seen)
+                api.on_request = lambda method, path, kind=kind: kind  # type: ignore[misc]
+                fleet.wait_for("question", lambda asked=asked: len(api.seen) > asked)  # type: ignore[misc]
+                if kind == "internal":
+                    metadata[first[0]].announce()
+                    generation = fleet.wait_for_world(4, after=generation)
+            api.on_request = lambda method, path: None
+            cloud.terminate(first[0])
+            lab.power_cut(first[0])
+            fill_disk(more[0])
+            generation = fleet.wait_for_world(3, after=generation)
+            empty_disk(more[0])
+            fill_disk(more[0])
+            empty_disk(more[0])
+            assert why(more[0]).startswith("held back: it came 3 times")
+            (replacement,) = cloud.workers().keys() - {*first, *more}
+            fleet.wait_for("replacement", lambda: why(replacement).startswith("booting"))
+            assert fleet.finish() == 0
+            result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+            print(fleet.story())
+            said = {e["host"]: e["why"] for e in fleet.events("discovery.host_out")}
+            assert said[first[0]].startswith("notice") and said[more[0]].startswith("sick: disk full")
+            (held,) = fleet.events("discovery.host_held_back")
+            assert held["host"] == more[0] and held["why"].startswith("held back: it came 3 times")
+            added = [e["time"] for e in fleet.events("driver.host_added") if e["host"] == more[0]]
+            assert added and max(added) < held["time"]
+            assert fleet.events("discovery.cloud_unavailable")
+            assert why(more[-1]).startswith("sick: its clock is +300 s off")
+            assert more[-1] not in {e["host"] for e in fleet.events("driver.worker_started")}
+    assert result["steps_redone"] == 0
+    assert result["attempts"] == 1
+
+
+# --- its end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
+    """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    assert not cloud.is_empty()
+    cloud.destroy()
+    assert cloud.is_empty()
+    cloud.bucket.result()
+    bucket_is_locked(cloud.client("s3"), BUCKET)
+
+
+def bucket_is_locked(s3: Any, bucket: str) -> None:
+    (rule,) = s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]
+    assert rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] == "AES256"
+    assert all(s3.get_public_access_block(Bucket=bucket)["PublicAccessBlockConfiguration"].values())
+    (rule,) = s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
+    assert not rule.keys() & {"Expiration", "NoncurrentVersionExpiration", "Transitions"}
+    denied = {s["Sid"]: s for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]}
+    assert denied["LogRecordsOnlyIfAbsent"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
+    assert {s["Effect"] for s in denied.values()} == {"Deny"}
