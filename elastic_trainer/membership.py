@@ -227,7 +227,8 @@ class Membership:
         if worker.ended_by or (self.verdict and code in ORDERLY_EXITS):
             return worker.ended_by or "stopped"
         host = self.hosts[worker.host]
-        if code == EXIT_LEFT:
+        # Its host may be gone before the end of a process that had nothing left to do was heard.
+        if code == EXIT_LEFT or (worker.dismissed and worker.slot >= self.listed.get(worker.host, 0)):
             host.not_before = now + self.limits.settle_s
             return "left"
         if worker.formed_at and now - worker.formed_at > STEADY_S:

@@ -6,15 +6,17 @@ Nothing here sleeps and hopes: everything waits for an event in the run's diary,
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from faults import Plan
 
@@ -27,6 +29,11 @@ JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
 DEADLINE_S = 150.0
 POLL_S = 0.02
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
+
+
+def machine_lock() -> IO[bytes]:
+    """Open what runs hold together, and a test that counts the machine's workers alone (flock; ends with its holder)."""
+    return open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}.lock"), "ab")
 
 
 class Cluster:
@@ -53,6 +60,8 @@ class Cluster:
         self._read_to = 0
 
     def __enter__(self) -> Cluster:
+        self.lock = machine_lock()
+        fcntl.flock(self.lock, fcntl.LOCK_SH)
         self.start()
         return self
 
@@ -66,6 +75,7 @@ class Cluster:
         for name, pid in self.live_pids().items():
             if is_worker(pid, name):
                 os.kill(pid, signal.SIGKILL)
+        self.lock.close()
 
     def start(self) -> None:
         """Start the run, or resume it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster import machine_lock
 from metadata_server import MetadataServer
 
 from discovery import agent as agent_module
@@ -47,6 +49,14 @@ KEY = b"k" * 32
 def metadata() -> Iterator[MetadataServer]:
     with MetadataServer() as service:
         yield service
+
+
+@pytest.fixture
+def no_workers() -> Iterator[None]:
+    """Wait until no other test has a run on this machine: an agent counts all workers, and waits for them to leave."""
+    with machine_lock() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture
@@ -182,6 +192,7 @@ class TwoHosts:
         return [Instance("i-1", "127.0.0.1", launched=1.0), Instance("i-2", "127.0.0.2", launched=2.0)]
 
 
+@pytest.mark.usefixtures("no_workers")
 def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataServer, tmp_path: Path,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     """A real agent process sees it, the poller hears it, the file loses the host; the table says why."""
@@ -210,7 +221,10 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
         assert "terminate at" in capsys.readouterr().out
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(e["event"], e["id"]) for e in told if e["event"] != "discovery.hosts_changed"] == [
         ("discovery.host_in", "i-1"), ("discovery.host_in", "i-2"), ("discovery.host_out", "i-1"),
@@ -282,6 +296,7 @@ def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: 
     assert (tmp_path / "hosts").read_text() == f"{here.name}:1\n"
 
 
+@pytest.mark.usefixtures("no_workers")
 def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:
     """Whoever stops the machine stops its services first; without workers the agent ends at once."""
     key = tmp_path / "key"
@@ -304,7 +319,10 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
     finally:
         worker.kill()
         worker.wait()
-    assert process.wait(20) == 0
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,18 @@ def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
     assert f.membership.verdict is None
 
 
+def test_who_was_let_go_has_left_when_its_host_ends_before_its_process() -> None:
+    """Nothing was lost with it; whoever dies with its place is lost, on a host that leaves too."""
+    f = fleet()
+    f.run()
+    leaver, victim = f.worker_on("d"), f.worker_on("c")
+    f.membership.hosts_listed({"a": 1, "b": 1})
+    assert f.membership.exited(victim, -1, f.now) == "crashed"
+    f.silent.add(leaver)
+    f.membership.workers[leaver].dismissed = True
+    assert f.membership.exited(leaver, -1, f.now) == "left"
+
+
 def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
     """Then only the store has it, and the next attempt restores it."""
     f = fleet()

@@ -21,7 +21,7 @@ from netlab import COORDINATOR, Fleet, Lab
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
 THREE = FOUR[:3]
-JOB = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
+JOB = ("--steps", "200", "--step-s", "0.25", "--checkpoint-every", "5")
 """A minute and more, if nobody says that the story is over (`Fleet.finish`)."""
 
 
