@@ -101,7 +101,7 @@ class Injector:
             case "wait_for_death":
                 _wait_for_death(self.folder / "fired-0")
             case "child_holds_stdout":
-                subprocess.Popen(["sleep", "120"], env={}, start_new_session=True)  # not of the group that is killed with us
+                subprocess.Popen(["sleep", "120"], env={}, start_new_session=True)  # outlives us
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 raise AssertionError(do)

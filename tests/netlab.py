@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster
+from cluster import DEADLINE_S, Cluster
 from s3_servers import Unavailable
 
 COORDINATOR = "coordinator"
@@ -286,7 +286,7 @@ class Fleet(Cluster):
         lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
 
-    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
         """Wait until `seen()` is true and return it."""
         return super().wait_for(what, seen, deadline_s)
 

@@ -31,7 +31,7 @@ import discovery
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent
 DISCOVER = Path(discovery.__file__).with_name("__main__.py")
-JOB = ("--steps", "200", "--step-s", "0.25", "--checkpoint-every", "5")
+JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
 
 

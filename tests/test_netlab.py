@@ -21,8 +21,8 @@ from netlab import COORDINATOR, Fleet, Lab
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
 THREE = FOUR[:3]
-JOB = ("--steps", "200", "--step-s", "0.25", "--checkpoint-every", "5")
-"""A minute and more, if nobody says that the story is over (`Fleet.finish`)."""
+JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
+"""Two minutes and more, if nobody says that the story is over (`Fleet.finish`)."""
 
 
 def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
