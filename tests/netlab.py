@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster import DEADLINE_S, Cluster
+from cluster import Cluster
 from s3_servers import Unavailable
 
 COORDINATOR = "coordinator"
@@ -285,10 +285,6 @@ class Fleet(Cluster):
         (folder / "runs").mkdir(exist_ok=True)
         lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
-
-    def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-        """Wait until `seen()` is true and return it."""
-        return super().wait_for(what, seen, deadline_s)
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""
