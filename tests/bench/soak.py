@@ -37,7 +37,7 @@ def main() -> None:
     """Run the soak and its twin and print the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--steps-per-fault", type=int, default=120)
+    parser.add_argument("--steps-per-fault", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
     options = parser.parse_args()
