@@ -31,9 +31,20 @@ POLL_S = 0.02
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
 
 
-def machine_lock() -> IO[bytes]:
-    """Open what runs hold together, and a test that counts the machine's workers alone (flock; ends with its holder)."""
-    return open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}.lock"), "ab")
+_turns: list[IO[bytes]] = []
+
+
+def take_turn() -> None:
+    """Wait until no other process of tests has a run on this machine: two at once would have half a core a worker."""
+    turn = open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}.lock"), "ab")
+    if not _turns:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # ends with this process, however that ends
+    _turns.append(turn)
+
+
+def end_turn() -> None:
+    """Let the next one run, when all of this process have ended."""
+    _turns.pop().close()
 
 
 class Cluster:
@@ -60,12 +71,18 @@ class Cluster:
         self._read_to = 0
 
     def __enter__(self) -> Cluster:
-        self.lock = machine_lock()
-        fcntl.flock(self.lock, fcntl.LOCK_SH)
+        take_turn()
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self.end()
+        finally:
+            end_turn()
+
+    def end(self) -> None:
+        """End whatever of the run is still there."""
         if self.process and self.process.poll() is None:
             os.kill(self.supervisor_pid(), signal.SIGTERM)
             try:
@@ -75,7 +92,6 @@ class Cluster:
         for name, pid in self.live_pids().items():
             if is_worker(pid, name):
                 os.kill(pid, signal.SIGKILL)
-        self.lock.close()
 
     def start(self) -> None:
         """Start the run, or resume it."""
