@@ -347,9 +347,9 @@ class Checkpoints:
         refusals, reasons = list[int](), list[str]()
         for sequence in facts["kept"]:
             try:
-                record, room = self._room_for(sequence, state, peers)
+                record, parts, room = self._room_for(sequence, state, peers)
                 reading = time.monotonic()
-                waited_s = self._read_together(record, room, peers)
+                waited_s = self._read_together(parts, room, peers)
             except LayoutError as error:
                 refusals.append(sequence)
                 reasons.append(f"record {sequence}: {error}")
@@ -361,7 +361,7 @@ class Checkpoints:
             if refusals and peers.rank == 0:  # else the next one would keep a damaged one in place of a whole one
                 self.log.append(lambda last: _without(last, refusals))
             state.lineage, self.newest_step = facts["lineage"], record.step
-            self._last_parts = {part.index: part for part in parts_of(record)}
+            self._last_parts = {part.index: part for part in parts}
             if peers.rank == 0:
                 self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=room.payload_bytes,
                           list_s=round(reading - started, 4), read_s=round(waited_s, 4),
@@ -397,8 +397,8 @@ class Checkpoints:
             return False
         return tail.lineage == lineage and tail.step >= step
 
-    def _room_for(self, sequence: int, state: ElasticState, peers: Peers) -> tuple[Record, Packed]:
-        """Return a record and room for its values. Raises LayoutError on all workers if one of them cannot use it."""
+    def _room_for(self, sequence: int, state: ElasticState, peers: Peers) -> tuple[Record, list[Part], Packed]:
+        """Return a record, its parts and room for its values. Raises LayoutError on all workers if one cannot use it."""
         text, wrong = "", ""
         if peers.rank == 0:
             try:
@@ -412,18 +412,19 @@ class Checkpoints:
                 header = str(record.body["header"]).encode()
                 if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
                     raise LayoutError("its header was changed")
-                room = state.room(header, sum(part.bytes for part in parts_of(record)))
+                parts = parts_of(record)
+                room = state.room(header, sum(part.bytes for part in parts))
         except (LayoutError, Damaged) as error:
             wrong = str(error)  # one worker's model may be another one
         _agree(wrong, peers)
-        return record, room
+        return record, parts, room
 
-    def _read_together(self, record: Record, room: Packed, peers: Peers) -> float:
+    def _read_together(self, parts: list[Part], room: Packed, peers: Peers) -> float:
         """Fill the room: each worker reads every n-th part and hands it on. Returns the seconds it waited for the store.
 
         Needs memory for a few parts. Raises LayoutError on all workers if one has read a damaged part.
         """
-        parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
+        part_bytes = parts[0].bytes if parts else 0  # all but the last are as long
         mine = deque(parts[peers.rank :: peers.size])
         spare, handed = ([torch.empty(part_bytes, dtype=torch.uint8) for _ in range(min(CONNECTIONS, count))]
                          for count in (len(mine), len(parts)))

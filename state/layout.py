@@ -64,38 +64,33 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield, as uint8 tensors, the bytes [start, stop) of the payload."""
+def _overlaps(packed: Packed, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+    """Yield each tensor with bytes among [start, stop) of the payload, and where: in the tensor, and among those bytes."""
     at = 0
     for tensor in packed.tensors:
         size = tensor.numel() * tensor.element_size()
         lower, upper = max(start, at), min(stop, at + size)
         if lower < upper:
-            yield byte_view(tensor)[lower - at : upper - at]
+            yield tensor, slice(lower - at, upper - at), slice(lower - start, upper - start)
         at += size
+
+
+def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield, as uint8 tensors, the bytes [start, stop) of the payload."""
+    for tensor, inside, _ in _overlaps(packed, start, stop):
+        yield byte_view(tensor)[inside]
 
 
 def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None:
     """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from whatever device they are on."""
-    at = 0
-    for tensor in packed.tensors:
-        size = tensor.numel() * tensor.element_size()
-        lower, upper = max(start, at), min(stop, at + size)
-        if lower < upper:
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            out[lower - start : upper - start].copy_(flat[lower - at : upper - at], non_blocking=True)
-        at += size
+    for tensor, inside, among in _overlaps(packed, start, stop):
+        out[among].copy_(tensor.contiguous().reshape(-1).view(torch.uint8)[inside], non_blocking=True)
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
     """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`, for tensors of `room`."""
-    at = 0
-    for tensor in packed.tensors:
-        size = tensor.numel() * tensor.element_size()
-        lower, upper = max(start, at), min(start + piece.numel(), at + size)
-        if lower < upper:
-            tensor.view(-1).view(torch.uint8)[lower - at : upper - at] = piece[lower - start : upper - start]
-        at += size
+    for tensor, inside, among in _overlaps(packed, start, start + piece.numel()):
+        tensor.view(-1).view(torch.uint8)[inside] = piece[among]
 
 
 def outline(header: bytes) -> Packed:
