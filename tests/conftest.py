@@ -38,6 +38,16 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture
+def turn() -> Iterator[None]:
+    """Wait until no other process of tests has workers on this machine (a `Cluster` does so by itself)."""
+    from cluster import end_turn, take_turn
+
+    take_turn()
+    yield
+    end_turn()
+
+
+@pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     """A lab without hosts."""
     import netlab

@@ -69,7 +69,7 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
 
 
 @pytest.fixture
-def worker() -> Iterator[subprocess.Popen[bytes]]:
+def worker(turn: None) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "1000"], env={"PATH": os.defpath, "ELASTIC_TRAINER_WORKER": "a/0/1"})
     yield process
     process.kill()
@@ -92,7 +92,7 @@ def test_a_worker_is_gone_when_its_process_is(worker: subprocess.Popen[bytes]) -
 
 
 @pytest.fixture
-def signals() -> Iterator[None]:
+def signals(turn: None) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic_trainer.world import IDLE_CYCLE_MS, cycle_ms, wakes_on_arrival
 
 OPERATIONS = """
@@ -19,6 +21,7 @@ print("all done")
 """
 
 
+@pytest.mark.usefixtures("turn")
 def test_operations_and_the_end_do_not_wait_for_a_cycle() -> None:
     """With cycles of a minute four operations and the shutdown end within one; unmended they take more than five."""
     assert wakes_on_arrival()

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import JOB, TESTS
 from faults import Plan
 
@@ -25,9 +26,10 @@ from elastic_trainer.shim import FOLDER_VARIABLE
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
 FIFTH = "0x7f.1"
-STEPS = ("--steps", "100", "--step-s", "0.15", "--checkpoint-every", "5")
+STEPS = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "10")
 
 
+@pytest.mark.usefixtures("turn")
 def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_path: Path,
                                                                            twin_of: Callable[..., str]) -> None:
     """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four, another host with a standby: the same bits.

@@ -26,6 +26,7 @@ from elastic_trainer import shim
 from elastic_trainer.attempts import is_worker
 from elastic_trainer.standby import changed_files, differing, idle_cores, merged, write_environment
 
+pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
 SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "shim.py")]

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,6 +21,11 @@ if "ELASTIC_TEST_PLAN" in os.environ:
     injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
 import torch  # noqa: E402
+
+if injector:  # the first optimizer imports torch._dynamo (2 of the 5 s that a worker needs to boot) to be left alone by it
+    off = types.ModuleType("torch._dynamo")
+    off.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
+    sys.modules["torch._dynamo"] = torch._dynamo = off
 
 from elastic_trainer import cosine, train  # noqa: E402
 
