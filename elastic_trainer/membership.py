@@ -100,7 +100,7 @@ class Host:
     def fail(self, now: float) -> None:
         """Count a failure, and let nothing start here until a back-off, twice as long each time, is over."""
         self.failures += 1
-        self.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** self.failures)
+        self.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** min(self.failures, 9))
 
 
 @dataclass(frozen=True)

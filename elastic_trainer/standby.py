@@ -481,7 +481,7 @@ class Service:
             return
         (self.folder / f"{command_name(self.command, os.getcwd())}-{pid}.sock").unlink(missing_ok=True)
         self.failures += 1
-        self.not_before = now + min(MAX_BACK_OFF_S, 2.0 ** self.failures)
+        self.not_before = now + min(MAX_BACK_OFF_S, 2.0 ** min(self.failures, 9))
         self.events.emit("standby.failed", pid=pid, state=state, reason=more or "its keeper was killed")
         print(f"elastic-trainer: a standby of `{shlex.join(self.command)}` has failed while {state}: "
               f"{more or 'its keeper was killed'}", file=sys.stderr, flush=True)

@@ -154,6 +154,15 @@ def test_goes_on_without_the_dead_when_a_member_exits() -> None:
     assert f.world() == ["a", "c", "d", "b"]
 
 
+def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:
+    """A host whose worker never starts is tried again every minute, however often it has failed."""
+    f = fleet()
+    f.run()
+    for _ in range(2000):
+        f.membership.hosts["b"].fail(f.now)
+    assert f.membership.hosts["b"].not_before == f.now + 60.0
+
+
 def test_evicts_when_a_member_is_silent() -> None:
     """Silence ends a slot, whether or not its process ever ends (F3)."""
     f = fleet()
