@@ -503,7 +503,7 @@ class MendedDriver:
         """Give every worker the time to hear the verdict and leave by itself, then end it."""
         assert self.ended is not None
         limits = self.membership.limits
-        deadline = time.monotonic() + (STOP_S if self.ended.verdict == "interrupted" else limits.stop_grace_s)
+        deadline = time.monotonic() + (STOP_S if self.ended.verdict in ("interrupted", "failed") else limits.stop_grace_s)
         with self.changed:
             for name, process in self.processes.items():
                 if self.membership.workers[name].phase is Phase.BOOTING:

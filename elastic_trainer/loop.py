@@ -251,6 +251,7 @@ class Trainer:
         if isinstance(self.driver, OurDriver):
             driver = self.driver
             signal.signal(signal.SIGTERM, lambda *_: driver.drain())
+            driver.write_alone = self._write_while_waiting
             driver.start(state.has_state)
         try:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
@@ -306,6 +307,8 @@ class Trainer:
         mine = self.reducer.begin(self.world)
         self.error = self.checkpoints.fenced if self.checkpoints else None
         for shard in mine:
+            if self.driver.is_broken():
+                raise PeersLost("a member is gone: this step cannot pass the vote")
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
             indices = job.schedule.shard_samples(step, shard)
             if len(indices) and self.error is None:
@@ -409,15 +412,20 @@ class Trainer:
         return revive.write_live_state(self.state, gradients, {})
 
     def _write_last_words(self) -> None:
-        """Write what only memory holds, when the attempt ends while this worker waits: the lowest rank that can."""
+        """Write what only memory holds, when the attempt ends while this worker waits: one that can does it for all."""
         state = self.state
         if not self.checkpoints or not state.has_state or state.is_applying:
             return
-        deadline = time.monotonic() + self.world.rank
-        while time.monotonic() < deadline and not self.checkpoints.is_published(state.committed, state.lineage):
+        started = time.monotonic()
+        while not self.checkpoints.is_published(state.committed, state.lineage):
+            if self.driver.is_writer(self.world.rank, time.monotonic() - started):
+                return self.checkpoints.write_alone(state)
             time.sleep(0.05)
-        if not self.checkpoints.is_published(state.committed, state.lineage):
-            self.checkpoints.write_alone(state)
+
+    def _write_while_waiting(self) -> None:
+        """Go on with a checkpoint that this worker makes alone, because all who hold the state may go any moment."""
+        if self.checkpoints and self.state.has_state and not self.state.is_applying:
+            self.checkpoints.go_on_alone(self.state)
 
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""

@@ -275,6 +275,10 @@ class Membership:
         """The living members of the newest generation, by rank."""
         return [self.workers[name] for name in self.members if self.workers[name].phase is not Phase.GONE]
 
+    def _writer(self) -> str | None:
+        """Return who writes down what only memory holds, when nobody trains: the first that has it."""
+        return next((w.name for w in self._current() if w.holds_state), None)
+
     def _evict(self, now: float) -> list[Action]:
         actions: list[Action] = []
         current = self._current()
@@ -467,9 +471,11 @@ class Membership:
             return {"evicted": True}
         told: dict[str, Any] = {}
         if self.verdict and self.verdict.verdict != "finished":
-            return {"over": self.verdict.verdict, "detail": self.verdict.detail}
+            return {"over": self.verdict.verdict, "detail": self.verdict.detail, "writes": name == self._writer()}
         if self.is_finished:
             told["finished"] = True
+        if worker.phase is Phase.WAITING and not any(self._is_wanted(w) for w in self._current() if w.holds_state):
+            told["writes"] = name == self._writer()  # all who hold the state may go any moment
         if worker.dismissed or (worker.phase is Phase.STANDBY and not self._is_wanted(worker)):
             worker.dismissed = told["leave"] = True
         if worker.phase is Phase.TRAINING and worker.generation == self.generation:

@@ -69,6 +69,7 @@ class Driver(Protocol):
     def drains(self) -> bool: ...
     def must_hurry(self) -> bool: ...
     def somebody_leaves(self) -> bool: ...
+    def is_writer(self, rank: int, waited_s: float) -> bool: ...
     def is_broken(self) -> bool: ...
     def is_finished(self) -> bool: ...
     def note(self, phase: str, step: int) -> None: ...
@@ -88,6 +89,10 @@ class Alone:
         return False
 
     wants_stop = drains = must_hurry = somebody_leaves = is_broken = is_finished = wants_change
+
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """Always: there is nobody else."""
+        return True
 
     def note(self, phase: str, step: int) -> None:
         """Nobody listens."""
@@ -169,12 +174,14 @@ class OurDriver:
     """The mended driver: beats in a thread of their own say that we live, and bring its news within milliseconds.
 
     `on_broken` is called from the beats' thread when a member of our generation is gone: it closes the sockets to it.
+    `write_alone` is called again and again while this worker waits and is to write down what only memory holds.
     """
 
     def __init__(self, launch: Launch):
         assert launch.driver is not None
         self.launch, self.limits = launch, launch.limits
         self.on_broken: Callable[[], None] = lambda: None
+        self.write_alone: Callable[[], None] = lambda: None
         self.generation = 0
         self._lock = threading.Lock()
         self._count = launch.revived_count
@@ -259,6 +266,8 @@ class OurDriver:
                              rendezvous=(place["address"], place["port"]))
             if news.get("finished"):
                 raise RunOver("finished", "")
+            if news.get("writes"):
+                self.write_alone()
             reach = news.get("reach", {})
             is_asked_again = news.get("offer", 0) != accepted or time.monotonic() - tried_at > REACH_AGAIN_S
             if reach != tried or (self._status["unreachable"] and is_asked_again):
@@ -287,6 +296,13 @@ class OurDriver:
     def somebody_leaves(self) -> bool:
         """True when the host of a member of this generation has left the list."""
         return self._news.get("notice") == "leave"
+
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """True when this worker is to write down what only memory holds, now that the attempt is over.
+
+        The driver names one, and another one when that is gone. Without it each rank gives those before it a second.
+        """
+        return waited_s >= rank if self._lost else bool(self._news.get("writes"))
 
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""
@@ -430,6 +446,10 @@ class PlainDriver:
         return False
 
     is_broken = is_finished = somebody_leaves = wants_stop
+
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """Return whether the ranks before this one have had a second each."""
+        return waited_s >= rank
 
     def drains(self) -> bool:
         """True when this worker was told to leave."""

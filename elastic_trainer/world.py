@@ -52,7 +52,7 @@ TRANSFER_BYTES = 16 << 20
 POLL_S = 0.0005
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
-UPLOAD_FIRST_S = 15.0
+UPLOAD_FIRST_S = 60.0
 """A planned change of the world waits so long for a checkpoint whose shares are on their way to the store: a leaver has
 its two minutes for it, nobody pauses meanwhile, and a share that is not up is lost with the change."""
 

@@ -470,6 +470,23 @@ def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path
     assert published == sorted(published)
 
 
+def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
+    """It drops what the world had in flight, never waits, tries again after a failure, and has an end."""
+    fleet = Fleet(tmp_path, 2)
+    fleet.restore()
+    alone, state = fleet.workers[0], fleet.states[0]
+    fleet.train()
+    for worker, its in zip(fleet.workers, fleet.states, strict=True):
+        worker.begin(its, fleet.workers.index(worker), 2)
+    for _ in range(6):
+        alone.go_on_alone(state)
+        if alone.share and len(fleet.events.facts("state.checkpoint_failed")) == 0:
+            alone.share.error = "the store is away"
+        alone.wait()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [state.committed]
+    assert len(fleet.events.facts("state.checkpoint_failed")) == 1 and alone.share is None
+
+
 def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
     """A publisher that comes after finds the step published and adds nothing."""
     fleet = Fleet(tmp_path, 2)

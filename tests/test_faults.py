@@ -294,6 +294,27 @@ def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_o
     assert result["attempts"] == 2
 
 
+def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_path: Path, twin_of: Twin) -> None:
+    """Two of four die and three are needed; then the hosts of the two that wait are under notice, and vanish."""
+    job = (*SLOW, "--checkpoint-every", "1000")
+    with Cluster(tmp_path, job=job, min_workers=3) as cluster:
+        cluster.wait_for_step(7)
+        for rank in (1, 2):
+            cluster.signal_worker(host(rank), signal.SIGKILL)
+        cluster.set_hosts([host(0), host(3)])
+        cluster.wait_for("two deaths", lambda: len(cluster.lost()) == 2)
+        cluster.set_hosts([])
+        [published] = cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        assert published["step"] == cluster.events("worker.step_committed")[-1]["step"] + 1
+        cluster.kill_everyone()
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.start()
+        assert cluster.wait() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=2)
+    assert result["attempts"] == 2
+    assert result["steps_redone"] <= 1
+
+
 def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_path: Path, twin_of: Twin) -> None:
     """Nobody holds the state any more: the attempt ends, and the next one restores the checkpoint, unattended."""
     with Cluster(tmp_path, job=SLOW) as cluster:

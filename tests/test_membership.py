@@ -222,6 +222,29 @@ def test_waits_with_the_state_when_the_list_is_empty() -> None:
     assert f.membership.members == members
 
 
+def test_one_writes_the_state_down_when_all_who_wait_with_it_may_go() -> None:
+    """The first that has it, and another one when that is gone; nobody while one of them is wanted."""
+    f = fleet(least=3)
+    f.run()
+    a, b, c, d = f.membership.members
+
+    def writers() -> list[str]:
+        return [name for name in (a, b, c, d) if f.membership.told(name, f.now).get("writes")]
+
+    for name in (c, d):
+        f.membership.exited(name, -9, f.now)
+    f.membership.hosts_listed({"b": 1})
+    f.run(2)
+    assert {f.membership.workers[name].phase for name in (a, b)} == {Phase.WAITING}
+    assert not writers()
+    f.membership.hosts_listed({})
+    assert writers() == [a]
+    f.membership.exited(a, -9, f.now)
+    assert writers() == [b]
+    f.membership.verdict = End("failed", "")
+    assert writers() == [b]
+
+
 def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
     """One old member stays for one generation, hands its state over, and leaves."""
     f = fleet("ab")

@@ -217,6 +217,23 @@ def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(script: Scri
     assert (over.value.verdict, over.value.detail) == ("user_error", "rank 2 raised ValueError")
 
 
+def test_writes_while_it_waits_when_the_driver_says_so(script: Script, worker: Callable[..., OurDriver]) -> None:
+    """It goes on waiting, and says so; after the end of the attempt it is asked once more who writes."""
+    script.say(place(1))
+    driver = worker()
+    driver.next_place(False, 0)
+    written = threading.Event()
+    driver.write_alone = written.set
+    waiting = threading.Thread(target=lambda: pytest.raises(RunOver, driver.next_place, True, 5))
+    waiting.start()
+    assert not driver.is_writer(0, 100.0)
+    script.say({"writes": True})
+    assert written.wait(DEADLINE_S)
+    script.say({"over": "failed", "detail": "", "writes": True})
+    waiting.join(DEADLINE_S)
+    assert driver.is_writer(3, 0.0)
+
+
 def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
     """It asks for `driver_lost_s`, no shorter and not much longer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
