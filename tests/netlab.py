@@ -30,7 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import s3_servers
 from cluster import Cluster
+from faulty_proxy import FaultyProxy
 from s3_servers import Unavailable
 
 COORDINATOR = "coordinator"
@@ -274,6 +276,16 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
             pass
         assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
         time.sleep(0.01)
+
+
+@contextmanager
+def store_on(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """Let hosts reach an S3 server at a host's address; returns the variables that lead there. Raises Unavailable."""
+    with s3_servers.ministack(folder) as endpoint:
+        with lab.network_of(name):
+            proxy = FaultyProxy(endpoint, lab.address(name))
+        with proxy:
+            yield s3_servers.environment(proxy.endpoint)
 
 
 class Fleet(Cluster):

@@ -127,11 +127,12 @@ def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str
 
 
 def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
-    """EC2's API, agents, metadata services, poller, driver and S3 together: nobody is lost, and no step is done again.
+    """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to none and back: nobody is
+    lost but those that are taken without notice, and nothing is done again but what the last checkpoint does not have.
 
     The group has two hosts, then six, of which one has a wrong clock and never works; the API is throttled, fails, talks
     rubbish and says that there is nobody; meanwhile a host gets its notice, leaves, and is terminated; the disk of another
-    one fills again and again, until it is held back.
+    one fills again and again, until it is held back. Then all are taken at once, and the group starts three others.
 
     The hosts are the machines that terraform has asked for, by name and address. Agents and poller are called as their
     units call them, the run as train.sh does, with what user data says. Other than on EC2: no cloud-init, no systemd, no
@@ -216,8 +217,19 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert why(more[0]).startswith("held back: it came 3 times")
             (replacement,) = cloud.workers().keys() - {*first, *more}
             fleet.wait_for("replacement", lambda: why(replacement).startswith("booting"))
+            fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
+            fleet.wait_for_step(fleet.newest_step() + 2)
+            last = [name for name in cloud.workers() if lab.hosts.get(name) and lab.hosts[name].is_up()]
+            cloud.scale(0)
+            lab.power_cut(*last)
+            fleet.wait_for("end of the attempt", lambda: fleet.events("attempt.ended"))
+            fleet.wait_for("list of nobody", lambda: fleet.hosts_file.read_text() == "")
+            boot(cloud.scale(3))
+            fleet.wait_for("restart", lambda: fleet.events("state.checkpoint_restored"))
+            fleet.wait_for("world of all three", lambda: [
+                e for e in fleet.events("worker.generation_started") if (e["attempt"], e["size"]) == (2, 3)])
             assert fleet.finish() == 0
-            result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+            result = fleet.assert_nothing_lost(twin_of(*JOB), victims=3)
             print(fleet.story())
             said = {e["host"]: e["why"] for e in fleet.events("discovery.host_out")}
             assert said[first[0]].startswith("notice") and said[more[0]].startswith("sick: disk full")
@@ -228,8 +240,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert fleet.events("discovery.cloud_unavailable")
             assert why(more[-1]).startswith("sick: its clock is +300 s off")
             assert more[-1] not in {e["host"] for e in fleet.events("driver.worker_started")}
-    assert result["steps_redone"] == 0
-    assert result["attempts"] == 1
+    assert result["steps_redone"] <= 10  # two checkpoints: the newer one may have been on its way
+    assert result["attempts"] == 2
 
 
 # --- its end ---------------------------------------------------------------------------------------------------------

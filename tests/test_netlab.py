@@ -9,20 +9,31 @@ import os
 import pickle
 import re
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import s3_servers
-from faulty_proxy import FaultyProxy
-from netlab import COORDINATOR, Fleet, Lab
+from netlab import COORDINATOR, Fleet, Lab, store_on
 
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
 THREE = FOUR[:3]
+STORE = f"s3://{s3_servers.BUCKET}/lab"
 JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """Two minutes and more, if nobody says that the story is over (`Fleet.finish`)."""
+
+
+@contextmanager
+def store(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """An S3 server on a host of the lab, or the test is skipped."""
+    with ExitStack() as stack:
+        try:
+            environment = stack.enter_context(store_on(lab, name, folder / "s3"))
+        except s3_servers.Unavailable as error:
+            pytest.skip(str(error))
+        yield environment
 
 
 def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
@@ -57,12 +68,15 @@ def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
 
 def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """Half of the fleet is gone between two instructions, rank 0's host with it: the others go on. All are: the next
-    attempt goes on from the checkpoint when there are hosts again, under other names. The coordinator is: workers leave
-    with a checkpoint, and none of them is left when the next coordinator calls the same run.
+    attempt goes on from the checkpoint in S3 when there are hosts again, under other names and with empty disks. The
+    coordinator is: workers leave with a checkpoint, and none of them is left when the next coordinator calls the same run.
     """
     others = ["h5", "h6", "h7", "h8"]
-    lab.boot(COORDINATOR, *FOUR)
-    with Fleet(lab, tmp_path, FOUR, job=JOB) as fleet:
+    fleet = Fleet(lab, tmp_path, FOUR, job=JOB, own_disks=True, options=["--store", STORE])
+    lab.boot(COORDINATOR, "h9", *FOUR)
+    with ExitStack() as stack:
+        fleet.env |= stack.enter_context(store(lab, "h9", tmp_path))
+        stack.enter_context(fleet)
         fleet.wait_for_step(8)
         lab.power_cut("h1", "h3")
         fleet.wait_for_world(2)
@@ -147,26 +161,17 @@ def open_ports(lab: Lab, name: str) -> list[int]:
                    if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
 
 
-def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tmp_path: Path, twin_of: Twin,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """One host does not reach the store: no checkpoint, and the training goes on; then its line is slow; then it comes and
     goes within the time limits. Another's clock is wrong by minutes. A stranger says rubbish, a pickle, and a worker's own
     words at every open port: refused and told. Nobody is evicted for any of these, and the training does not even pause.
     """
     lab.boot(COORDINATOR, *THREE, "h8", "h9")
     lab.inside("h1", "sh", "-c", "echo -240 > /run/clock-off")
+    fleet = Fleet(lab, tmp_path, THREE, job=(*JOB, "--part-bytes", "65536"), options=["--store", STORE])
     with ExitStack() as stack:
-        try:
-            endpoint = stack.enter_context(s3_servers.ministack(tmp_path / "s3"))
-        except s3_servers.Unavailable as error:
-            pytest.skip(str(error))
-        with lab.network_of("h8"):
-            store = FaultyProxy(endpoint, lab.address("h8"))
-        stack.enter_context(store)
-        for name, value in s3_servers.environment(store.endpoint).items():
-            monkeypatch.setenv(name, value)
-        fleet = stack.enter_context(Fleet(lab, tmp_path, THREE, job=(*JOB, "--part-bytes", "65536"),
-                                          options=["--store", f"s3://{s3_servers.BUCKET}/lab"]))
+        fleet.env |= stack.enter_context(store(lab, "h8", tmp_path))
+        stack.enter_context(fleet)
         fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
         lab.cut("h3", "h8")
         step = fleet.newest_step()

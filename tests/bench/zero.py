@@ -4,7 +4,8 @@
 
 Hosts are namespaces with an sshd each; they end without a FIN, and new ones, under other names, boot at once. The clock
 starts when ssh on the new ones answers: in it are what is left of the time to find out that the old ones are gone, the
-next attempt, the workers' boot over ssh, the restore from the last checkpoint, and the first step.
+next attempt, the workers' boot over ssh, the restore from the last checkpoint, which is in S3 (ministack), and the first
+step. The new hosts' disks are empty.
 
 Last line: one JSON object with first_step_s, steps_lost, phases.
 """
@@ -16,13 +17,15 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
-from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
+from netlab import COORDINATOR, Fleet, Lab, store_on  # noqa: E402
+from s3_servers import BUCKET  # noqa: E402
 
 OLD, NEW = ["h1", "h2", "h3", "h4"], ["h5", "h6", "h7", "h8"]
 LIMIT_S = 30.0
@@ -43,8 +46,11 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every", str(every)]
     (folder / "lab").mkdir()
     with Lab(folder / "lab") as lab:
-        lab.boot(COORDINATOR, *OLD)
-        with Fleet(lab, folder, OLD, command=job, min_workers=1) as fleet:
+        fleet = Fleet(lab, folder, OLD, command=job, min_workers=1, own_disks=True, options=["--store", f"s3://{BUCKET}/zero"])
+        lab.boot(COORDINATOR, "h9", *OLD)
+        with store_on(lab, "h9", folder / "s3") as environment, ExitStack() as stack:
+            fleet.env |= environment
+            stack.enter_context(fleet)
             fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
             fleet.wait_for_step(fleet.events("worker.step_committed")[-1]["step"] + every // 2)
             lab.power_cut(*OLD)
