@@ -95,23 +95,23 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
     with pytest.raises(MetadataUnavailable):
         Metadata(endpoint).notice()
     agent = Agent(Metadata(endpoint), tmp_path)
-    agent.look()
+    agent.listen()
     assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
 
 
 def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer, agent: tuple[Agent, str]) -> None:
     """A notice is never taken back; a rebalance recommendation is only told."""
     here, address = agent
-    here.look()
+    here.listen()
     assert ask(address, KEY, 2.0).state == "ready"
     metadata.recommend()
-    here.look()
+    here.listen()
     says = ask(address, KEY, 2.0)
     assert says.state == "ready" and says.rebalance
     metadata.announce()
-    here.look()
+    here.listen()
     metadata.documents.clear()
-    here.look()
+    here.listen()
     says = ask(address, KEY, 2.0)
     assert says.state == "draining" and says.why == "terminate at 01:03:47 UTC" and says.deadline == 1893978227.0
 
@@ -125,15 +125,15 @@ def test_says_sick_when_the_disk_is_full_or_a_gpu_is_gone(agent: tuple[Agent, st
     here, address = agent
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 999, 1))
-        here.look()
+        here.examine()
         assert "disk full" in ask(address, KEY, 2.0).why
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 1)
     here._gpus = 2
-    here.look()
+    here.examine()
     says = ask(address, KEY, 2.0)
     assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
-    here.look()
+    here.examine()
     assert ask(address, KEY, 2.0).state == "ready"
 
 

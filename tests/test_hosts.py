@@ -27,7 +27,7 @@ INSTANCES = st.builds(
     state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
     group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
     is_impaired=st.sampled_from([False, False, False, True]),
-    events=st.sampled_from([(), (), (), ("instance-stop",)]), slots=st.integers(0, 8))
+    events=st.sampled_from([(), (), (("instance-stop", 9999.0),), (("instance-stop", 60.0),)]), slots=st.integers(0, 8))
 HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]), why=st.just("why"),
                    rebalance=st.booleans(), heard_at=st.just(0.0))
 
@@ -77,7 +77,7 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
 @pytest.mark.parametrize(("how", "why"), [
     ({"state": "pending"}, "pending"), ({"lifecycle": "on-demand"}, "only spot"), ({"is_impaired": True}, "impaired"),
     ({"group_state": "Terminating:Wait"}, "Terminating:Wait"), ({"slots": 0}, "no slots"),
-    *[({"events": (code,)}, code) for code in ENDING]])
+    *[({"events": ((code, 60.0),)}, code) for code in ENDING]])
 def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) -> None:
     """Each of the cloud's states that forbids to work."""
     decision = decide([instance(1), instance(2, **how)], {}, History(), 0.0, QUICK)
