@@ -37,6 +37,7 @@ WATCH_S = 1.0
 EXAMINE_S = 2.0
 HUNG_S = 20.0
 """An examination that takes so long has met something that does not answer; nvidia-smi alone may take half of it."""
+NVIDIA_SMI_S = 10.0
 NONCES = 1 << 16
 """So many questions are remembered (18 hours of one poller's): an older one, repeated, tells only how the host is."""
 DISK_FREE = 0.02
@@ -136,7 +137,7 @@ def gpu_count() -> int | None:
     if not shutil.which("nvidia-smi"):
         return None
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     except (OSError, subprocess.TimeoutExpired):
         return 0

@@ -58,8 +58,9 @@ def recall(text: str, now: float) -> Memory:
 def _as(kind: Any, value: Any) -> Any:
     """Return what JSON has read as a value of a type. Raises ValueError when it is none."""
     origin, inner = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict) and value.keys() == (hints := _hints(kind)).keys():
-        return kind(**{name: _as(hints[name], value[name]) for name in hints})
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        if value.keys() == (hints := _hints(kind)).keys():
+            return kind(**{name: _as(hints[name], value[name]) for name in hints})
     if origin is types.UnionType:
         return None if value is None and type(None) in inner else _as(inner[0], value)
     if origin is tuple and isinstance(value, list) and (inner[-1] is ... or len(inner) == len(value)):
