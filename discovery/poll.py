@@ -38,8 +38,6 @@ AGENT_TIMEOUT_S = 0.8
 AT_ONCE = 64
 MOST_BACK_OFF_S = 60.0
 MOST_DOUBLINGS = 16
-PATIENCE_S = 0.5
-"""So long a turn waits for the cloud's answer; one that comes later is taken by a later turn."""
 GIVE_UP_S = 60.0
 """boto3 has given up long before, unless an answer trickles in byte by byte."""
 STRANGERS_S = 60.0
@@ -60,6 +58,8 @@ class Poller:
     hosts_file: Path
     policy: Policy
     interval_s: float = 5.0
+    patience_s: float = 0.5
+    """So long a turn waits for the cloud's answer; one that comes later is taken by a later turn."""
     agent_port: int | None = None
     key: bytes = b""
     events_file: Path | None = None
@@ -129,14 +129,14 @@ class Poller:
         self._publish(decision)
 
     def _ask_cloud(self) -> list[Instance] | None:
-        """Ask the cloud, if it is due; returns the answer if one has come. It is awaited for PATIENCE_S only."""
+        """Ask the cloud, if it is due; returns the answer if one has come. It is awaited for patience_s only."""
         now = self.clock()
         if self._question is None:
             pause_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** min(self.failures, MOST_DOUBLINGS))
             if now - self._asked_at < pause_s:
                 return None
             self._asked_at, self._question = now, _begin(self.cloud.instances)
-            wait([self._question], PATIENCE_S)
+            wait([self._question], self.patience_s)
         question = self._question
         if not question.done() and now - self._asked_at < GIVE_UP_S:
             return None

@@ -64,7 +64,7 @@ class Story:
         for number in range(1, size + 1):
             self.start_agent(number)
         self.how: dict[str, Any] = {"policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
-                                    "events_file": self.diary} | how
+                                    "events_file": self.diary, "patience_s": 20.0} | how
         self.pool = ThreadPoolExecutor(4)
         self.restart()
 
@@ -262,7 +262,7 @@ def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story
 
 def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., Story]) -> None:
     """The question waits in a thread of its own; its answer counts when it comes, and one that never comes is given up."""
-    s, released, asked = story(3), threading.Event(), 0
+    s, released, asked = story(3, patience_s=0.1), threading.Event(), 0
     s.poll()
 
     def hang() -> list[Instance]:
