@@ -225,7 +225,7 @@ def _unheard(fit: Sequence[Past], history: History, now: float, policy: Policy) 
     """Return how many listed hosts' agents are not heard, if they are too many to be the hosts' own fault; else 0."""
     silent_s = [now - past.heard_at for past in fit if past.is_listed and past.heard_at is not None]
     quiet_s = [s for s in silent_s if s > policy.silence_s / 2]  # the first one's time is up: the others' soon is
-    is_time_up = bool(history.unheard) or max(quiet_s, default=0.0) > policy.silence_s
+    is_time_up = max(quiet_s, default=0.0) > policy.silence_s
     are_most = len(quiet_s) >= (1 if history.unheard else 2) and 2 * len(quiet_s) > len(silent_s)
     return len(quiet_s) if policy.agents and is_time_up and are_most else 0
 

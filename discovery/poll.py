@@ -178,7 +178,7 @@ class Poller:
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
             elif why.startswith(HELD) and not (was or "").startswith(HELD):
                 self.emit("discovery.host_held_back", host=name, id=identity, why=why)
-        for identity in self._reasons.keys() - reasons.keys():
+        for identity in sorted(self._reasons.keys() - reasons.keys()):
             if self._reasons[identity] == IN:
                 self.emit("discovery.host_out", host=names.get(identity, identity), id=identity,
                           why="the cloud knows it no more")

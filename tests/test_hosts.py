@@ -222,11 +222,12 @@ def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
     notice = {"i-0": Health("draining", why="terminate", heard_at=61.0)}
     decision = decide(fleet, notice, decision.history, 61.0, policy)
     assert names(decision) == ["host-2", "host-3"]
-    decision = decide(fleet[3:], {}, decision.history, 100.0, policy)
-    assert names(decision) == ["host-3"]
-    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=101.0)}, decision.history, 101.0, policy)
+    for now in (100.0, 199.0, 200.0):
+        decision = decide(fleet[3:], {}, decision.history, now, policy)
+        assert names(decision) == ["host-3"]
+    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=201.0)}, decision.history, 201.0, policy)
     assert heard.history.unheard == 0
-    assert "silent" in decide(fleet[3:], {}, heard.history, 122.0, policy).reasons["i-3"]
+    assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
 
 
 def test_whoever_is_still_silent_when_we_hear_again_has_some_more_time() -> None:
