@@ -273,7 +273,7 @@ def print_hosts(fleet: dict[str, Any]) -> None:
         left_s = host["deadline"] - fleet["time"] if host["deadline"] else None
         hazards = [f"{code} in {in_s / 60:.0f} min" for code, in_s in host["events"]] + ["rebalance"] * host["rebalance"]
         notice = f"{left_s:.0f} s left" if left_s is not None else ", ".join(hazards)
-        agent = host["agent"] + (f", {host['refused']} strangers refused" if host["refused"] else "")
+        agent = host["agent"] + (f", {host['refused']} refused" if host["refused"] else "")
         since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
         workers, standby = ("" if host[count] is None else str(host[count]) for count in ("workers", "standby"))
         table.add_row(host["name"], host["type"], str(host["slots"]), cloud, agent, workers, standby, notice, since,

@@ -21,6 +21,7 @@ from discovery.ec2 import CloudUnavailable
 from discovery.hosts import Instance, Policy
 from discovery.memory import recall
 from discovery.poll import Poller
+from elastic_trainer.__main__ import main
 
 KEY = b"k" * 32
 NOW = 1_800_000_000.0
@@ -288,7 +289,8 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
 # --- its own faults ---------------------------------------------------------------------------------------------------
 
 
-def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story]) -> None:
+def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story],
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """No agent can be heard, and the cloud calls all of them running: the poller doubts itself, and says so."""
     s = story(3)
     s.poll()
@@ -298,6 +300,8 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
     (doubt,) = s.told("poller_doubts_itself")
     assert (doubt["unheard"], doubt["listed"], doubt["clock_off"]) == (3, 3, 0)
     assert json.loads((s.folder / "hosts.json").read_text())["unheard"] == 3
+    assert main(["hosts", str(s.hosts)]) == 0
+    assert "3 agents are not heard" in capsys.readouterr().out
     for number in (1, 2, 3):
         s.start_agent(number)
     assert s.poll() == [1, 2, 3] and len(s.told("poller_hears_again")) == 1
@@ -388,12 +392,16 @@ def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> No
     assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2, 1]
 
 
-def test_the_table_says_since_when_for_every_host(story: Callable[..., Story]) -> None:
-    """In or out; and what is scheduled for later is shown."""
+def test_the_table_says_since_when_for_every_host(story: Callable[..., Story], capsys: pytest.CaptureFixture[str]) -> None:
+    """In or out; what is scheduled for later is shown, and who was refused."""
     s = story(2)
     s.cloud.answer = [replace(s.fleet[0], events=(("instance-stop", 7200.0),)), replace(s.fleet[1], state="pending")]
     s.poll()
     s.poll(9.0)
     rows = json.loads((s.folder / "hosts.json").read_text())["hosts"]
     assert [(r["is_in"], r["since_s"]) for r in rows] == [(True, 9.0), (False, 9.0)]
-    assert rows[0]["events"] == [["instance-stop", 7200.0]]
+    s.agent(1).refuse()
+    s.poll()
+    assert main(["hosts", str(s.hosts)]) == 0
+    (first,) = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1" in line]
+    assert "instance-stop in 120 min" in first and "ready, 1 refused" in first and "10 s" in first
