@@ -209,11 +209,16 @@ def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> Non
 
 
 def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """Instances come, one is terminated, the API fails: the file follows, and stays while nothing is known."""
+    """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and stays while nothing is
+    known; the next poller goes on; told to stop, it does not wait for an API that hangs."""
     hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
     ids = launch(moto, 3)
-    poller = subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
-                               "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
+                                 "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+
+    poller = start()
     try:
         def wait_for(count: int) -> None:
             deadline = time.monotonic() + 60
@@ -229,10 +234,21 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
         while "discovery.cloud_unavailable" not in events.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        poller.kill()
+        poller.wait()
+        (tmp_path / "hosts.json").unlink()
+        poller = start()
+        while not (tmp_path / "hosts.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert len(hosts.read_text().splitlines()) == 2 and fault.fired
         proxy.clear()
         launch(moto, 1)
         wait_for(3)
+        fault = proxy.fault("timeout", times=10**6)
+        while not fault.fired:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         poller.send_signal(signal.SIGTERM)
         assert poller.wait(20) == 0
