@@ -21,6 +21,8 @@ import re
 import sys
 import time
 
+FUTURE_S = 5
+"""A file from further ahead is of no known age: somebody has set the clock back."""
 HOST_NAME = r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*"  # RFC 1123
 
 
@@ -50,6 +52,10 @@ def hosts_file(argv: list[str]) -> int:
     if argv[1:] and age_s > int(argv[1]):
         print(f"the hosts file {argv[0]} is {age_s:.0f} s old: its poller does not run, or the cloud does not answer",
               file=sys.stderr)
+        return 1
+    if argv[1:] and age_s < -FUTURE_S:
+        print(f"the hosts file {argv[0]} is {-age_s:.0f} s ahead of this machine's clock, so its age is unknown until its "
+              "poller's next answer", file=sys.stderr)
         return 1
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:

@@ -3,10 +3,12 @@
 metadata service, disk, memory, GPUs → here → poller (signed JSON over HTTP)
 
 What always holds:
-1. Once draining, always draining: a notice is never taken back.
-2. An answer is signed with the run's key and the asker's nonce; a question without a right signature gets 403 and is
-   counted. Nothing is parsed before its signature is checked; no pickle.
+1. Once draining, always draining: a notice is never taken back. A stop of this service is for this life only; the next
+   one's answers have another `life`.
+2. An answer is signed with the run's key and the asker's nonce; whoever says something without a right signature, or with
+   a nonce that was used, is refused and counted. Nothing is parsed before its signature is checked; no pickle.
 3. What cannot be found out is not an illness: a machine without a metadata service is ready, and says so in `why`.
+4. A notice is never late because a disk or GPU hangs: health is examined in a thread of its own, and one that hangs is ill.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +34,12 @@ from discovery.hosts import Health
 from discovery.notices import Metadata, MetadataUnavailable
 
 WATCH_S = 1.0
+EXAMINE_S = 2.0
+HUNG_S = 20.0
+"""An examination that takes so long has met something that does not answer; nvidia-smi alone may take half of it."""
+NVIDIA_SMI_S = 10.0
+NONCES = 1 << 16
+"""So many questions are remembered (18 hours of one poller's): an older one, repeated, tells only how the host is."""
 DISK_FREE = 0.02
 MEMORY_FREE = 0.02
 CLOCK_S = 60.0
@@ -51,23 +60,30 @@ def sign(key: bytes, nonce: str, body: bytes) -> str:
 class Agent:
     """What one host knows of itself."""
 
-    def __init__(self, metadata: Metadata | None, folder: Path):
+    def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev")):
         self.metadata, self.folder = metadata, folder
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
         self._rebalance = False
         self._sick = self._unknown = ""
-        self._gpus = gpu_count()
+        self._gpus = len(list(devices.glob("nvidia[0-9]*")))
+        self._examining_since: float | None = None
+        self._life = secrets.token_hex(8)
         self.refused = 0
 
-    def drain(self, why: str, deadline: float | None) -> None:
-        """Begin to drain, for good."""
+    def drain(self, why: str, deadline: float | None, for_good: bool = True) -> None:
+        """Begin to drain: for good, or for as long as this process lives."""
         with self._lock:
-            if self._drains is None:
-                self._drains = {"why": why, "deadline": deadline}
+            if self._drains is None or for_good and not self._drains["for_good"]:
+                self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
 
-    def look(self) -> None:
-        """Ask the metadata service and the machine once."""
+    def refuse(self) -> None:
+        """Count a stranger."""
+        with self._lock:
+            self.refused += 1
+
+    def listen(self) -> None:
+        """Ask the metadata service once."""
         if self.metadata:
             try:
                 notice = self.metadata.notice()
@@ -77,40 +93,51 @@ class Agent:
                 self._rebalance, self._unknown = self.metadata.rebalance(), ""
             except MetadataUnavailable as error:
                 self._unknown = str(error)
-        self._sick = illness(self.folder, self._gpus)
+
+    def examine(self) -> None:
+        """Look at the machine once. May hang, as a broken disk or GPU does."""
+        self._examining_since = time.monotonic()
+        gpus = gpu_count()
+        self._gpus = max(self._gpus, gpus or 0)
+        self._sick = illness(self.folder) or (
+            f"GPU lost: {gpus} of {self._gpus} answer" if gpus is not None and gpus < self._gpus else "")
+        self._examining_since = None
 
     def health(self) -> dict[str, Any]:
         """Return the answer to the poller."""
         with self._lock:
-            drains = self._drains
-        state = "draining" if drains else "sick" if self._sick else "ready"
-        return {"state": state, "why": drains["why"] if drains else self._sick or self._unknown,
-                "deadline": drains["deadline"] if drains else None, "rebalance": self._rebalance,
+            drains, since = self._drains, self._examining_since
+        hung_s = 0.0 if since is None else time.monotonic() - since
+        sick = self._sick if hung_s < HUNG_S else f"GPU lost, or disk: they have not answered for {hung_s:.0f} s"
+        state = "draining" if drains else "sick" if sick else "ready"
+        return {"state": state, "why": drains["why"] if drains else sick or self._unknown,
+                "deadline": drains["deadline"] if drains else None, "for_good": bool(drains and drains["for_good"]),
+                "life": self._life, "rebalance": self._rebalance,
                 "workers": workers(), "standby": standbys(standby_folder()), "time": time.time(),
                 "refused": self.refused}
 
 
-def illness(folder: Path, gpus: int | None) -> str:
-    """Return what is wrong with this machine; "" if nothing is."""
-    disk = shutil.disk_usage(folder)
+def illness(folder: Path) -> str:
+    """Return what is wrong with this machine's disk or memory; "" if nothing is."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"disk: {error}"
     if disk.free < DISK_FREE * disk.total:
         return f"disk full: {disk.free >> 20} MiB left under {folder}"
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(memory[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
     if free < MEMORY_FREE * total:
         return f"no memory: {free >> 10} MiB left"
-    now = gpu_count()
-    if gpus and now is not None and now < gpus:
-        return f"GPU lost: {now} of {gpus} answer"
     return ""
 
 
 def gpu_count() -> int | None:
-    """Return how many GPUs the driver lists; None where there is no driver."""
+    """Return how many GPUs answer; None where there is no nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     except (OSError, subprocess.TimeoutExpired):
         return 0
@@ -148,7 +175,21 @@ class AgentServer(ThreadingHTTPServer):
 
     def __init__(self, bind: str, port: int, key: bytes, agent: Agent):
         self.key, self.agent = key, agent
+        self._nonces: deque[str] = deque(maxlen=NONCES)
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
         super().__init__((bind, port), _Handler)
+
+    def is_new(self, nonce: str) -> bool:
+        """True for a nonce that was not used before; it is from now on."""
+        with self._lock:
+            if nonce in self._known:
+                return False
+            if len(self._nonces) == NONCES:
+                self._known.discard(self._nonces[0])
+            self._nonces.append(nonce)
+            self._known.add(nonce)
+            return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A stranger's rubbish is counted where it is refused."""
@@ -158,11 +199,20 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 5.0
     server: AgentServer
 
+    is_friend = False
+
+    def finish(self) -> None:
+        """Count whoever has said something, but nothing right: also what is no HTTP, or too slow."""
+        if not self.is_friend and getattr(self, "raw_requestline", None) != b"":
+            self.server.agent.refuse()
+        super().finish()
+
     def do_GET(self) -> None:
         nonce = self.headers.get(NONCE, "")
         given = self.headers.get(SIGNATURE, "").encode(errors="replace")
-        if self.path != "/health" or not hmac.compare_digest(given, sign(self.server.key, nonce, b"GET /health").encode()):
-            self.server.agent.refused += 1
+        is_signed = hmac.compare_digest(given, sign(self.server.key, nonce, b"GET /health").encode())
+        self.is_friend = self.path == "/health" and is_signed and self.server.is_new(nonce)
+        if not self.is_friend:
             self.send_response(403)
             self.end_headers()
             return
@@ -194,8 +244,9 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
         is_off = abs(off) > CLOCK_S and says["state"] == "ready"
         return Health(state="sick" if is_off else str(says["state"]),
                       why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"]), deadline=says["deadline"],
-                      rebalance=bool(says["rebalance"]),
-                      facts={"workers": len(says["workers"]), "standby": int(says["standby"]), "refused": says["refused"]})
+                      for_good=bool(says["for_good"]), life=str(says["life"]), is_clock_off=is_off,
+                      rebalance=bool(says["rebalance"]), refused=int(says["refused"]),
+                      facts={"workers": len(says["workers"]), "standby": int(says["standby"])})
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         if isinstance(error, AgentUnreachable):
             raise
@@ -217,17 +268,25 @@ def read_key(path: Path) -> bytes:
 def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[int], None] = lambda port: None) -> None:
     """Run the agent until SIGTERM, which drains the host first: whoever stops the machine stops services before it."""
     server = AgentServer(bind, port, key, agent)
-    stopping = threading.Event()
+    stopping, examined = threading.Event(), threading.Event()
 
     def stop(number: int, frame: Any) -> None:
-        agent.drain("the host is being stopped", time.time() + 90.0)
+        agent.drain("the host is being stopped", time.time() + 90.0, for_good=False)
         stopping.set()
 
+    def examine() -> None:
+        while not stopping.is_set():
+            agent.examine()
+            examined.set()
+            stopping.wait(EXAMINE_S)
+
     signal.signal(signal.SIGTERM, stop)
+    threading.Thread(target=examine, daemon=True).start()
+    examined.wait(HUNG_S)  # its first answer is not "ready" before that is known
     threading.Thread(target=server.serve_forever, daemon=True).start()
     announce(server.server_address[1])
     while not stopping.wait(WATCH_S):
-        agent.look()
+        agent.listen()
     while workers() and time.time() < (agent.health()["deadline"] or 0.0):
         time.sleep(WATCH_S)  # the poller must hear it, and the workers must have left
     server.shutdown()

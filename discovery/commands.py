@@ -27,7 +27,8 @@ def run(argv: list[str]) -> int:
         cloud = Ec2(dict(tag.split("=", 1) for tag in options.tag), options.group, cpu_slots=options.cpu_slots,
                     host_name=options.host_name)
         policy = Policy(lifecycle=options.lifecycle, same_type=options.same_type,
-                        agents=options.command == "poll" and options.key_file is not None)
+                        agents=options.command == "poll" and options.key_file is not None,
+                        horizon_s=60 * options.horizon)
         if options.command == "ec2":
             sys.stdout.write("".join(f"{name}:{slots}\n" for name, slots in once(cloud, policy)))
             return 0
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--cpu-slots", type=int, default=1, help="slots of a type without GPUs (%(default)s)")
         command.add_argument("--host-name", choices=HOST_NAMES, default=HOST_NAMES[0],
                              help="private-dns must be unique to the incarnation: resource names, not ip names")
+        command.add_argument("--horizon", type=float, default=15.0, metavar="MINUTES",
+                             help="leave so long before a scheduled stop, reboot or retirement (%(default)s)")
         command.add_argument("--same-type", action="store_true", help="only the largest group of one instance type")
     agent = commands.add_parser("agent", help="watch this host and answer the poller")
     agent.add_argument("--bind", required=True, help="this host's private address")

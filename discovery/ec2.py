@@ -10,12 +10,15 @@ What always holds:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from discovery.hosts import Instance
 
@@ -55,9 +58,9 @@ class Ec2:
             status = self._status() if described else {}
             in_group = self._group_states()
             self._learn_types({i["InstanceType"] for i in described} - self._gpus.keys())
-        except (BotoCoreError, ClientError, KeyError) as error:
-            raise CloudUnavailable(f"EC2 did not answer: {error}") from error
-        return [self._instance(i, status.get(i["InstanceId"], {}), in_group) for i in described]
+            return [self._instance(i, status.get(i["InstanceId"], {}), in_group) for i in described]
+        except (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeError, ValueError) as error:
+            raise CloudUnavailable(f"EC2 did not answer: {error!r}") from error
 
     def _instance(self, described: dict[str, Any], status: dict[str, Any], in_group: dict[str, str]) -> Instance:
         identity = described["InstanceId"]
@@ -72,7 +75,7 @@ class Ec2:
             state=described["State"]["Name"],
             group_state=in_group.get(identity, "not in the group") if self.group else "",
             is_impaired="impaired" in checks,
-            events=tuple(event["Code"] for event in status.get("Events", [])
+            events=tuple((event["Code"], _seconds_until(event.get("NotBefore"))) for event in status.get("Events", [])
                          if not event.get("Description", "").startswith("[Completed]")),
             slots=(self._gpus[described["InstanceType"]] or self.cpu_slots) if name else 0)
 
@@ -110,6 +113,10 @@ class Ec2:
             if not page.get("NextToken"):
                 return
             token = {"NextToken": page["NextToken"]}
+
+
+def _seconds_until(at: datetime | None) -> float:
+    return max(0.0, at.timestamp() - time.time()) if at else 0.0
 
 
 def _tags(described: dict[str, Any]) -> dict[str, str]:

@@ -4,32 +4,44 @@ ec2, agents → here → hosts file (replaced whole) → `python -m discovery ho
 
 What always holds:
 1. The file is replaced whole, and only by an answer that was whole. While the cloud does not answer it stays as it is, but
-   for hosts under notice; after `stale_s` it is old, and the script that prints it says so by its exit code.
+   for what the agents say. Its age is that of the cloud's last believed answer, whatever was written since: the script
+   that prints it says by its exit code that it is too old.
 2. Every change of the list is an event with its reason, in the run's diary.
-3. The agents are asked every second, the cloud every few: a notice reaches the file within two seconds.
+3. The agents are asked every second, the cloud every few, in a thread of its own: a notice reaches the file within two
+   seconds, also while the cloud hangs.
+4. A poller that is killed at any moment has written down what it knows (memory.py), before the list that it decided.
+5. A full disk or a diary that cannot be written does not end it: it says so on stderr and tries again at its next turn.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from discovery.agent import AgentUnreachable, ask
 from discovery.ec2 import CloudUnavailable
-from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instance, Policy, decide
+from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instance, Past, Policy, decide
+from discovery.memory import Memory, recall, write_down
 
 AGENTS_S = 1.0
 AGENT_TIMEOUT_S = 0.8
 AT_ONCE = 64
 MOST_BACK_OFF_S = 60.0
+MOST_DOUBLINGS = 16
+GIVE_UP_S = 60.0
+"""boto3 has given up long before, unless an answer trickles in byte by byte."""
+STRANGERS_S = 60.0
+"""So often at most a host's strangers are told."""
 
 
 class Cloud(Protocol):
@@ -46,18 +58,44 @@ class Poller:
     hosts_file: Path
     policy: Policy
     interval_s: float = 5.0
+    patience_s: float = 0.5
+    """So long a turn waits for the cloud's answer; one that comes later is taken by a later turn."""
     agent_port: int | None = None
     key: bytes = b""
     events_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
     history: History = field(default_factory=History)
     instances: list[Instance] = field(default_factory=list)
     health: dict[str, Health] = field(default_factory=dict)
     failures: int = 0
     """Polls of the cloud that failed in a row."""
-    _asked_at: float | None = None
+    _asked_at: float = -math.inf
+    _question: Future[list[Instance]] | None = None
+    _answered_at: float | None = None
+    """When the cloud's last believed answer came, by `wall`."""
     _written: str | None = None
     _reasons: Mapping[str, str] = field(default_factory=dict)
+    _strangers: dict[str, int] = field(default_factory=dict)
+    _told_at: dict[str, float] = field(default_factory=dict)
+    _complaints: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Take over from the poller before."""
+        try:
+            memory = recall(self._memory_file.read_text(), self.clock())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            return self._complain(f"{self._memory_file} cannot be trusted, so this poller begins anew: {error}")
+        self.history, self.instances, self._reasons = memory.history, list(memory.instances), memory.reasons
+        self._answered_at, self._strangers = memory.answered_at, dict(memory.strangers)
+        if self.hosts_file.is_file():
+            self._written = self.hosts_file.read_text(errors="replace")
+
+    @property
+    def _memory_file(self) -> Path:
+        return self.hosts_file.with_name(self.hosts_file.name + ".memory")
 
     def run(self) -> None:
         """Poll until SIGTERM or SIGINT."""
@@ -72,17 +110,10 @@ class Poller:
 
     def poll(self, pool: ThreadPoolExecutor) -> None:
         """Ask whoever is due, decide, and write what has changed."""
-        now, is_fresh, before = self.clock(), False, self.instances
-        wait_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** self.failures)
-        if self._asked_at is None or now - self._asked_at >= wait_s:
-            self._asked_at = now
-            try:
-                self.instances = self.cloud.instances()
-                self.failures, is_fresh = 0, True
-            except CloudUnavailable as error:
-                self.failures += 1
-                self.emit("discovery.cloud_unavailable", error=str(error), failures=self.failures)
-        if self._written is None and not is_fresh and not self.instances:
+        answer, before, former = self._ask_cloud(), self.instances, self.history
+        is_fresh = answer is not None
+        self.instances = before if answer is None else answer
+        if self._answered_at is None and not is_fresh:
             return  # nothing was ever known: there is no file yet, and the script says so
         asked, doubts = self._ask_agents(pool), self.history.doubts
         history = self.history if is_fresh else replace(self.history, doubts=0)
@@ -92,7 +123,34 @@ class Poller:
             self.instances = before  # whom the answer lacks is asked still, and a notice of theirs counts
         elif doubts and not is_fresh:
             self.history = replace(self.history, doubts=doubts)  # settled by the cloud's next answer, by nothing else
-        self._publish(decision, is_fresh)
+        if is_fresh and not self.history.doubts:
+            self._answered_at = self.wall()
+        self._tell(decision, former, before)
+        self._publish(decision)
+
+    def _ask_cloud(self) -> list[Instance] | None:
+        """Ask the cloud, if it is due; returns the answer if one has come. It is awaited for patience_s only."""
+        now = self.clock()
+        if self._question is None:
+            pause_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** min(self.failures, MOST_DOUBLINGS))
+            if now - self._asked_at < pause_s:
+                return None
+            self._asked_at, self._question = now, _begin(self.cloud.instances)
+            wait([self._question], self.patience_s)
+        question = self._question
+        if not question.done() and now - self._asked_at < GIVE_UP_S:
+            return None
+        self._question = None
+        try:
+            if not question.done():
+                raise CloudUnavailable(f"the cloud has begun no answer, or not ended it, in {GIVE_UP_S:.0f} s")
+            answer = question.result()
+        except CloudUnavailable as error:
+            self.failures += 1
+            self.emit("discovery.cloud_unavailable", error=str(error), failures=self.failures)
+            return None
+        self.failures = 0
+        return answer
 
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
         if self.agent_port is None:
@@ -101,7 +159,7 @@ class Poller:
 
         def one(instance: Instance) -> Health | None:
             try:
-                says = ask(f"{instance.name}:{self.agent_port}", self.key, AGENT_TIMEOUT_S)
+                says = ask(f"{instance.name}:{self.agent_port}", self.key, AGENT_TIMEOUT_S, self.wall)
                 return replace(says, heard_at=self.clock())
             except AgentUnreachable:
                 return None
@@ -110,52 +168,105 @@ class Poller:
         self.health = {i: says for i, says in answers.items() if says}
         return self.health
 
-    def _publish(self, decision: Decision, is_fresh: bool) -> None:
-        text = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts)
-        by_id = {i.id: i for i in self.instances}
+    def _tell(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:
+        """Say in the diary what has changed, and why."""
+        names = {i.id: i.name for i in (*before, *self.instances)}
         reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
         for identity, why in reasons.items():
-            was = self._reasons.get(identity)
-            name = by_id[identity].name if identity in by_id else identity
+            was, name = self._reasons.get(identity), names.get(identity, identity)
             if why != was and (why == IN) != (was == IN):
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
             elif why.startswith(HELD) and not (was or "").startswith(HELD):
                 self.emit("discovery.host_held_back", host=name, id=identity, why=why)
-        for identity in self._reasons.keys() - reasons.keys():
+        for identity in sorted(self._reasons.keys() - reasons.keys()):
             if self._reasons[identity] == IN:
-                self.emit("discovery.host_out", host=identity, id=identity, why="the cloud knows it no more")
+                self.emit("discovery.host_out", host=names.get(identity, identity), id=identity,
+                          why="the cloud knows it no more")
         self._reasons = reasons
+        if decision.history.unheard and not former.unheard:
+            self.emit("discovery.poller_doubts_itself", unheard=decision.history.unheard, listed=len(decision.hosts),
+                      clock_off=sum(says.is_clock_off for says in self.health.values()))
+        elif former.unheard and not decision.history.unheard:
+            self.emit("discovery.poller_hears_again", listed=len(decision.hosts))
+        self._tell_of_strangers(names)
+
+    def _tell_of_strangers(self, names: Mapping[str, str]) -> None:
+        for identity, says in self.health.items():
+            refused, known = says.refused, self._strangers.get(identity, 0)
+            if refused < known:
+                self._strangers[identity] = 0  # another life of the agent
+            elif refused > known and self.clock() - self._told_at.get(identity, -math.inf) >= STRANGERS_S:
+                self._strangers[identity], self._told_at[identity] = refused, self.clock()
+                self.emit("discovery.stranger_refused", host=names.get(identity, identity), id=identity,
+                          refused=refused - known)
+
+    def _publish(self, decision: Decision) -> None:
+        """Write memory, list and table; what cannot be written is tried again at the next turn."""
+        text, at = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts), self._answered_at or 0.0
+        memory = Memory(self.clock(), at, tuple(self.instances), self.history, self._reasons,
+                        {i: count for i, count in self._strangers.items() if i in self.history.past})
+        is_kept = self._write(self._memory_file, write_down(memory))
         if text != self._written:
-            replace_whole(self.hosts_file, text)
-            self.emit("discovery.hosts_changed", hosts=[name for name, _ in decision.hosts])
-            self._written = text
-        elif is_fresh:
-            os.utime(self.hosts_file)  # the script looks at its age
-        replace_whole(self.hosts_file.with_name(self.hosts_file.name + ".json"), json.dumps(self.table(decision)))
+            if is_listed := self._write(self.hosts_file, text, at):
+                self._written = text
+                self.emit("discovery.hosts_changed", hosts=[name for name, _ in decision.hosts])
+        elif not (is_listed := self._touch(at)):
+            self._written = None
+        is_shown = self._write(self.hosts_file.with_name(self.hosts_file.name + ".json"), json.dumps(self.table(decision)))
+        if is_kept and is_listed and is_shown:
+            self._complaints.clear()
+
+    def _write(self, path: Path, text: str, at: float | None = None) -> bool:
+        try:
+            replace_whole(path, text, at)
+            return True
+        except OSError as error:
+            self._complain(f"{path} cannot be written, and is tried again every second: {error}")
+            return False
+
+    def _touch(self, at: float) -> bool:
+        """Give the list the age of the cloud's answer."""
+        try:
+            os.utime(self.hosts_file, (at, at))
+            return True
+        except OSError as error:
+            self._complain(f"{self.hosts_file} has gone, and is written again: {error}")
+            return False
+
+    def _complain(self, what: str) -> None:
+        """Say it on stderr, once until all is well again."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            sys.stderr.write(f"discovery: {what}\n")
 
     def table(self, decision: Decision) -> dict[str, Any]:
         """Return what `elastic-trainer hosts` shows."""
-        past = decision.history.past
-        return {"time": time.time(), "cloud_failures": self.failures, "hosts": [
-            {**asdict(i), "why": decision.reasons.get(i.id, ""), "is_in": decision.reasons.get(i.id) == IN,
-             "since_s": self.clock() - past[i.id].first_fit if i.id in past and past[i.id].first_fit is not None else None,  # type: ignore[operator]
-             "agent": self.health[i.id].state if i.id in self.health else "",
-             "agent_why": self.health[i.id].why if i.id in self.health else "",
-             "rebalance": self.health[i.id].rebalance if i.id in self.health else False,
-             "deadline": self.health[i.id].deadline if i.id in self.health else None,
-             "workers": self.health[i.id].facts.get("workers") if i.id in self.health else None,
-             "standby": self.health[i.id].facts.get("standby") if i.id in self.health else None}
-            for i in sorted(self.instances, key=lambda i: (i.launched, i.id))]}
+        return {"time": self.wall(), "cloud_failures": self.failures, "unheard": decision.history.unheard, "hosts": [
+            self._row(i, decision) for i in sorted(self.instances, key=lambda i: (i.launched, i.id))]}
+
+    def _row(self, instance: Instance, decision: Decision) -> dict[str, Any]:
+        past, says = decision.history.past.get(instance.id, Past()), self.health.get(instance.id)
+        since = past.first_unfit if past.first_fit is None else past.first_fit
+        why = decision.reasons.get(instance.id, "")
+        return {**vars(instance), "why": why, "is_in": why == IN,
+                "since_s": None if since is None else self.clock() - since,
+                "agent": says.state if says else "", "agent_why": says.why if says else "",
+                "rebalance": bool(says and says.rebalance), "deadline": says.deadline if says else None,
+                "workers": says.facts.get("workers") if says else None,
+                "standby": says.facts.get("standby") if says else None, "refused": says.refused if says else 0}
 
     def emit(self, event: str, **facts: Any) -> None:
         """Write one line into the run's diary."""
         if self.events_file is not None:
             line = json.dumps({"time": round(time.time(), 4), "event": event, **facts}) + "\n"
-            descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+                descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                try:
+                    os.write(descriptor, line.encode())
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                self._complain(f"{self.events_file} cannot be written, and lacks {event}: {error}")
 
 
 def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:
@@ -163,8 +274,28 @@ def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:
     return decide(cloud.instances(), {}, History(), 0.0, policy).hosts
 
 
-def replace_whole(path: Path, text: str) -> None:
-    """Replace a file so that every reader sees the old text or the new one."""
+def replace_whole(path: Path, text: str, at: float | None = None) -> None:
+    """Replace a file so that every reader sees the old text or the new one; `at` is its time, by default now."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        if at is not None:
+            os.utime(new, (at, at))
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _begin(question: Callable[[], list[Instance]]) -> Future[list[Instance]]:
+    """Ask in a thread that nobody waits for: a hanging question must not keep the poller from its end."""
+    future: Future[list[Instance]] = Future()
+
+    def ask_and_tell() -> None:
+        try:
+            future.set_result(question())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=ask_and_tell, name="cloud", daemon=True).start()
+    return future

@@ -271,12 +271,17 @@ def print_hosts(fleet: dict[str, Any]) -> None:
     for host in fleet["hosts"]:
         cloud = " ".join(filter(None, [host["lifecycle"], host["state"], host["group_state"]]))
         left_s = host["deadline"] - fleet["time"] if host["deadline"] else None
-        notice = f"{left_s:.0f} s left" if left_s is not None else "rebalance" if host["rebalance"] else ""
+        hazards = [f"{code} in {in_s / 60:.0f} min" for code, in_s in host["events"]] + ["rebalance"] * host["rebalance"]
+        notice = f"{left_s:.0f} s left" if left_s is not None else ", ".join(hazards)
+        agent = host["agent"] + (f", {host['refused']} refused" if host["refused"] else "")
         since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
         workers, standby = ("" if host[count] is None else str(host[count]) for count in ("workers", "standby"))
-        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, host["agent"], workers, standby, notice, since,
+        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, agent, workers, standby, notice, since,
                       "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     if fleet["cloud_failures"]:
         console.print(f"the cloud has not answered {fleet['cloud_failures']} times in a row; what it said last stands")
+    if fleet["unheard"]:
+        console.print(f"{fleet['unheard']} agents are not heard, or have another clock: too many to be their fault, so "
+                      "their hosts stay. Look at the poller's network and clock.")

@@ -21,9 +21,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 STATUS = {"slow_down": (503, "SlowDown"), "internal": (500, "InternalError"), "forbidden": (403, "AccessDenied"),
-          "no_bucket": (404, "NoSuchBucket"), "skewed": (403, "RequestTimeTooSkewed")}
+          "no_bucket": (404, "NoSuchBucket"), "skewed": (403, "RequestTimeTooSkewed"),
+          "request_limit": (503, "RequestLimitExceeded"), "throttling": (400, "Throttling")}
+WRAPPED = {"request_limit": "<Response><Errors>{}</Errors></Response>", "throttling": "<ErrorResponse>{}</ErrorResponse>"}
+"""How EC2 and Auto Scaling wrap an error; S3 does not."""
 KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish", "unconditional", "drop", "empty",
-         *STATUS)
+         "torn_xml", *STATUS)
 
 
 @dataclass
@@ -46,6 +49,8 @@ class FaultyProxy:
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.on_request: Callable[[str, str], str | None] = lambda method, path: None
         """Returns a fault's kind for this request, or None."""
+        self.on_answer: Callable[[bytes], bytes] = lambda data: data
+        """Returns what the server is to have said."""
         self.released = threading.Event()
         """Ends all time-outs that are being played."""
         self._lock = threading.Lock()
@@ -125,8 +130,9 @@ class FaultyProxy:
             self.released.wait(0.7)
         if kind in STATUS:
             status, code = STATUS[kind]
-            answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as planned</Message></Error>".encode()
-            return self._answer(request, status, [("Content-Type", "application/xml")], answer)
+            answer = f"<Error><Code>{code}</Code><Message>as planned</Message></Error>"
+            answer = "<?xml version='1.0'?>" + WRAPPED.get(kind, "{}").format(answer)
+            return self._answer(request, status, [("Content-Type", "application/xml")], answer.encode())
         if kind == "unconditional":
             headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
         upstream = http.client.HTTPConnection(self.upstream, timeout=60)
@@ -142,6 +148,9 @@ class FaultyProxy:
             return self._reset(request)
         if kind == "empty":  # EC2's answers: a list of no items
             data = re.sub(rb"(?s)<(\w+Set)>.*</\1>", rb"<\1/>", data)
+        data = self.on_answer(data)
+        if kind == "torn_xml":
+            return self._answer(request, 200, [("Content-Type", "text/xml")], data[: len(data) // 2])
         if kind == "rubbish":
             return self._answer(request, 200, [], b"<html>a captive portal</html>")
         if kind == "corrupt" and data:

@@ -95,23 +95,23 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
     with pytest.raises(MetadataUnavailable):
         Metadata(endpoint).notice()
     agent = Agent(Metadata(endpoint), tmp_path)
-    agent.look()
+    agent.listen()
     assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
 
 
 def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer, agent: tuple[Agent, str]) -> None:
     """A notice is never taken back; a rebalance recommendation is only told."""
     here, address = agent
-    here.look()
+    here.listen()
     assert ask(address, KEY, 2.0).state == "ready"
     metadata.recommend()
-    here.look()
+    here.listen()
     says = ask(address, KEY, 2.0)
     assert says.state == "ready" and says.rebalance
     metadata.announce()
-    here.look()
+    here.listen()
     metadata.documents.clear()
-    here.look()
+    here.listen()
     says = ask(address, KEY, 2.0)
     assert says.state == "draining" and says.why == "terminate at 01:03:47 UTC" and says.deadline == 1893978227.0
 
@@ -125,16 +125,95 @@ def test_says_sick_when_the_disk_is_full_or_a_gpu_is_gone(agent: tuple[Agent, st
     here, address = agent
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 999, 1))
-        here.look()
+        here.examine()
         assert "disk full" in ask(address, KEY, 2.0).why
+    monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
+    here.examine()
+    assert ask(address, KEY, 2.0).state == "ready"
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 1)
-    here._gpus = 2
-    here.look()
+    here.examine()
     says = ask(address, KEY, 2.0)
     assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
-    here.look()
+    here.examine()
     assert ask(address, KEY, 2.0).state == "ready"
+
+
+HANGS = """#!/bin/sh
+[ -e {folder}/hangs ] && {{ echo $$ >{folder}/hung; exec sleep 60; }}
+echo "GPU 0: one of ours"
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a GPU whose nvidia-smi hangs while a file says so; returns that file."""
+    (tmp_path / "nvidia-smi").write_text(HANGS.format(folder=tmp_path))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "hangs"
+
+
+def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it did not at the agent's start: the device is there. And when nothing ends the question."""
+    monkeypatch.setattr(agent_module, "NVIDIA_SMI_S", 0.3)
+    nvidia_smi.touch()
+    here = Agent(None, tmp_path, tmp_path / "dev")
+    here.examine()
+    assert (here.health()["state"], here.health()["why"]) == ("sick", "GPU lost: 0 of 1 answer")
+    nvidia_smi.unlink()
+    monkeypatch.setattr(agent_module, "NVIDIA_SMI_S", 30.0)
+    here.examine()
+    assert here.health()["state"] == "ready"
+    monkeypatch.setattr(agent_module, "HUNG_S", 0.0)
+    nvidia_smi.touch()
+    (tmp_path / "hung").unlink()
+    examining = threading.Thread(target=here.examine)
+    examining.start()
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "hung").exists() or not (tmp_path / "hung").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert here.health()["why"].startswith("GPU lost, or disk: they have not answered for")
+    os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
+    examining.join(20)
+    assert not examining.is_alive()
+
+
+def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_smi: Path, tmp_path: Path) -> None:
+    """The agent's process examines and listens at once."""
+    key = tmp_path / "key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    process = subprocess.Popen([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
+                                "--key-file", str(key), "--metadata", metadata.endpoint, "--folder", str(tmp_path)],
+                               cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        address = f"127.0.0.1:{int(process.stdout.readline())}"
+        deadline = time.monotonic() + 60
+
+        def wait_for_hang() -> int:
+            while not (tmp_path / "hung").exists() or not (tmp_path / "hung").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return int((tmp_path / "hung").read_text())
+
+        assert ask(address, KEY, 5.0).state == "ready"
+        nvidia_smi.touch()
+        pid = wait_for_hang()
+        metadata.announce()
+        while ask(address, KEY, 5.0).state != "draining":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert Path(f"/proc/{pid}").exists()  # it hangs still
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
@@ -144,24 +223,54 @@ def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
 
 
 def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
-    """A wrong key, a replayed answer, bytes that are no HTTP: refused or dropped, counted, and the agent goes on."""
+    """A wrong key, no key, bytes that are no HTTP or no GET: refused, each counted, and the agent goes on."""
     here, address = agent
     host, port = address.split(":")
     with pytest.raises(AgentUnreachable, match="key"):
         ask(address, b"x" * 32, 2.0)
-    for rubbish in (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n", os.urandom(300) + b"\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=2) as stranger:
-            stranger.sendall(rubbish)
-            stranger.settimeout(2)
-            try:
-                assert b"ready" not in stranger.recv(4096)
-            except (TimeoutError, ConnectionError):
-                pass
+    rubbish = (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n", b"PUT /health HTTP/1.1\r\n\r\n", b"\r\n",
+               b"no line", os.urandom(300).replace(b"\n", b"") + b"\r\n\r\n")
+    for bytes_ in rubbish:
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(bytes_)
+            stranger.shutdown(socket.SHUT_WR)
+            while said := stranger.recv(4096):
+                assert b"ready" not in said
     connection = http.client.HTTPConnection(host, int(port), timeout=2)
     connection.request("GET", "/health", headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
     assert connection.getresponse().status == 403
-    assert here.refused >= 3
-    assert ask(address, KEY, 2.0).state == "ready"
+    with socket.create_connection((host, int(port)), timeout=5) as nobody:  # a poller that dies: it has said nothing
+        nobody.shutdown(socket.SHUT_WR)
+        assert nobody.recv(1) == b""
+    deadline = time.monotonic() + 20
+    while here.refused < len(rubbish) + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    says = ask(address, KEY, 2.0)
+    assert (says.state, says.refused) == ("ready", len(rubbish) + 2)
+
+
+def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has overheard one learns nothing by it, whatever the clocks say; as many as NONCES are remembered."""
+    here, address = agent
+    here_and_there = address.split(":")
+
+    def status(nonce: str) -> int:
+        connection = http.client.HTTPConnection(here_and_there[0], int(here_and_there[1]), timeout=5)
+        connection.request("GET", "/health", headers={
+            "X-Elastic-Nonce": nonce, "X-Elastic-Signature": agent_module.sign(KEY, nonce, b"GET /health")})
+        return connection.getresponse().status
+
+    assert [status("once"), status("once"), status("another")] == [200, 403, 200]
+    deadline = time.monotonic() + 20
+    while here.refused < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr(agent_module, "NONCES", 3)
+    server = AgentServer("127.0.0.1", 0, KEY, here)
+    assert [server.is_new(nonce) for nonce in "abcbdab"] == [True, True, True, False, True, True, True]
+    server.server_close()
+    assert len(server._known) == 3
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from s3_servers import Unavailable
 
 from discovery import ec2 as ec2_module
 from discovery.ec2 import CloudUnavailable, Ec2
-from discovery.hosts import Policy
+from discovery.hosts import History, Policy, decide
 from discovery.poll import once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +104,8 @@ def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy, monkeypatch: 
         cloud.instances()
 
 
-@pytest.mark.parametrize("kind", ["internal", "slow_down", "reset", "rubbish", "forbidden"])
+@pytest.mark.parametrize("kind", ["internal", "slow_down", "request_limit", "throttling", "reset", "rubbish",
+                                  "torn_xml", "forbidden"])
 def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: FaultyProxy, kind: str) -> None:
     """The world's faults, throttling and lost permission: CloudUnavailable, and exit code 1 without a line."""
     launch(moto, 1)
@@ -116,12 +118,46 @@ def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: Fau
     assert "EC2 did not answer" in done.stderr
 
 
-def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy) -> None:
-    """Throttled once: asked once more."""
+@pytest.mark.parametrize("kind", ["slow_down", "request_limit", "throttling"])
+def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy, kind: str) -> None:
+    """Throttled once, as EC2 or Auto Scaling say it: asked once more."""
     launch(moto, 1)
-    fault = proxy.fault("slow_down", times=1)
+    fault = proxy.fault(kind, times=1)
     assert len(Ec2(TAGS).instances()) == 1
     assert fault.fired == 1
+
+
+def changed(pattern: str, text: str, times: int = 1) -> Callable[[bytes], bytes]:
+    """Return what changes an answer's text, in so many places; moto has no words for what EC2 says on bad days."""
+    return lambda data: re.sub(pattern.encode(), text.encode(), data, count=times)
+
+
+def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: FaultyProxy) -> None:
+    """As DescribeInstanceStatus says it: by its checks, and by events that are near and not completed."""
+    ids = launch(moto, 3)
+    cloud = Ec2(TAGS)
+
+    def out() -> dict[str, str]:
+        decision = decide(cloud.instances(), {}, History(), 0.0, Policy())
+        return {i: why for i, why in decision.reasons.items() if why != "in"}
+
+    assert out() == {}
+    for kind in ("instanceStatus", "systemStatus"):
+        proxy.on_answer = changed(f"(?s)<{kind}>.*?</{kind}>", f"<{kind}><status>impaired</status></{kind}>")
+        assert list(out().values()) == ["the cloud says impaired"]
+
+    def event(in_s: float, description: str = "The instance is running on degraded hardware") -> dict[str, str]:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time.time() + in_s))
+        proxy.on_answer = changed(f"(?s)(<instanceId>{ids[1]}</instanceId>.*?)(<systemStatus>)",
+                                  rf"\1<eventsSet><item><code>instance-retirement</code><description>{description}"
+                                  rf"</description><notBefore>{at}</notBefore></item></eventsSet>\2")
+        return out()
+
+    assert event(600) == {ids[1]: "scheduled: instance-retirement"}
+    assert event(-600) == {ids[1]: "scheduled: instance-retirement"}
+    assert event(7200) == {}
+    assert [round(in_s, -2) for i in cloud.instances() for _, in_s in i.events] == [7200]
+    assert event(600, "[Completed] The instance is running on degraded hardware") == {}
 
 
 def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyProxy) -> None:
@@ -143,8 +179,23 @@ def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyPr
     after = {i.id: i.group_state for i in cloud.instances()}
     assert after.pop(gone) == "Standby" and set(after.values()) == {"InService"}
     assert len(once(cloud, Policy(lifecycle="any"))) == 2
+    proxy.on_answer = changed("(<LifecycleState>)InService", r"\1Terminating:Wait")
+    decision = decide(cloud.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
+    assert sorted(decision.reasons.values()) == ["in", "the group says Standby", "the group says Terminating:Wait"]
+    proxy.on_answer = changed("", "", 0)
     with pytest.raises(CloudUnavailable, match="--group"):
         Ec2(TAGS, "nobody").instances()
+
+
+def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> None:
+    """Without what belongs to it, or with other words: CloudUnavailable, and nothing else that could end a poller."""
+    launch(moto, 1)
+    cloud = Ec2(TAGS)
+    for pattern, text in (("(?s)<launchTime>.*?</launchTime>", ""), ("(<launchTime>)[^<]*", r"\1soon"),
+                          ("(?s)<instanceState>.*?</instanceState>", ""), ("(?s)<instanceId>.*?</instanceId>", "")):
+        proxy.on_answer = changed(pattern, text, 100)
+        with pytest.raises(CloudUnavailable):
+            cloud.instances()
 
 
 def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> None:
@@ -158,11 +209,16 @@ def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> Non
 
 
 def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """Instances come, one is terminated, the API fails: the file follows, and stays while nothing is known."""
+    """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and stays while nothing is
+    known; the next poller goes on; told to stop, it does not wait for an API that hangs."""
     hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
     ids = launch(moto, 3)
-    poller = subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
-                               "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
+                                 "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+
+    poller = start()
     try:
         def wait_for(count: int) -> None:
             deadline = time.monotonic() + 60
@@ -178,10 +234,21 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
         while "discovery.cloud_unavailable" not in events.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        poller.kill()
+        poller.wait()
+        (tmp_path / "hosts.json").unlink()
+        poller = start()
+        while not (tmp_path / "hosts.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert len(hosts.read_text().splitlines()) == 2 and fault.fired
         proxy.clear()
         launch(moto, 1)
         wait_for(3)
+        fault, deadline = proxy.fault("timeout", times=10**6), time.monotonic() + 60
+        while not fault.fired:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         poller.send_signal(signal.SIGTERM)
         assert poller.wait(20) == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery.hosts import ENDING, IN, Decision, Health, History, Instance, Policy, decide
+from discovery.hosts import ENDING, IN, Decision, Health, History, Instance, Past, Policy, decide
 
 QUICK = Policy(settle_s=0.0)
 
@@ -27,7 +27,7 @@ INSTANCES = st.builds(
     state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
     group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
     is_impaired=st.sampled_from([False, False, False, True]),
-    events=st.sampled_from([(), (), (), ("instance-stop",)]), slots=st.integers(0, 8))
+    events=st.sampled_from([(), (), (("instance-stop", 9999.0),), (("instance-stop", 60.0),)]), slots=st.integers(0, 8))
 HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]), why=st.just("why"),
                    rebalance=st.booleans(), heard_at=st.just(0.0))
 
@@ -77,7 +77,7 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
 @pytest.mark.parametrize(("how", "why"), [
     ({"state": "pending"}, "pending"), ({"lifecycle": "on-demand"}, "only spot"), ({"is_impaired": True}, "impaired"),
     ({"group_state": "Terminating:Wait"}, "Terminating:Wait"), ({"slots": 0}, "no slots"),
-    *[({"events": (code,)}, code) for code in ENDING]])
+    *[({"events": ((code, 60.0),)}, code) for code in ENDING]])
 def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) -> None:
     """Each of the cloud's states that forbids to work."""
     decision = decide([instance(1), instance(2, **how)], {}, History(), 0.0, QUICK)
@@ -178,3 +178,138 @@ def test_only_the_largest_group_of_one_type_works_when_asked() -> None:
     decision = decide(fleet, {}, History(), 0.0, replace(QUICK, same_type=True))
     assert names(decision) == ["host-2", "host-3"]
     assert "most are b" in decision.reasons["i-1"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> None:
+    """Silent or by another clock: the list stands for as long as that lasts; fewer, or one alone, go after a while."""
+    policy, size = replace(QUICK, agents=True), data.draw(st.integers(1, 8))
+    fleet = [instance(n) for n in range(size)]
+    quiet = data.draw(st.dictionaries(st.integers(0, size - 1), st.booleans()))
+    since = {n: data.draw(st.floats(5, 7)) for n in quiet}
+    steps = data.draw(st.lists(st.floats(0.5, 3), min_size=60, max_size=60))
+    is_ours = len(quiet) >= 2 and 2 * len(quiet) > size
+    history, now = History(), 0.0
+
+    def says(number: int) -> Health | None:
+        if number not in quiet or now < since[number] or now > 60:
+            return Health("ready", heard_at=now)
+        return Health("sick", why="its clock is +300 s off", is_clock_off=True, heard_at=now) if quiet[number] else None
+
+    for step in steps:
+        health = {f"i-{n}": h for n in range(size) if (h := says(n))}
+        decision = decide(fleet, health, history, now, policy)
+        history, listed = decision.history, set(names(decision))
+        loud = {f"host-{n}" for n in range(size) if n not in quiet}
+        assert listed >= (loud | {f"host-{n}" for n in quiet} if is_ours else loud)
+        if 40 < now <= 60:
+            assert history.unheard == len(quiet) if is_ours else listed == loud
+        now += step
+    if now > 64:
+        assert history.unheard == 0 and len(listed) == size
+
+
+def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
+    """The cloud's word and a notice count; the rest stays, also when it is one alone by then."""
+    policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(4)]
+    decision = decide(fleet, {i.id: Health("ready", heard_at=0.0) for i in fleet}, History(), 0.0, policy)
+    for now in (10.0, 19.0, 21.0, 60.0):
+        decision = decide(fleet, {"i-0": Health("ready", heard_at=now)}, decision.history, now, policy)
+        assert len(names(decision)) == 4
+    assert decision.history.unheard == 3
+    fleet[1] = replace(fleet[1], state="shutting-down")
+    notice = {"i-0": Health("draining", why="terminate", heard_at=61.0)}
+    decision = decide(fleet, notice, decision.history, 61.0, policy)
+    assert names(decision) == ["host-2", "host-3"]
+    for now in (100.0, 199.0, 200.0):
+        decision = decide(fleet[3:], {}, decision.history, now, policy)
+        assert names(decision) == ["host-3"]
+    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=201.0)}, decision.history, 201.0, policy)
+    assert heard.history.unheard == 0
+    assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
+
+
+def test_whoever_is_still_silent_when_we_hear_again_has_some_more_time() -> None:
+    """One lost question must not cost it its place."""
+    policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(3)]
+
+    def heard(now: float, *numbers: int) -> dict[str, Health]:
+        return {f"i-{n}": Health("ready", heard_at=now) for n in numbers}
+
+    decision = decide(fleet, heard(0.0, 0, 1, 2), History(), 0.0, policy)
+    decision = decide(fleet, {}, decision.history, 100.0, policy)
+    decision = decide(fleet, heard(101.0, 0, 1), decision.history, 101.0, policy)
+    assert decision.history.unheard == 0 and len(names(decision)) == 3
+    decision = decide(fleet, heard(110.0, 0, 1), decision.history, 110.0, policy)
+    assert len(names(decision)) == 3
+    assert names(decide(fleet, heard(112.0, 0, 1), decision.history, 112.0, policy)) == ["host-0", "host-1"]
+
+
+def test_a_newcomer_with_another_clock_stays_out() -> None:
+    """At once, and also one that was fit but had not entered yet."""
+    policy, fleet = replace(QUICK, agents=True), [instance(1), instance(2)]
+    ready, off = Health("ready"), Health("sick", why="its clock is +300 s off", is_clock_off=True)
+    decision = decide(fleet, {"i-1": ready, "i-2": off}, History(), 0.0, policy)
+    assert names(decision) == ["host-1"] and decision.reasons["i-2"] == "sick: its clock is +300 s off"
+    waits = decide(fleet, {"i-1": ready, "i-2": ready}, decision.history, 0.0, replace(policy, settle_s=9.0))
+    assert waits.reasons["i-2"].startswith("arriving")
+    assert names(decide(fleet, {"i-1": ready, "i-2": off}, waits.history, 9.5, policy)) == ["host-1"]
+
+
+def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() -> None:
+    """Silence does not bring it back, nor the same agent's word; the cloud's notice is for good all the same."""
+    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
+    ready = Health("ready", life="a")
+    stops = replace(ready, state="draining", why="the host is being stopped", for_good=False)
+    decision = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
+    for now, says, expected in ((1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1), (4.0, replace(ready, life="b"), 2),
+                                (5.0, replace(stops, life="b", for_good=True), 1), (6.0, replace(ready, life="c"), 1)):
+        health = {"i-1": replace(ready, heard_at=now)} | ({"i-2": replace(says, heard_at=now)} if says else {})
+        decision = decide(fleet, health, decision.history, now, policy)
+        assert len(names(decision)) == expected, now
+
+
+def test_a_scheduled_event_sends_its_host_away_only_when_it_is_near() -> None:
+    """It may be announced weeks before."""
+    far, near = (("instance-retirement", 901.0),), (("instance-retirement", 899.0),)
+    decision = decide([instance(1), instance(2, events=far)], {}, History(), 0.0, QUICK)
+    assert len(names(decision)) == 2
+    decision = decide([instance(1), instance(2, events=near)], {}, decision.history, 5.0, QUICK)
+    assert names(decision) == ["host-1"] and decision.reasons["i-2"] == "scheduled: instance-retirement"
+
+
+def test_a_host_that_flaps_by_being_missing_is_held_back() -> None:
+    """What is known of it outlives its absence; it is forgotten when it has been away for long."""
+    history, fleet = History(), [instance(1), instance(2), instance(3)]
+    for second in range(0, 50, 10):
+        decision = decide(fleet if second % 20 == 0 else fleet[:2], {}, history, float(second), QUICK)
+        history = decision.history
+    assert decision.reasons["i-3"].startswith("held back: it came 3 times")
+    assert "i-3" in decide(fleet[:2], {}, history, 600.0, QUICK).history.past
+    assert "i-3" not in decide(fleet[:2], {}, history, 700.0, QUICK).history.past
+
+
+def test_a_host_under_notice_that_is_missing_for_a_while_stays_doomed() -> None:
+    """One answer without it is not the end of it."""
+    fleet, policy = [instance(1), instance(2), instance(3)], replace(QUICK, agents=True)
+    ready = {i.id: Health("ready") for i in fleet}
+    decision = decide(fleet, ready, History(), 0.0, policy)
+    decision = decide(fleet, ready | {"i-3": Health("draining")}, decision.history, 1.0, policy)
+    decision = decide(fleet[:2], ready, decision.history, 2.0, policy)
+    assert names(decide(fleet, ready, decision.history, 3.0, policy)) == ["host-1", "host-2"]
+
+
+def test_a_host_may_flap_for_years() -> None:
+    """The hold has an upper end, and so has its reckoning."""
+    history = History({"i-1": Past(arrivals=(1.0, 2.0), holds=5000)})
+    assert decide([instance(1)], {}, history, 3.0, QUICK).history.past["i-1"].held_until == 3.0 + QUICK.hold_most_s
+
+
+def test_since_when_a_host_is_out_is_known() -> None:
+    """For every one of them."""
+    fleet = [instance(1), instance(2, state="pending")]
+    decision = decide(fleet, {}, History(), 5.0, QUICK)
+    decision = decide(fleet, {}, decision.history, 9.0, QUICK)
+    assert (decision.history.past["i-1"].first_fit, decision.history.past["i-2"].first_unfit) == (5.0, 5.0)
+    assert decide([instance(1), instance(2)], {}, decision.history, 9.0, QUICK).history.past["i-2"].first_unfit is None

@@ -78,7 +78,7 @@ def polled(folder: Path, count: int) -> tuple[float, int]:
     """Return seconds and API calls of a poll, after the first."""
     Api.count = count
     cloud = Ec2({"Job": "bench"})
-    poller = Poller(cloud, folder / f"hosts-{count}", Policy(settle_s=0.0), interval_s=0.0)
+    poller = Poller(cloud, folder / f"hosts-{count}", Policy(settle_s=0.0), interval_s=0.0, patience_s=60.0)
     with ThreadPoolExecutor(1) as pool:
         poller.poll(pool)
         calls, started = cloud.calls, time.monotonic()

@@ -1,0 +1,407 @@
+"""The poller: what it keeps over its own end, and what must neither end it nor make it late."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from discovery import __main__ as script
+from discovery.agent import Agent, AgentServer, AgentUnreachable, ask
+from discovery.ec2 import CloudUnavailable
+from discovery.hosts import Instance, Policy
+from discovery.memory import recall
+from discovery.poll import Poller
+from elastic_trainer.__main__ import main
+
+KEY = b"k" * 32
+NOW = 1_800_000_000.0
+"""Seconds since 1970, at the begin of each story."""
+
+
+class Cloud:
+    """One whose answer is given: instances, or an error, or whatever a function does."""
+
+    def __init__(self, answer: list[Instance]):
+        self.answer: list[Instance] | Exception | Callable[[], list[Instance]] = answer
+
+    def instances(self) -> list[Instance]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer() if callable(self.answer) else self.answer
+
+
+SILENT = CloudUnavailable("as planned")
+
+
+class TimedAgent(Agent):
+    """One whose clock is the story's."""
+
+    def __init__(self, story: Story):
+        super().__init__(None, story.folder)
+        self.story = story
+
+    def health(self) -> dict[str, Any]:
+        return super().health() | {"time": NOW + self.story.now}
+
+
+class Story:
+    """A fleet on 127.0.0.1 … 127.0.0.N, each with a real agent, and a poller with a clock that the test moves."""
+
+    def __init__(self, folder: Path, size: int, **how: Any):
+        self.folder, self.hosts, self.diary = folder, folder / "hosts", folder / "events.jsonl"
+        self.fleet = [Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n)) for n in range(1, size + 1)]
+        self.cloud, self.now, self.boot, self.jump_s = Cloud(list(self.fleet)), 100.0, 0.0, 0.0
+        self.port, self.servers = 0, dict[int, AgentServer]()
+        for number in range(1, size + 1):
+            self.start_agent(number)
+        self.how: dict[str, Any] = {"policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
+                                    "events_file": self.diary, "patience_s": 20.0} | how
+        self.pool = ThreadPoolExecutor(4)
+        self.restart()
+
+    def start_agent(self, number: int) -> None:
+        self.servers[number] = server = AgentServer(f"127.0.0.{number}", self.port, KEY, TimedAgent(self))
+        self.port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop_agent(self, number: int) -> None:
+        self.servers[number].shutdown()
+        self.servers.pop(number).server_close()
+
+    def agent(self, number: int) -> Agent:
+        return self.servers[number].agent
+
+    def restart(self, boot: float = 0.0) -> None:
+        """Let another poller take over, which knows the files only; `boot` moves the origin of its clock."""
+        self.boot += boot
+        self.poller = Poller(self.cloud, self.hosts, clock=lambda: self.now + self.boot,
+                             wall=lambda: NOW + self.now + self.jump_s, **self.how)
+
+    def poll(self, after_s: float = 1.0) -> list[int]:
+        """Do one turn; returns who is on the list."""
+        self.now += after_s
+        self.poller.poll(self.pool)
+        return self.listed()
+
+    def listed(self) -> list[int]:
+        return [int(line.removeprefix("127.0.0.").partition(":")[0]) for line in self.hosts.read_text().splitlines()]
+
+    def age_s(self) -> float:
+        return NOW + self.now + self.jump_s - self.hosts.stat().st_mtime
+
+    def told(self, *names: str) -> list[dict[str, Any]]:
+        events = [json.loads(line) for line in self.diary.read_text().splitlines()] if self.diary.exists() else []
+        return [e for e in events if e["event"].partition(".")[2] in names]
+
+    def end(self) -> None:
+        for number in list(self.servers):
+            self.stop_agent(number)
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
+    """A maker of stories."""
+    with ExitStack() as stack:
+        def make(size: int, **how: Any) -> Story:
+            (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+            made = Story(folder, size, **how)
+            stack.callback(made.end)
+            return made
+
+        yield make
+
+
+# --- its own end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_last_one_knew(
+        story: Callable[..., Story]) -> None:
+    """Who is listed, who is doomed, whom to ask; a lost question costs nobody the place, and a notice is heard."""
+    s = story(4)
+    assert s.poll() == [1, 2, 3, 4]
+    s.agent(3).drain("terminate", None)
+    assert s.poll() == [1, 2, 4]
+    s.poll(4.0)  # the cloud answers once more
+    answered_at = s.hosts.stat().st_mtime
+    s.cloud.answer = SILENT
+    s.stop_agent(2)
+    s.stop_agent(3)
+    s.start_agent(3)  # it says ready: it has forgotten
+    s.now += 30.0  # in which no poller runs
+    s.restart(boot=-1000.0)
+    assert s.poll() == [1, 2, 4]
+    s.start_agent(2)
+    s.agent(1).drain("terminate", None)
+    assert s.poll() == [2, 4]
+    assert s.hosts.stat().st_mtime == answered_at  # nothing that agents say makes the cloud's answer younger
+    assert [(e["id"], e["why"]) for e in s.told("host_out")] == [("i-3", "notice: terminate"), ("i-1", "notice: terminate")]
+
+
+def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[..., Story]) -> None:
+    """And who goes is named, by name."""
+    s = story(2)
+    s.poll()
+    s.restart()
+    s.cloud.answer = []
+    assert s.poll() == [1, 2] and s.poll() == [1, 2]
+    assert s.poll(5.0) == []
+    assert [(e["host"], e["why"]) for e in s.told("host_out")] == [(i.name, "the cloud knows it no more") for i in s.fleet]
+
+
+def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: Callable[..., Story]) -> None:
+    """Flaps, holds, dooms, doubts, silence: list by list and event by event."""
+    ends = []
+    for is_restarted in (False, True):
+        s, lists = story(4, interval_s=0.0), []
+        for turn in range(60):
+            s.cloud.answer = [i for i in s.fleet if i.id != "i-2" or turn // 5 % 2 == 0 or turn > 30]
+            match turn:
+                case 12:
+                    s.agent(3).drain("terminate", None)
+                case 20:
+                    s.stop_agent(4)
+                case 33:
+                    s.cloud.answer = []
+                case 43 | 44:
+                    s.cloud.answer = SILENT
+                case 50:
+                    s.agent(1).drain("the host is being stopped", None, for_good=False)
+            lists.append(s.poll())
+            if is_restarted:
+                s.restart(boot=1000.0 * (turn % 3 - 1))
+        ends.append((lists, [{k: v for k, v in e.items() if k not in ("time", "failures")} for e in s.told(
+            "host_in", "host_out", "host_held_back", "hosts_changed")]))
+    assert ends[0] == ends[1]
+    assert [ends[0][0][turn] for turn in (0, 6, 11, 13, 16, 21, 33, 44, 50)] == [
+        [1, 2, 3, 4], [1, 3, 4], [1, 2, 3, 4], [1, 2, 4], [1, 4], [1, 4], [1, 4], [1], []]
+    assert any(e["event"] == "discovery.host_held_back" for e in ends[0][1])
+
+
+WRONG = {
+    "torn": lambda text: text[: len(text) // 2],
+    "zeros": lambda text: "\0" * len(text),
+    "empty": lambda text: "",
+    "no object": lambda text: "[]",
+    "a word for a number": lambda text: text.replace('"doubts": 0', '"doubts": "0"'),
+    "no number": lambda text: text.replace('"launched": 1.0', '"launched": NaN'),
+    "another form": lambda text: text.replace('"holds": 0', '"holds": 0, "more": 0'),
+    "a form without": lambda text: text.replace('"doubts": 0, ', ""),
+    "a short list": lambda text: text.replace('"127.0.0.1", 1]', '"127.0.0.1"]'),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], kind: str,
+                                                  capfd: pytest.CaptureFixture[str]) -> None:
+    """The next poller says so and begins anew: while the cloud is silent the list is not touched."""
+    s = story(2)
+    s.poll()
+    memory = s.folder / "hosts.memory"
+    assert WRONG[kind](memory.read_text()) != memory.read_text()
+    assert recall(memory.read_text(), 0.0).instances == tuple(s.fleet)
+    memory.write_text(WRONG[kind](memory.read_text()))
+    s.cloud.answer = SILENT
+    s.restart()
+    assert str(memory) in capfd.readouterr().err
+    assert s.poll() == [1, 2]
+    s.cloud.answer = s.fleet[:1]
+    assert s.poll(100.0) == [1]
+
+
+# --- what must not end it ---------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -> None:
+    """The pause between questions has an upper end, and so has its reckoning."""
+    s = story(1)
+    s.poll()
+    s.cloud.answer = SILENT
+    s.poller.failures = 5000
+    assert s.poll(100.0) == [1] and s.poller.failures == 5001
+
+
+def test_a_notice_reaches_the_file_when_the_diary_cannot_be_written(story: Callable[..., Story],
+                                                                    capfd: pytest.CaptureFixture[str]) -> None:
+    """A full disk."""
+    s = story(2, events_file=Path("/dev/full"))
+    assert s.poll() == [1, 2]
+    s.agent(1).drain("terminate", None)
+    assert s.poll() == [2]
+    assert "/dev/full" in capfd.readouterr().err
+
+
+def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story],
+                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    """It says so once, and goes on; also when somebody has deleted the file."""
+    s = story(2)
+    s.poll()
+    aside = s.folder.rename(s.folder.with_name("aside"))
+    s.agent(1).drain("terminate", None)
+    for _ in range(3):
+        s.now += 1.0
+        s.poller.poll(s.pool)
+    aside.rename(s.folder)
+    assert s.listed() == [1, 2]
+    assert s.poll() == [2]
+    assert capfd.readouterr().err.count("hosts cannot be written") == 1
+    s.hosts.unlink()
+    s.now += 1.0
+    s.poller.poll(s.pool)
+    assert s.poll() == [2]
+
+
+def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., Story]) -> None:
+    """The question waits in a thread of its own; its answer counts when it comes, and one that never comes is given up."""
+    s, released, asked = story(3, patience_s=0.1), threading.Event(), 0
+    s.poll()
+
+    def hang() -> list[Instance]:
+        nonlocal asked
+        asked += 1
+        released.wait(60)
+        return s.fleet[:2]
+
+    s.cloud.answer = hang
+    s.poll(10.0)
+    s.agent(1).drain("terminate", None)
+    assert s.poll() == [2, 3]
+    assert asked == 1 and not s.told("cloud_unavailable")
+    assert s.poll(100.0) == [2, 3] and len(s.told("cloud_unavailable")) == 1
+    s.poll(20.0)
+    assert asked == 2
+    released.set()
+    assert s.poller._question
+    s.poller._question.result(60)
+    assert s.poll() == [2]
+
+
+# --- its own faults ---------------------------------------------------------------------------------------------------
+
+
+def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story],
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """No agent can be heard, and the cloud calls all of them running: the poller doubts itself, and says so."""
+    s = story(3)
+    s.poll()
+    for number in (1, 2, 3):
+        s.stop_agent(number)
+    assert [s.poll(5.0) for _ in range(20)] == [[1, 2, 3]] * 20
+    (doubt,) = s.told("poller_doubts_itself")
+    assert (doubt["unheard"], doubt["listed"], doubt["clock_off"]) == (3, 3, 0)
+    assert json.loads((s.folder / "hosts.json").read_text())["unheard"] == 3
+    assert main(["hosts", str(s.hosts)]) == 0
+    assert "3 agents are not heard" in capsys.readouterr().out
+    for number in (1, 2, 3):
+        s.start_agent(number)
+    assert s.poll() == [1, 2, 3] and len(s.told("poller_hears_again")) == 1
+    s.stop_agent(2)
+    assert [s.poll(5.0) for _ in range(6)][-1] == [1, 3]
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story], jump_s: float) -> None:
+    """All agents seem to have another clock. The file is of unknown age until the cloud's next answer, not for longer."""
+    s = story(3)
+    s.poll()
+    s.jump_s = jump_s
+    assert s.poll() == [1, 2, 3] and abs(s.age_s()) > 3000
+    assert [s.poll(5.0) for _ in range(20)] == [[1, 2, 3]] * 20 and s.age_s() == 0
+    (doubt,) = s.told("poller_doubts_itself")
+    assert doubt["clock_off"] == 3
+
+
+@pytest.mark.parametrize(("ahead_s", "code"), [(0, 0), (4, 0), (60, 1), (-100, 0), (-130, 1)])
+def test_the_script_does_not_trust_a_file_from_the_future(tmp_path: Path, ahead_s: float, code: int,
+                                                          capfd: pytest.CaptureFixture[str]) -> None:
+    """A clock that was set back must not make an old list young."""
+    hosts, now = tmp_path / "hosts", time.time()
+    hosts.write_text("a:1\n")
+    os.utime(hosts, (now + ahead_s, now + ahead_s))
+    assert script.main(["hosts-file", str(hosts), "120"]) == code
+    assert capfd.readouterr().out == ("" if code else "a:1\n")
+
+
+def test_the_lists_age_is_that_of_the_clouds_last_believed_answer(story: Callable[..., Story]) -> None:
+    """Neither an agent's word nor a doubted answer makes it younger."""
+    s = story(4)
+    s.poll()
+    s.poll(6.0)
+    assert s.age_s() == 0
+    s.cloud.answer = []
+    s.poll(6.0)
+    assert s.age_s() == 6
+    s.cloud.answer = SILENT
+    s.agent(1).drain("terminate", None)
+    assert s.poll(6.0) == [2, 3, 4] and s.age_s() == 12
+    s.cloud.answer = s.fleet
+    s.poll(60.0)
+    assert s.age_s() == 0
+
+
+# --- what it hears ----------------------------------------------------------------------------------------------------
+
+
+def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
+    """It leaves while it is told to stop, and is let in when the next agent says ready."""
+    s = story(2)
+    s.poll()
+    s.agent(1).drain("the host is being stopped", None, for_good=False)
+    assert s.poll() == [2]
+    s.stop_agent(1)
+    assert s.poll() == [2]
+    s.start_agent(1)
+    assert s.poll() == [1, 2]
+
+
+def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> None:
+    """Once a minute and host at most, with how many; also after a restart of the agent or the poller."""
+    s = story(2)
+
+    def stranger() -> None:
+        with pytest.raises(AgentUnreachable):
+            ask(f"127.0.0.2:{s.port}", b"x" * 32, 2.0)
+
+    s.poll()
+    stranger()
+    s.poll()
+    stranger()
+    stranger()
+    s.poll()
+    assert [(e["host"], e["refused"]) for e in s.told("stranger_refused")] == [("127.0.0.2", 1)]
+    s.restart()
+    s.poll()
+    assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2]
+    assert {h["name"]: h["refused"] for h in json.loads((s.folder / "hosts.json").read_text())["hosts"]} == {
+        "127.0.0.1": 0, "127.0.0.2": 3}
+    s.stop_agent(2)
+    s.start_agent(2)
+    s.poll(60.0)
+    stranger()
+    s.poll(60.0)
+    assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2, 1]
+
+
+def test_the_table_says_since_when_for_every_host(story: Callable[..., Story], capsys: pytest.CaptureFixture[str]) -> None:
+    """In or out; what is scheduled for later is shown, and who was refused."""
+    s = story(2)
+    s.cloud.answer = [replace(s.fleet[0], events=(("instance-stop", 7200.0),)), replace(s.fleet[1], state="pending")]
+    s.poll()
+    s.poll(9.0)
+    rows = json.loads((s.folder / "hosts.json").read_text())["hosts"]
+    assert [(r["is_in"], r["since_s"]) for r in rows] == [(True, 9.0), (False, 9.0)]
+    s.agent(1).refuse()
+    s.poll()
+    assert main(["hosts", str(s.hosts)]) == 0
+    (first,) = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1" in line]
+    assert "instance-stop in 120 min" in first and "ready, 1 refused" in first and "10 s" in first
