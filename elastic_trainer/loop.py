@@ -59,8 +59,8 @@ from state.elastic_state import ElasticState
 from state.layout import byte_view
 from state.store import StoreRefused, StoreUnavailable, open_store
 
-RESTORE_PAUSE_S = 5.0
-"""Between two questions to a store that does not answer at the start of an attempt."""
+RESTORE_PAUSE_S = 30.0
+"""Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -429,11 +429,12 @@ class Trainer:
 
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
+        checkpoints, is_first = self.checkpoints, self.launch.attempt == 1
         try:
-            step = self.checkpoints.restore(self.state, self.world) if self.checkpoints else None
+            step = checkpoints.restore(self.state, self.world, insist=not is_first) if checkpoints else None
         except StoreRefused as error:
-            if self.checkpoints is not None and self.checkpoints.log.last is None and self.world.rank == 0:
-                raise ConfigError(str(error)) from error  # the store was never usable in this attempt
+            if checkpoints and checkpoints.log.last is None and self.world.rank == 0 and is_first:
+                raise ConfigError(str(error)) from error  # the store was never usable: later that is the world's fault
             raise self._ask_again(error) from error
         except StoreUnavailable as error:
             raise self._ask_again(error) from error

@@ -343,16 +343,17 @@ class Checkpoints:
 
     # --- a run goes on ------------------------------------------------------------------------------------------------
 
-    def restore(self, state: ElasticState, peers: Peers) -> int | None:
+    def restore(self, state: ElasticState, peers: Peers, *, insist: bool = False) -> int | None:
         """Take the log over and load the newest whole checkpoint, all workers together; returns its step.
 
-        None: there is none. Each worker reads and verifies its share of the parts and hands it on to the others.
+        None: there is none. Each worker reads and verifies its share of the parts and hands it on to the others. `insist`
+        says that the store has been usable in this run, so that a refusal may pass as well as no answer.
         Raises LayoutError when there are checkpoints but none can be used: that is never a reason to start afresh.
         Raises StoreUnavailable, StoreRefused.
         """
         started, told = time.monotonic(), ""
         if peers.rank == 0:
-            takeover = self._begun_lineage()
+            takeover = self._begun_lineage(insist)
             for damage in self.log.passed_over:
                 self.emit("state.checkpoint_refused", error=damage)
             told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
@@ -386,16 +387,16 @@ class Checkpoints:
         state.lineage = facts["lineage"]
         return None
 
-    def _begun_lineage(self) -> Record:
+    def _begun_lineage(self, insist: bool) -> Record:
         """Prove the store and take the log over, again and again while it does not answer. Peers wait for it."""
         deadline, pause_s = time.monotonic() + RESTORE_S, 1.0
         while True:
             try:
                 prove_put_if_absent(self.store)
                 return self.log.begin_lineage()
-            except StoreRefused:
-                raise
             except StoreUnavailable as error:
+                if isinstance(error, StoreRefused) and not insist:
+                    raise
                 self.emit("state.store_unavailable", error=str(error))
                 if time.monotonic() > deadline:
                     raise

@@ -48,13 +48,13 @@ class Fleet:
         self.workers = [Checkpoints(s, self.events.emit, plan) for s in self.stores]
         self.states = [trained(**how) for _ in range(size)]
 
-    def restore(self) -> list[Any]:
+    def restore(self, **how: Any) -> list[Any]:
         """Restore on all workers together; returns what each got, or raised."""
         hub, results = Hub(self.size), [None] * self.size
 
         def one(rank: int) -> None:
             try:
-                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank))
+                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank), **how)
             except LayoutError as error:
                 results[rank] = error  # all raise it together
             except StoreUnavailable as error:
@@ -285,6 +285,8 @@ class ManyFaults(FolderStore):
         super().put(name, body)
 
     def put_if_absent(self, name: str, body: Any) -> bool:
+        if "refuse" in self.failing:
+            raise StoreRefused("not allowed, as planned")
         if "record" in self.failing and name.startswith("log"):
             raise StoreUnavailable("no space left, as planned")
         if "lost answer" in self.failing and name.startswith("log"):
@@ -329,6 +331,20 @@ def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path, 
     assert isinstance(reader.restore()[0], StoreUnavailable)
     monkeypatch.setattr(ManyFaults, "failing", set())
     assert reader.restore() == [4]
+
+
+def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later attempt asks again, and says so; the first one stops at once: there it is the user's mistake."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    monkeypatch.setattr(ManyFaults, "failing", {"refuse"})
+    reader = Fleet(tmp_path, steps=0, store=ManyFaults)
+    assert isinstance(reader.restore()[0], StoreRefused)
+    assert not reader.events
+    monkeypatch.setattr("state.checkpoint.time.sleep", lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
+    assert reader.restore(insist=True) == [3]
+    assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
 
 def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:

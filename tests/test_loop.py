@@ -27,8 +27,9 @@ from elastic_trainer.events import Events, read_events
 from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
 from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.schedule import Schedule, cosine
-from elastic_trainer.world import UPLOAD_FIRST_S, World
+from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
 from state.layout import LayoutError
+from state.store import StoreRefused
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -674,6 +675,21 @@ def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_d
     trained(built(), max_steps=1)
     with pytest.raises(LayoutError, match="another name"):
         trained(built(torch.nn.LayerNorm(8)))
+
+
+def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later the store has been usable: the next generation asks again, and the diary says so."""
+    def refuse(*_: Any, insist: bool) -> None:
+        raise StoreRefused(f"not allowed, as planned, insist {insist}")
+
+    monkeypatch.setattr("elastic_trainer.loop.RESTORE_PAUSE_S", 0.0)
+    for attempt, ends in ((1, ConfigError), (2, PeersLost)):
+        launch, events = Launch(run_dir=run_dir, attempt=attempt), Events(run_dir, attempt=attempt)
+        trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
+        monkeypatch.setattr(trainer.checkpoints, "restore", refuse)
+        with pytest.raises(ends, match=f"insist {attempt == 2}"):
+            trainer._restore()
+    assert [e["attempt"] for e in read_events(run_dir) if e["event"] == "state.store_unavailable"] == [2]
 
 
 @pytest.mark.parametrize("changes", [
