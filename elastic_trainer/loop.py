@@ -495,9 +495,11 @@ class Trainer:
         checkpoints = self.checkpoints
         if checkpoints is None:
             return (False, False), 0, -1
-        is_due = self.world.rank == 0 and not self._is_uploading() and (
-            self._is_leave_unsaved() if self.driver.wants_change()
-            else self.timing.is_due(checkpoints, step, self.launch, self.events))
+        is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events)
+        if self._is_uploading():
+            is_due = False
+        elif self.driver.wants_change():
+            is_due = self.world.rank == 0 and self._is_leave_unsaved()
         return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from state.cadence import Cadence, retained
-from state.commit_log import READ_TRIES, CommitLog, Damaged, Fenced, Record
+from state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, Packed, copy_range, fill_range, unpack
 from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
@@ -119,7 +119,8 @@ class Checkpoints:
         self.share: Share | None = None
         self.newest_step = -1
         """The newest step that this worker knows to be published."""
-        self.published_at = time.monotonic()
+        self.published_at: float | None = None
+        """When that was heard of, or when this worker first minded: its boot and its wait for a place do not count."""
         self.fenced: Fenced | None = None
         """Another attempt has taken over: this one must stop."""
         self.failures = 0
@@ -127,6 +128,8 @@ class Checkpoints:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._uploaders: list[threading.Thread] = []
         self._publisher: threading.Thread | None = None
+        self._publishing = (-1, 0.0)
+        """The step of the publisher's checkpoint, and when its record went on its way."""
         self._last_parts: dict[int, Part] = {}
         """The parts of the last checkpoint that all workers have collected or restored."""
         self._names: dict[int, frozenset[str]] = {}
@@ -161,8 +164,8 @@ class Checkpoints:
             share.pieces[index] = self._memory[at : at + stop - start]
             copy_range(packed, start, stop, share.pieces[index])
             at += stop - start
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # pinned memory is copied to asynchronously
+        for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # pinned memory is copied to asynchronously, and by each device for itself
         share.pause_s = time.monotonic() - share.started
         base = self._last_parts if reuse else {}
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -175,7 +178,13 @@ class Checkpoints:
             thread.start()
 
     def progress(self) -> tuple[bool, bool]:
-        """Return (my share is up, my share has failed), for the vote."""
+        """Return (my share is up, my share has failed), for the vote. What hangs is given up here."""
+        step, since = self._publishing
+        if self.is_publishing() and time.monotonic() - since > UPLOAD_S:
+            self._publisher, self.log = None, CommitLog(self.store)  # the next one takes over from it
+            if self.newest_step < step:  # else only the rubbish hangs
+                self.failures, self._last_parts = self.failures + 1, {}
+                self.emit("state.checkpoint_failed", step=step, error=f"its record was not there after {UPLOAD_S:.0f} s")
         if self.share is None:
             return False, False
         if time.monotonic() - self.share.started > UPLOAD_S and not self.share.error:
@@ -184,8 +193,8 @@ class Checkpoints:
 
     def know(self, published: int) -> None:
         """Take over what rank 0 knows to be published."""
-        if published > self.newest_step:
-            self.newest_step, self.published_at = published, time.monotonic()
+        if published > self.newest_step or self.published_at is None:
+            self.newest_step, self.published_at = max(published, self.newest_step), time.monotonic()
 
     def wish(self) -> int:
         """Return rank 0's word for a checkpoint: 2 if the one collected last is published, so that its parts stay."""
@@ -206,6 +215,7 @@ class Checkpoints:
         if not publish:
             self.failures = 0
         else:
+            self._publishing = share.step, time.monotonic()
             self._publisher = threading.Thread(target=self._publish, args=(share, parts, lineage), name="publisher",
                                                daemon=True)
             self._publisher.start()
@@ -225,9 +235,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until my share is up or has failed, and what I publish is published or has failed."""
+        deadline = time.monotonic() + UPLOAD_S
         for thread in [*self._uploaders, self._publisher]:
             if thread:
-                thread.join(UPLOAD_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def write_alone(self, state: ElasticState) -> None:
         """Make a checkpoint without any peers, and wait for it. Used when this worker is the last that can."""
@@ -277,13 +288,15 @@ class Checkpoints:
 
     def _publish(self, share: Share, parts: list[Part], lineage: int) -> None:
         _yield_to_training()
+        log = self.log  # while we hang another publisher may begin, with a log of its own
         try:
-            if self.log.last is None or self.log.last.lineage != lineage:
-                self.log.take_over(lineage)  # network: three requests, by each new publisher
-            if self.log.last and self.log.last.step < share.step:  # else it is published, and its parts may be another's
+            if log.last is None or log.last.lineage != lineage:
+                log.take_over(lineage)  # network: three requests, by each new publisher
+            if log.last and log.last.step < share.step:  # else it is published, and its parts may be another's
                 self._see_parts(share.step, lineage, parts)
-            record = self.log.append(lambda last: self._next_record(last, share, parts))
-            self.newest_step, self.published_at, self.failures = record.step, time.monotonic(), 0
+            record = log.append(lambda last: self._next_record(last, share, parts))
+            self.newest_step, self.published_at, self.failures = max(self.newest_step, record.step), time.monotonic(), 0
+            self._names = {sequence: names for sequence, names in self._names.items() if sequence in record.kept}
             if record.kind == "checkpoint" and record.step == share.step:  # else a publisher before us had it
                 self.emit("state.checkpoint_published", step=share.step, bytes=share.total, record=record.sequence,
                           lineage=lineage, parts=len(parts), pause_s=round(share.pause_s, 5),
@@ -353,11 +366,16 @@ class Checkpoints:
         """
         started, told = time.monotonic(), ""
         if peers.rank == 0:
-            takeover = self._begun_lineage(insist)
+            try:
+                takeover = self._begun_lineage(insist)
+                told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
+            except Damaged as error:
+                told = json.dumps({"damaged": str(error)})
             for damage in self.log.passed_over:
                 self.emit("state.checkpoint_refused", error=damage)
-            told = json.dumps({"lineage": takeover.lineage, "kept": sorted(takeover.kept, reverse=True)})
         facts = json.loads(peers.share_text(told, 0))
+        if "damaged" in facts:
+            raise LayoutError(facts["damaged"])
         refusals, reasons = list[int](), list[str]()
         for sequence in facts["kept"]:
             try:
@@ -370,10 +388,12 @@ class Checkpoints:
                 if peers.rank == 0:
                     self.emit("state.checkpoint_refused", record=sequence, error=str(error))
                 continue
+            if refusals:  # else the next one would keep a damaged one in place of a whole one
+                if peers.rank == 0:
+                    self.log.append(lambda last: _without(last, refusals))
+                peers.share_text("", 0)  # if that has failed nobody has values, and all restore once more
             loading = time.monotonic()
             state.load(unpack(room))
-            if refusals and peers.rank == 0:  # else the next one would keep a damaged one in place of a whole one
-                self.log.append(lambda last: _without(last, refusals))
             state.lineage, self.newest_step = facts["lineage"], record.step
             self._last_parts = {part.index: part for part in parts}
             if peers.rank == 0:
@@ -497,6 +517,9 @@ def read_part(store: Store, part: Part, out: torch.Tensor) -> None:
         try:
             piece = store.get(part.name)
         except FileNotFoundError as error:
+            if not store.list(FOLDER, limit=1):  # a record names the part, so this is not where that record stands
+                raise StoreUnavailable(f"{store.where} has no log as this host sees it. Give all hosts the same store: S3, "
+                                       f"or a folder on a disk that they share, mounted on each") from error
             raise LayoutError(f"{part.name} is gone") from error
         if len(piece) == part.bytes and hashlib.sha256(piece).hexdigest() == part.sha256:
             if piece:

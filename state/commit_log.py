@@ -129,10 +129,18 @@ class CommitLog:
         return self.read(newest) if newest else NOTHING
 
     def begin_lineage(self) -> Record:
-        """Take the log over for a new attempt, whoever wrote it before; returns the takeover."""
+        """Take the log over for a new attempt, whoever wrote it before; returns the takeover.
+
+        Raises Damaged, and writes nothing, when what was passed over may have named the only checkpoints: a takeover
+        without them would be whole, and the attempt after it would start afresh.
+        """
         for _ in range(TRIES):
             newest = self.newest()
             before = self.newest_whole(newest)
+            if self.passed_over and not before.kept:
+                raise Damaged(f"{self.store.where} has {newest} records, and no whole one names a checkpoint "
+                              f"({'; '.join(self.passed_over)}). Put the record back as it was, or give the run another "
+                              f"name (--run)")
             mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1, kept=before.kept,
                           writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
@@ -193,7 +201,7 @@ class CommitLog:
             raise StoreUnavailable(f"record {sequence} of {self.store.where} stands there and cannot be read") from error
 
     def newest_whole(self, newest: int | None = None) -> Record:
-        """Return the newest record whose bytes are whole, at or before a number."""
+        """Return the newest record whose bytes are whole, at or before a number; NOTHING when there is none."""
         newest = self.newest() if newest is None else newest
         self.passed_over = []
         for sequence in range(newest, 0, -1):
@@ -201,8 +209,6 @@ class CommitLog:
                 return self.read(sequence)
             except (Damaged, FileNotFoundError) as error:
                 self.passed_over.append(str(error))
-        if newest:
-            raise StoreUnavailable(f"{self.store.where} has {newest} records and none of them is whole")
         return NOTHING
 
 

@@ -11,6 +11,7 @@ import copy
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -690,6 +691,28 @@ def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path,
         with pytest.raises(ends, match=f"insist {attempt == 2}"):
             trainer._restore()
     assert [e["attempt"] for e in read_events(run_dir) if e["event"] == "state.store_unavailable"] == [2]
+
+
+def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_dir: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never arrives must not silence the alarm; and the wait for a place raises none."""
+    ears = Ears()
+    events = Events(None)
+    events.listeners.append(ears)
+    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
+    checkpoints, clock = trainer.checkpoints, time.monotonic()
+    assert checkpoints
+    monkeypatch.setattr(trainer, "_is_uploading", lambda: True)
+    monkeypatch.setattr("elastic_trainer.timing.time.monotonic", lambda: clock)
+    clock += 1e6  # booted long ago
+    trainer._checkpoint_words(1)
+    checkpoints.know(-1)
+    assert ears.facts("state.checkpoint_overdue") == []
+    clock += 1e6
+    for step in (2, 3):
+        assert trainer._checkpoint_words(step)[1] == 0
+    (overdue,) = ears.facts("state.checkpoint_overdue")
+    assert overdue["step"] == 2
 
 
 @pytest.mark.parametrize("changes", [
