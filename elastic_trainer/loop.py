@@ -118,8 +118,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
     only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
-    the time. The last `keep_last` checkpoints stay, and the first at or after each multiple of `keep_every` steps.
-    Objects in the store have `part_bytes` bytes, whatever the world's size (at most 64 MiB).
+    the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
+    multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
     `store` is a folder or s3://bucket/prefix; None takes the launcher's (--store). `reduce` is "exact" (the same bits
     for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
@@ -225,6 +225,10 @@ class Trainer:
         self.state.extras = job.extras
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
+        try:
+            self.state.packed()  # nothing is copied: what cannot be kept is said now, and not by each checkpoint
+        except TypeError as error:
+            raise ConfigError(f"{error}. Change what the state_dict of extras, or the optimizer's groups, hold.") from error
         self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"

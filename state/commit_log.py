@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ LAST = 10**12
 TRIES = 20
 READ_TRIES = 3
 """How often a record is read when its bytes are wrong: they may be right in the store."""
+FEW = 10
+"""How many names are looked at first for the newest record: foreign ones may stand before it."""
 FORMAT = 1
 
 
@@ -119,9 +122,18 @@ class CommitLog:
         raise Damaged(f"record {sequence} of {self.store.where} is damaged: {why}")
 
     def newest(self) -> int:
-        """Return the newest record's number; 0 when there is none. Network: one listing of one name."""
-        names = self.store.list(FOLDER, limit=1)
-        return LAST - int(names[0].rpartition("/")[2].removesuffix(".json")) if names else 0
+        """Return the newest record's number; 0 when there is none. Network: one listing of a few names.
+
+        What is no record's name is passed over (`.DS_Store`, the marker that S3's console makes for a folder).
+        """
+        for limit in (FEW, None):
+            names = self.store.list(FOLDER, limit=limit)
+            records = [name for name in names if re.fullmatch(rf"{FOLDER}/\d{{13}}\.json", name)]
+            if records:
+                return LAST - int(records[0].rpartition("/")[2].removesuffix(".json"))
+            if len(names) < FEW:
+                break
+        return 0
 
     def tail(self) -> Record:
         """Return the newest record. Raises Damaged."""

@@ -515,6 +515,19 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
     assert Fleet(tmp_path / "shared", 2, steps=0).restore() == [3, 3]
 
 
+@pytest.mark.parametrize("foreign", [[".DS_Store"], [f".{n:02d}" for n in range(25)], ["0999999999998.json.bak"]])
+def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) -> None:
+    """A file manager's or a console's own objects in the log's folder."""
+    for name in foreign:
+        FolderStore(tmp_path).put(f"log/{name}", b"x")
+    fleet = Fleet(tmp_path)
+    assert fleet.restore() == [None]
+    for _ in range(12):
+        fleet.checkpoint()
+        fleet.train()
+    assert Fleet(tmp_path, 2, steps=0).restore() == [14, 14]
+
+
 def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> None:
     """A newcomer whose shared disk is not mounted puts its share on a disk of its own: rank 0 sees that it is not there."""
     fleet = Fleet(tmp_path / "shared", 2)
@@ -712,14 +725,20 @@ def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
 
 
+def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:
+    """One that costs a second comes every 1000 s for a tenth of a percent."""
+    assert Cadence.parse("0.1%").interval_s(cost_s=1.0, losses=0, observed_s=0.0, step_s=1.0) == pytest.approx(1000.0)
+
+
 @pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)), ("auto", Cadence()),
-                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5))])
+                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5)),
+                                               ("0.5%", Cadence(share=0.005)), ("10%", Cadence(share=0.1))])
 def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
-    """What the user writes."""
+    """What the user writes: a share of the time is auto for at most that."""
     assert Cadence.parse(text) == cadence
 
 
-@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5])
+@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%"])
 def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
     """With what works instead."""
     with pytest.raises(ValueError, match="auto"):

@@ -532,6 +532,19 @@ def test_the_user_is_told_when_the_optimizer_is_another_models() -> None:
         trained(built(), sgd(built()))
 
 
+def test_the_user_is_told_at_the_start_when_an_extra_cannot_be_kept() -> None:
+    """And not by each checkpoint's failure; where it is, and what it is."""
+    class Metrics:
+        def state_dict(self) -> dict[str, Any]:
+            return {"history": [numpy.ones(3)]}
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="extras/metrics/history holds a ndarray"):
+        trained(built(), extras={"metrics": Metrics()})
+
+
 def test_the_user_is_told_when_nothing_can_be_trained() -> None:
     """All parameters are frozen."""
     model = built()

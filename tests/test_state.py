@@ -121,8 +121,24 @@ def test_values_come_back_when_packed() -> None:
     assert back["t"] == values["t"] and back["inf"] == float("inf")
     assert back[3][0].shape == () and back[3][1].shape == (0, 4)
     assert torch.equal(back["b"], values["b"])
-    with pytest.raises(TypeError, match="function"):
-        pack({"f": lambda: None})
+    for odd, kind in ((lambda: None, "function"), (torch.ones(3).to_sparse(), "Tensor")):
+        with pytest.raises(TypeError, match=f"extras/metrics/f holds a {kind}"):
+            pack({"extras": {"metrics": {"f": [1, odd]}}})
+
+
+@pytest.mark.parametrize("flag", ["fused", "capturable", None])
+def test_the_optimizers_count_is_where_torch_wants_it(flag: str | None) -> None:
+    """With the parameter for a fused or capturable optimizer, else on the CPU; all else is with the parameter."""
+    giver, model = trained(3), trained(0).model.to("meta")  # it stands for another device
+    taker = ElasticState(model, torch.optim.AdamW(model.parameters()))
+    if flag:
+        giver.optimizer.param_groups[0][flag] = True
+    packed = giver.packed()
+    taker.load(decode(packed.header, payload(packed)))
+    assert len(taker.optimizer.state) == 6
+    for kept in taker.optimizer.state.values():
+        assert {key: value.device.type for key, value in kept.items()} == {
+            "step": "meta" if flag else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def assert_one_wins(store: Store) -> None:
