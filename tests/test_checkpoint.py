@@ -403,6 +403,29 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
 
+def test_all_read_again_when_what_was_handed_on_arrives_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flipped bit between two workers is no damage of the checkpoint, and nobody goes on with it."""
+    fleet = Fleet(tmp_path, plan=Plan(part_bytes=5000), width=2000)
+    fleet.restore()
+    fleet.checkpoint()
+    kept = Member.wait
+
+    def flipped(self: Member, handle: Any) -> torch.Tensor:
+        tensor = kept(self, handle)
+        if self.rank == 1 and handle[1] == "restore.2" and flips:
+            tensor[flips.pop()] ^= 1
+        return tensor
+
+    monkeypatch.setattr(Member, "wait", flipped)
+    for place in (0, 4999):  # in a row, behind the last whole one
+        flips, reader = [place], Fleet(tmp_path, 3, steps=0, width=2000)
+        got = reader.restore()
+        assert any(isinstance(one, StoreUnavailable) and "arrived damaged" in str(one) for one in got) and not flips
+        assert {state.committed for state in reader.states} == {0}
+        assert not reader.events.facts("state.checkpoint_refused")
+        assert reader.restore() == [3, 3, 3]
+
+
 def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
     """It is read again: what was acknowledged is not passed over because of one flipped bit on the way."""
     class OneFlip(FolderStore):

@@ -42,7 +42,8 @@ def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module], ca
         assert main(["checkpoints", "show", run[0], *arguments]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["step"] == step
-        assert sum(part["bytes"] for part in shown["parts"]) == shown["bytes"]
+        starts = [sum(part["bytes"] for part in shown["parts"][:n]) for n in range(len(shown["parts"]) + 1)]
+        assert [part["start"] for part in shown["parts"]] + [shown["bytes"]] == starts
         assert {"dtype": "float32", "shape": [8, 4]} in shown["tensors"]
 
 
