@@ -16,7 +16,7 @@ What always holds:
 5. At most one upload is in flight, in memory of one share. A failed one is said, retried with bounds, and never ends the
    training; only being fenced does.
 6. `restore` verifies every part, and goes back to an older checkpoint only from one that is damaged, never from one
-   that could not be reached.
+   that could not be reached. It never starts afresh where a damaged record may have named one.
 """
 
 from __future__ import annotations
