@@ -122,8 +122,9 @@ def _export(store: Store, record: Record, output: str) -> int:
 
     values = decode(str(record.body["header"]).encode(), _payload(store, record))
     kept = {**values["parameters"], **values["buffers"]}
-    names = values.get("state_dict") or {name: name for name in kept}  # a record of before these were kept
-    tensors = {name: kept[own] if name == own else kept[own].clone() for name, own in names.items()}
+    left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
+    tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
+    tensors |= {name: kept[own].clone() for name, own in aliases.items()}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
         save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"})

@@ -60,9 +60,11 @@ class ElasticState(hvd_elastic.TorchState):
         """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
         self.buffers = dict(model.named_buffers())
         own = {id(tensor): name for name, tensor in [*model.named_parameters(), *self.buffers.items()]}
-        exported = torch.nn.Module.state_dict(model, keep_vars=True).items()
-        self.state_dict_names = {name: own[id(tensor)] for name, tensor in exported if id(tensor) in own}
-        """What `model.state_dict()` calls parameters and buffers: tied ones have two names there, others none."""
+        exported = torch.nn.Module.state_dict(model, keep_vars=True)
+        self.aliases = {name: own[id(tensor)] for name, tensor in exported.items() if own.get(id(tensor), name) != name}
+        """The other names that tied parameters and buffers have in `model.state_dict()`."""
+        self.left_out = [name for name in own.values() if name not in exported]
+        """What is not in it: buffers that are not persistent."""
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._hosts_updated: Callable[[], bool] = lambda: False
         self._receive: Callable[[], None] = lambda: None
@@ -150,7 +152,8 @@ class ElasticState(hvd_elastic.TorchState):
             "base_rates": [float(rate) for rate in self.base_rates],
             "parameters": dict(self.model.named_parameters()),
             "buffers": self.buffers,
-            "state_dict": self.state_dict_names,
+            "aliases": self.aliases,
+            "left_out": self.left_out,
             "optimizer": {
                 "state": {names[id(p)]: self.optimizer.state[p] for g in groups for p in g["params"]
                           if p in self.optimizer.state},
