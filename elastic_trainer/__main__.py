@@ -161,15 +161,21 @@ def store_of_run(store: str, run: str) -> str:
 
 
 def _prove(store: str) -> None:
-    """Find out now, before anything is started, whether the store can be used. Raises ConfigError."""
+    """Find out now, before anything is started, whether the store can be used. Raises ConfigError when it says no.
+
+    One that does not answer may do so when the workers have booted: they ask again and again (checkpoint.py, RESTORE_S).
+    """
     if "://" not in store:
         return  # the first worker proves a folder, in a millisecond
-    from state.store import StoreUnavailable, open_store, prove_put_if_absent
+    from state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
 
     try:
         prove_put_if_absent(open_store(store))
-    except StoreUnavailable as error:
+    except StoreRefused as error:
         raise ConfigError(str(error)) from error
+    except StoreUnavailable as error:
+        print(f"elastic-trainer: {error}", "The run starts, and its workers ask the store again for an hour. If it will "
+              "never answer press Ctrl-C, and correct --store or AWS's variables.", sep="\n", file=sys.stderr, flush=True)
 
 
 def last_words(log_path: Path, most: int = 3) -> list[str]:

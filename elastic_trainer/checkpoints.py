@@ -29,7 +29,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     for name, what in (("ls", "list the checkpoints that can be restored"), ("show", "show what one is made of, as JSON"),
                        ("verify", "read all of them and prove that every byte is whole"),
                        ("prune", "delete what no checkpoint needs"),
-                       ("export", "write one as a safetensors file: parameters and buffers by name")):
+                       ("export", "write one as a safetensors file: what the model's state_dict has")):
         command = commands.add_parser(name, help=what)
         command.add_argument("url", help="runs/NAME/checkpoints or s3://bucket/prefix/NAME")
         if name in ("show", "export"):
@@ -121,7 +121,10 @@ def _export(store: Store, record: Record, output: str) -> int:
     from safetensors.torch import save_file
 
     values = decode(str(record.body["header"]).encode(), _payload(store, record))
-    tensors = {**values["parameters"], **values["buffers"]}
+    kept = {**values["parameters"], **values["buffers"]}
+    left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
+    tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
+    tensors |= {name: kept[own].clone() for name, own in aliases.items()}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
         save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"})

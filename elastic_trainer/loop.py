@@ -59,8 +59,8 @@ from state.elastic_state import ElasticState
 from state.layout import byte_view
 from state.store import StoreRefused, StoreUnavailable, open_store
 
-RESTORE_PAUSE_S = 5.0
-"""Between two questions to a store that does not answer at the start of an attempt."""
+RESTORE_PAUSE_S = 30.0
+"""Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -118,8 +118,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
     only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
-    the time. The last `keep_last` checkpoints stay, and the first at or after each multiple of `keep_every` steps.
-    Objects in the store have `part_bytes` bytes, whatever the world's size (at most 64 MiB).
+    the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
+    multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
     `store` is a folder or s3://bucket/prefix; None takes the launcher's (--store). `reduce` is "exact" (the same bits
     for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
@@ -225,6 +225,10 @@ class Trainer:
         self.state.extras = job.extras
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
+        try:
+            self.state.packed()  # nothing is copied: what cannot be kept is said now, and not by each checkpoint
+        except TypeError as error:
+            raise ConfigError(f"{error}. Change what the state_dict of extras, or the optimizer's groups, hold.") from error
         self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
@@ -429,11 +433,12 @@ class Trainer:
 
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
+        checkpoints, is_first = self.checkpoints, self.launch.attempt == 1
         try:
-            step = self.checkpoints.restore(self.state, self.world) if self.checkpoints else None
+            step = checkpoints.restore(self.state, self.world, insist=not is_first) if checkpoints else None
         except StoreRefused as error:
-            if self.checkpoints is not None and self.checkpoints.log.last is None and self.world.rank == 0:
-                raise ConfigError(str(error)) from error  # the store was never usable in this attempt
+            if checkpoints and checkpoints.log.last is None and self.world.rank == 0 and is_first:
+                raise ConfigError(str(error)) from error  # the store was never usable: later that is the world's fault
             raise self._ask_again(error) from error
         except StoreUnavailable as error:
             raise self._ask_again(error) from error
@@ -494,9 +499,11 @@ class Trainer:
         checkpoints = self.checkpoints
         if checkpoints is None:
             return (False, False), 0, -1
-        is_due = self.world.rank == 0 and not self._is_uploading() and (
-            self._is_leave_unsaved() if self.driver.wants_change()
-            else self.timing.is_due(checkpoints, step, self.launch, self.events))
+        is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events)
+        if self._is_uploading():
+            is_due = False
+        elif self.driver.wants_change():
+            is_due = self.world.rank == 0 and self._is_leave_unsaved()
         return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:

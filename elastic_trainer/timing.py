@@ -45,13 +45,13 @@ class Timing:
         return self.pause_s + slower * self._uploading_steps
 
     def is_due(self, checkpoints: Checkpoints, step: int, launch: Launch, events: Events) -> bool:
-        """True if a checkpoint after `step` is due; says it when the last good one is too old."""
+        """True if a checkpoint after `step` is due; says it when the last good one is too old, so ask after each step."""
         now, every = time.monotonic(), checkpoints.plan.every
         begun_step = step - 1 if self.begun_step is None else self.begun_step
         self.begun_step = begun_step
         interval_s = every.interval_s(cost_s=self.cost_s(), losses=launch.lost_attempts, step_s=self._seconds[False],
                                       observed_s=launch.run_s + now - self.started)
-        age_s = now - checkpoints.published_at
+        age_s = now - (checkpoints.published_at or now)
         is_overdue = age_s > max(OVERDUE_S, 3.0 * interval_s)
         if is_overdue and not self._is_alarmed:
             events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1), newest_step=checkpoints.newest_step)

@@ -158,6 +158,12 @@ def in_words(event: Event, picture: Picture) -> str | None:
             return f"checkpoint of step {event['step']} published"
         case "state.checkpoint_failed":
             return f"checkpoint of step {event['step']} FAILED: {event['error']}"
+        case "state.checkpoint_refused":
+            return f"a checkpoint is damaged and passed over: {event['error']}"
+        case "state.checkpoint_restored":
+            return f"checkpoint of step {event['step']} restored"
+        case "state.store_unavailable":
+            return f"the store is asked again: {event['error']}"
         case "state.checkpoint_overdue":
             return f"the last good checkpoint is {event['age_s']:.0f} s old"
         case "state.fenced":

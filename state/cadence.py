@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 SHARE = 0.01
-"""The most that checkpoints may cost, as a share of the training's time."""
+"""The most that checkpoints may cost, as a share of the training's time, where nothing else is asked for."""
 PRIOR_LOSS_EVERY_S = 3600.0
 """What is believed of the fleet before it is known: one loss of everybody an hour."""
 SHORTEST_S = 2.0
@@ -19,22 +19,27 @@ SHORTEST_S = 2.0
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every `steps` steps, every `seconds` seconds, or (both None) as measured."""
+    """Every `steps` steps, every `seconds` seconds, or (both None) as measured, for at most a `share` of the time."""
 
     steps: int | None = None
     seconds: float | None = None
+    share: float = SHARE
 
     @staticmethod
     def parse(text: int | str) -> Cadence:
-        """Read 50 (steps), "30s" or "auto". Raises ValueError."""
+        """Read 50 (steps), "30s", "auto", or "0.5%": auto with another share of the time. Raises ValueError."""
         if text == "auto":
             return Cadence()
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)%", str(text))
+        if found and 0 < float(found[1]) <= 100:
+            return Cadence(share=float(found[1]) / 100)
         found = re.fullmatch(r"(\d+(?:\.\d+)?)s", str(text))
         if found and float(found[1]) > 0:
             return Cadence(seconds=float(found[1]))
         if re.fullmatch(r"\d+", str(text)) and int(text) > 0:
             return Cadence(steps=int(text))
-        raise ValueError(f"checkpoint_every is {text!r}. Use a number of steps (50), seconds (\"30s\"), or \"auto\".")
+        raise ValueError(f"checkpoint_every is {text!r}. Use a number of steps (50), seconds (\"30s\"), \"auto\", "
+                         f"or the most of the time that they may cost (\"0.5%\").")
 
     def interval_s(self, *, cost_s: float, losses: int, observed_s: float, step_s: float) -> float:
         """Return the seconds between checkpoints, for what one costs the training and what was lost so far."""
@@ -42,7 +47,7 @@ class Cadence:
             return self.steps * step_s
         if self.seconds is not None:
             return self.seconds
-        return max(SHORTEST_S, best_interval_s(cost_s, loss_every_s(losses, observed_s)), cost_s / SHARE)
+        return max(SHORTEST_S, best_interval_s(cost_s, loss_every_s(losses, observed_s)), cost_s / self.share)
 
 
 def best_interval_s(cost_s: float, loss_every_s: float) -> float:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ LAST = 10**12
 TRIES = 20
 READ_TRIES = 3
 """How often a record is read when its bytes are wrong: they may be right in the store."""
+FEW = 10
+"""How many names are looked at first for the newest record: foreign ones may stand before it."""
 FORMAT = 1
 
 
@@ -119,9 +122,18 @@ class CommitLog:
         raise Damaged(f"record {sequence} of {self.store.where} is damaged: {why}")
 
     def newest(self) -> int:
-        """Return the newest record's number; 0 when there is none. Network: one listing of one name."""
-        names = self.store.list(FOLDER, limit=1)
-        return LAST - int(names[0].rpartition("/")[2].removesuffix(".json")) if names else 0
+        """Return the newest record's number; 0 when there is none. Network: one listing of a few names.
+
+        What is no record's name is passed over (`.DS_Store`, the marker that S3's console makes for a folder).
+        """
+        for limit in (FEW, None):
+            names = self.store.list(FOLDER, limit=limit)
+            records = [name for name in names if re.fullmatch(rf"{FOLDER}/\d{{13}}\.json", name)]
+            if records:
+                return LAST - int(records[0].rpartition("/")[2].removesuffix(".json"))
+            if len(names) < FEW:
+                break
+        return 0
 
     def tail(self) -> Record:
         """Return the newest record. Raises Damaged."""
@@ -129,10 +141,18 @@ class CommitLog:
         return self.read(newest) if newest else NOTHING
 
     def begin_lineage(self) -> Record:
-        """Take the log over for a new attempt, whoever wrote it before; returns the takeover."""
+        """Take the log over for a new attempt, whoever wrote it before; returns the takeover.
+
+        Raises Damaged, and writes nothing, when what was passed over may have named the only checkpoints: a takeover
+        without them would be whole, and the attempt after it would start afresh.
+        """
         for _ in range(TRIES):
             newest = self.newest()
             before = self.newest_whole(newest)
+            if self.passed_over and not before.kept:
+                raise Damaged(f"{self.store.where} has {newest} records, and no whole one names a checkpoint "
+                              f"({'; '.join(self.passed_over)}). Put the record back as it was, or give the run another "
+                              f"name (--run)")
             mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1, kept=before.kept,
                           writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
@@ -193,7 +213,7 @@ class CommitLog:
             raise StoreUnavailable(f"record {sequence} of {self.store.where} stands there and cannot be read") from error
 
     def newest_whole(self, newest: int | None = None) -> Record:
-        """Return the newest record whose bytes are whole, at or before a number."""
+        """Return the newest record whose bytes are whole, at or before a number; NOTHING when there is none."""
         newest = self.newest() if newest is None else newest
         self.passed_over = []
         for sequence in range(newest, 0, -1):
@@ -201,8 +221,6 @@ class CommitLog:
                 return self.read(sequence)
             except (Damaged, FileNotFoundError) as error:
                 self.passed_over.append(str(error))
-        if newest:
-            raise StoreUnavailable(f"{self.store.where} has {newest} records and none of them is whole")
         return NOTHING
 
 

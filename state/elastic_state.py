@@ -59,6 +59,12 @@ class ElasticState(hvd_elastic.TorchState):
         self.last_vote = (0, 0)
         """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
         self.buffers = dict(model.named_buffers())
+        own = {id(tensor): name for name, tensor in [*model.named_parameters(), *self.buffers.items()]}
+        exported = torch.nn.Module.state_dict(model, keep_vars=True)
+        self.aliases = {name: own[id(tensor)] for name, tensor in exported.items() if own.get(id(tensor), name) != name}
+        """The other names that tied parameters and buffers have in `model.state_dict()`."""
+        self.left_out = [name for name in own.values() if name not in exported]
+        """What is not in it: buffers that are not persistent."""
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._hosts_updated: Callable[[], bool] = lambda: False
         self._receive: Callable[[], None] = lambda: None
@@ -146,6 +152,8 @@ class ElasticState(hvd_elastic.TorchState):
             "base_rates": [float(rate) for rate in self.base_rates],
             "parameters": dict(self.model.named_parameters()),
             "buffers": self.buffers,
+            "aliases": self.aliases,
+            "left_out": self.left_out,
             "optimizer": {
                 "state": {names[id(p)]: self.optimizer.state[p] for g in groups for p in g["params"]
                           if p in self.optimizer.state},
@@ -215,13 +223,13 @@ class ElasticState(hvd_elastic.TorchState):
             for name, tensor in values["buffers"].items():
                 self.buffers[name].copy_(tensor)
         self.optimizer.state.clear()
-        for name, entry in values["optimizer"]["state"].items():
-            device = parameters[name].device
-            self.optimizer.state[parameters[name]] = {
-                key: value.to(device) if isinstance(value, torch.Tensor) and key != "step" else value
-                for key, value in entry.items()}
-        for group, theirs in zip(groups, values["optimizer"]["groups"], strict=True):
+        entries = values["optimizer"]["state"]
+        for group, theirs, members in zip(groups, *(values["optimizer"][k] for k in ("groups", "members")), strict=True):
             group.update(theirs)
+            moves_step = bool(group.get("fused") or group.get("capturable"))
+            for name in members:
+                if name in entries:
+                    self.optimizer.state[parameters[name]] = _moved(entries[name], parameters[name].device, moves_step)
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
         for name, extra in self.extras.items():
@@ -233,3 +241,18 @@ class ElasticState(hvd_elastic.TorchState):
         self.last_vote = tuple(values["last_vote"])
         self.forget()
         self.has_state = True
+
+
+def _moved(value: Any, device: torch.device, moves_step: bool, key: Any = None) -> Any:
+    """Return what an optimizer keeps of a parameter with its tensors on the parameter's device.
+
+    Its count of steps stays on the CPU unless it is fused or capturable: as torch has it (2.13, optim/optimizer.py,
+    _process_value_according_to_param_policy).
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if key != "step" or moves_step else value
+    if isinstance(value, dict):
+        return {k: _moved(v, device, moves_step, k) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(v, device, moves_step) for v in value)
+    return value

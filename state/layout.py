@@ -37,26 +37,30 @@ class Packed:
 
 
 def pack(values: Any) -> Packed:
-    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are not copied."""
+    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are not copied.
+
+    Raises TypeError, with the place in the tree, for anything else.
+    """
     tensors: list[torch.Tensor] = []
-    described = _describe(values, tensors)
+    described = _describe(values, tensors, "")
     shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for t in tensors]
     return Packed(json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
+def _describe(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         tensors.append(value.detach())
         return {"$tensor": len(tensors) - 1}
     if isinstance(value, dict):
-        return {"$dict": [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]}
+        return {"$dict": [[_describe(k, tensors, where), _describe(v, tensors, f"{where}/{k}")] for k, v in value.items()]}
     if isinstance(value, tuple):
-        return {"$tuple": [_describe(v, tensors) for v in value]}
+        return {"$tuple": [_describe(v, tensors, where) for v in value]}
     if isinstance(value, list):
-        return [_describe(v, tensors) for v in value]
+        return [_describe(v, tensors, where) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"a {type(value).__name__} cannot be kept: only tensors, numbers, text and containers of them")
+    raise TypeError(f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, numbers, text "
+                    f"and containers of them can")
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,8 @@ NEVER_MENDED = {
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
     "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
 }
+MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
+"""Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to give a run up."""
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
 
@@ -180,7 +182,8 @@ class S3Store:
         except ClientError as error:
             code = _code(error)
             if code in NEVER_MENDED:
-                raise StoreRefused(f"{self.where} did not {what}: {code}. {NEVER_MENDED[code]}.") from error
+                kind = StoreUnavailable if code in MENDED_OUTSIDE else StoreRefused
+                raise kind(f"{self.where} did not {what}: {code}. {NEVER_MENDED[code]}.") from error
             raise StoreUnavailable(f"{self.where} did not {what}: {code}") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error

@@ -11,6 +11,7 @@ What always holds:
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -22,6 +23,18 @@ from typing import Protocol
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
 """The most that one object has: one PUT, never a multipart upload (s3.py)."""
+
+
+NEVER_MENDED = {
+    errno.EACCES: "Let the workers' user write there",
+    errno.EPERM: "Let the workers' user write there, on a file system with hard links",
+    errno.EROFS: "Mount it for writing",
+    errno.EOPNOTSUPP: "Use a file system with hard links",
+    errno.ENOSYS: "Use a file system with hard links",
+    errno.EMLINK: "Use a file system with hard links",
+    errno.ENOTDIR: "Name a folder, not a file",
+    errno.ENAMETOOLONG: "Use a shorter name",
+}
 
 
 class StoreUnavailable(OSError):
@@ -95,6 +108,12 @@ class FolderStore:
         self.root, self.where = root, str(root)
         self._was_there = root.is_dir()
 
+    def _failed(self, what: str, error: OSError) -> StoreUnavailable:
+        """Return what a fault of the file system's is to those who use the store."""
+        said = f"{self.root} did not {what}: {error}"
+        remedy = NEVER_MENDED.get(error.errno or 0)
+        return StoreRefused(f"{said}. {remedy}, or set --store to another place.") if remedy else StoreUnavailable(said)
+
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
         self._write(name, body, os.replace)
@@ -132,22 +151,24 @@ class FolderStore:
         except FileExistsError:
             raise
         except OSError as error:
-            raise StoreUnavailable(f"{self.root} did not take {name}: {error}") from error
+            raise self._failed(f"take {name}", error) from error
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError, StoreUnavailable."""
         try:
             return (self.root / checked(name)).read_bytes()
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not self.root.is_dir():
+                raise StoreUnavailable(f"{self.root} is gone, or is not mounted on this host") from error
             raise
         except OSError as error:
-            raise StoreUnavailable(f"{self.root} did not give {name}: {error}") from error
+            raise self._failed(f"give {name}", error) from error
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
         def failed(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):  # os.walk would take an unreadable folder for an empty one
-                raise StoreUnavailable(f"{self.root} did not list {prefix}: {error}") from error
+                raise self._failed(f"list {prefix}", error) from error
 
         if not self.root.is_dir() and self._was_there:
             raise StoreUnavailable(f"{self.root} is gone")
@@ -168,4 +189,4 @@ class FolderStore:
                     if path.stat().st_mtime < time.time() - 86400:
                         path.unlink()
         except OSError as error:
-            raise StoreUnavailable(f"{self.root} did not delete: {error}") from error
+            raise self._failed("delete", error) from error

@@ -19,7 +19,7 @@ from state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from state.checkpoint import PARTS, Checkpoints, Part, Plan, collect_rubbish, parts_of
 from state.commit_log import CommitLog, Record
 from state.elastic_state import ElasticState
-from state.layout import LayoutError
+from state.layout import LayoutError, Packed
 from state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
 
 SMALL = Plan(part_bytes=100)
@@ -48,18 +48,20 @@ class Fleet:
         self.workers = [Checkpoints(s, self.events.emit, plan) for s in self.stores]
         self.states = [trained(**how) for _ in range(size)]
 
-    def restore(self) -> list[Any]:
+    def restore(self, **how: Any) -> list[Any]:
         """Restore on all workers together; returns what each got, or raised."""
         hub, results = Hub(self.size), [None] * self.size
 
         def one(rank: int) -> None:
             try:
-                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank))
+                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank), **how)
             except LayoutError as error:
                 results[rank] = error  # all raise it together
             except StoreUnavailable as error:
                 results[rank] = error
                 hub.barrier.abort()
+            except threading.BrokenBarrierError as error:
+                results[rank] = error  # a peer has gone
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -176,6 +178,7 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     tail = CommitLog(FolderStore(tmp_path)).tail()
     assert sorted(tail.kept.values()) == kept
     assert len(files(tmp_path, "log")) == 10
+    assert sorted(fleet.workers[0]._names) == sorted(tail.kept)  # no more is remembered than is kept
 
 
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
@@ -260,6 +263,59 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
     assert sorted(tail.kept.values()) == [4, 5]
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(tmp_path: Path, readers: int,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store fails between the two: they restore once more, and publish under their own lineage, not the old one."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    for _ in range(2):
+        fleet.train()
+        fleet.checkpoint()
+    part_of_step(tmp_path, 5).unlink()
+
+    class NoSecondTakeover(FolderStore):
+        is_failing = True
+
+        def put_if_absent(self, name: str, body: Any) -> bool:
+            if name.startswith("log"):
+                record = Record.from_bytes(body)
+                if self.is_failing and record.lineage < record.sequence:
+                    raise StoreUnavailable("slow down, as planned")
+            return super().put_if_absent(name, body)
+
+    reader = Fleet(tmp_path, readers, steps=0, store=NoSecondTakeover)
+    assert isinstance(reader.restore()[0], StoreUnavailable)
+    assert {(state.committed, state.lineage) for state in reader.states} == {(0, 0)}
+    monkeypatch.setattr(NoSecondTakeover, "is_failing", False)
+    assert reader.restore() == [4] * readers
+    reader.train()
+    reader.checkpoint()
+    assert reader.workers[0].fenced is None
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("all_records", [False, True])
+def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(tmp_path: Path, readers: int,
+                                                                         all_records: bool) -> None:
+    """The takeover before it names no checkpoint: said, with a remedy, by each attempt anew."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    records = sorted((tmp_path / "log").iterdir())
+    whole = [path.read_bytes() for path in records]
+    for path in records if all_records else records[:1]:
+        path.write_bytes(path.read_bytes()[:-9])
+    for _ in range(2):
+        reader = Fleet(tmp_path, readers, steps=0)
+        assert all(isinstance(got, LayoutError) and "another name" in str(got) for got in reader.restore())
+        assert "is damaged" in reader.events.facts("state.checkpoint_refused")[0]["error"]
+    for path, content in zip(records, whole, strict=True):
+        path.write_bytes(content)
+    assert Fleet(tmp_path, readers, steps=0).restore() == [3] * readers
+
+
 def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: Path) -> None:
     """Another model's store is an error with a remedy, not a new start."""
     fleet = Fleet(tmp_path)
@@ -285,6 +341,8 @@ class ManyFaults(FolderStore):
         super().put(name, body)
 
     def put_if_absent(self, name: str, body: Any) -> bool:
+        if "refuse" in self.failing:
+            raise StoreRefused("not allowed, as planned")
         if "record" in self.failing and name.startswith("log"):
             raise StoreUnavailable("no space left, as planned")
         if "lost answer" in self.failing and name.startswith("log"):
@@ -331,6 +389,43 @@ def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path, 
     assert reader.restore() == [4]
 
 
+def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later attempt asks again, and says so; the first one stops at once: there it is the user's mistake."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    monkeypatch.setattr(ManyFaults, "failing", {"refuse"})
+    reader = Fleet(tmp_path, steps=0, store=ManyFaults)
+    assert isinstance(reader.restore()[0], StoreRefused)
+    assert not reader.events
+    monkeypatch.setattr("state.checkpoint.time.sleep", lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
+    assert reader.restore(insist=True) == [3]
+    assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
+
+
+def test_all_read_again_when_what_was_handed_on_arrives_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flipped bit between two workers is no damage of the checkpoint, and nobody goes on with it."""
+    fleet = Fleet(tmp_path, plan=Plan(part_bytes=5000), width=2000)
+    fleet.restore()
+    fleet.checkpoint()
+    kept = Member.wait
+
+    def flipped(self: Member, handle: Any) -> torch.Tensor:
+        tensor = kept(self, handle)
+        if self.rank == 1 and handle[1] == "restore.2" and flips:
+            tensor[flips.pop()] ^= 1
+        return tensor
+
+    monkeypatch.setattr(Member, "wait", flipped)
+    for place in (0, 4999):  # in a row, behind the last whole one
+        flips, reader = [place], Fleet(tmp_path, 3, steps=0, width=2000)
+        got = reader.restore()
+        assert any(isinstance(one, StoreUnavailable) and "arrived damaged" in str(one) for one in got) and not flips
+        assert {state.committed for state in reader.states} == {0}
+        assert not reader.events.facts("state.checkpoint_refused")
+        assert reader.restore() == [3, 3, 3]
+
+
 def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
     """It is read again: what was acknowledged is not passed over because of one flipped bit on the way."""
     class OneFlip(FolderStore):
@@ -363,6 +458,97 @@ def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path, 
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
     assert fleet.events.facts("state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
     assert fleet.workers[0].failures == 0 and fleet.workers[0].wish() == 2
+
+
+class Hanging(FolderStore):
+    """A folder in which the next record hangs until the test lets it go."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.hangs, self.is_in, self.go = False, threading.Event(), threading.Event()
+
+    def put_if_absent(self, name: str, body: Any) -> bool:
+        if self.hangs and name.startswith("log"):
+            self.hangs = False
+            self.is_in.set()
+            assert self.go.wait(60)
+        return super().put_if_absent(name, body)
+
+
+def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said, the next checkpoint stands, and a record that comes late stands nowhere."""
+    fleet = Fleet(tmp_path, store=Hanging)
+    fleet.restore()
+    (worker,), (state,), (store,) = fleet.workers, fleet.states, fleet.stores
+    store.hangs = True
+    worker.begin(state, 0, 1)
+    worker.wait()
+    worker.collect([worker.parts_up()], state.lineage, publish=True)
+    hung = worker._publisher
+    assert hung and store.is_in.wait(60)
+    worker.progress()
+    assert worker.is_publishing() and not fleet.events.facts("state.checkpoint_failed")
+    with monkeypatch.context() as patch:
+        patch.setattr("state.checkpoint.UPLOAD_S", 0.0)
+        worker.progress()
+    assert not worker.is_publishing() and worker.wish() == 1
+    (failed,) = fleet.events.facts("state.checkpoint_failed")
+    assert failed["step"] == 3 and "not there after" in failed["error"]
+    fleet.train()
+    fleet.checkpoint()
+    store.go.set()
+    hung.join(60)
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
+    assert worker.fenced is None and worker.newest_step == 4
+    fleet.train()
+    fleet.checkpoint()
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+def test_a_snapshot_waits_for_each_device_that_it_copies_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only for the current one: pinned memory that is still written to would go up half old."""
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+        device = property(lambda self: torch.device("cuda", self.shape[0] % 2))  # type: ignore[assignment]
+
+    waited: list[torch.device] = []
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    packed = fleet.states[0].packed()
+    assert not waited
+    tensors = [tensor.as_subclass(OnDevice) if tensor.ndim else tensor for tensor in packed.tensors]
+    monkeypatch.setattr(fleet.states[0], "packed", lambda: Packed(packed.header, tensors))
+    fleet.workers[0].begin(fleet.states[0], 0, 1)
+    assert {device.index for device in waited} == {tensor.shape[0] % 2 for tensor in packed.tensors if tensor.ndim}
+    assert all(device.type == "cuda" for device in waited) and len(waited) == len(set(waited))
+
+
+def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None:
+    """Its disk is not mounted, wholly or to the place of the folder: unknown, so the restore is tried again."""
+    fleet = Fleet(tmp_path / "shared")
+    fleet.restore()
+    fleet.checkpoint()
+    for is_there in (False, True):
+        reader = Fleet(tmp_path / "shared", 2, steps=0)
+        (tmp_path / "own").mkdir(exist_ok=True) if is_there else None
+        reader.workers[1].store = FolderStore(tmp_path / "own")
+        assert isinstance(reader.restore()[1], StoreUnavailable)
+        assert not reader.events.facts("state.checkpoint_refused")
+    assert Fleet(tmp_path / "shared", 2, steps=0).restore() == [3, 3]
+
+
+@pytest.mark.parametrize("foreign", [[".DS_Store"], [f".{n:02d}" for n in range(25)], ["0999999999998.json.bak"]])
+def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) -> None:
+    """A file manager's or a console's own objects in the log's folder."""
+    for name in foreign:
+        FolderStore(tmp_path).put(f"log/{name}", b"x")
+    fleet = Fleet(tmp_path)
+    assert fleet.restore() == [None]
+    for _ in range(12):
+        fleet.checkpoint()
+        fleet.train()
+    assert Fleet(tmp_path, 2, steps=0).restore() == [14, 14]
 
 
 def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> None:
@@ -562,14 +748,20 @@ def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
 
 
+def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:
+    """One that costs a second comes every 1000 s for a tenth of a percent."""
+    assert Cadence.parse("0.1%").interval_s(cost_s=1.0, losses=0, observed_s=0.0, step_s=1.0) == pytest.approx(1000.0)
+
+
 @pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)), ("auto", Cadence()),
-                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5))])
+                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5)),
+                                               ("0.5%", Cadence(share=0.005)), ("10%", Cadence(share=0.1))])
 def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
-    """What the user writes."""
+    """What the user writes: a share of the time is auto for at most that."""
     assert Cadence.parse(text) == cadence
 
 
-@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5])
+@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%"])
 def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
     """With what works instead."""
     with pytest.raises(ValueError, match="auto"):

@@ -12,6 +12,7 @@ from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main, store_of_run
 from state.checkpoint import PARTS
+from state.elastic_state import ElasticState
 from state.store import FolderStore
 
 
@@ -41,7 +42,8 @@ def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module], ca
         assert main(["checkpoints", "show", run[0], *arguments]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["step"] == step
-        assert sum(part["bytes"] for part in shown["parts"]) == shown["bytes"]
+        starts = [sum(part["bytes"] for part in shown["parts"][:n]) for n in range(len(shown["parts"]) + 1)]
+        assert [part["start"] for part in shown["parts"]] + [shown["bytes"]] == starts
         assert {"dtype": "float32", "shape": [8, 4]} in shown["tensors"]
 
 
@@ -78,6 +80,40 @@ def test_export_is_a_file_that_is_loaded_without_us(run: tuple[str, torch.nn.Mod
     fresh = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
     fresh.load_state_dict(load_file(output))
     assert all(torch.equal(a, b) for a, b in zip(run[1].state_dict().values(), fresh.state_dict().values(), strict=True))
+
+
+class Tied(torch.nn.Module):
+    """A model whose two layers share a weight, with a buffer that its state_dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool) -> None:
+    """Both names of a tied weight, no buffer that is not persistent; a record of before these were kept has what it has."""
+    fleet = Fleet(tmp_path / "run")
+    model = Tied()
+    fleet.states = [ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0))]
+    if is_old:
+        values = fleet.states[0].values
+        fleet.states[0].values = lambda: {  # type: ignore[method-assign]
+            k: v for k, v in values().items() if k not in ("aliases", "left_out")}
+    fleet.restore()
+    fleet.train()
+    fleet.checkpoint()
+    output = tmp_path / "model.safetensors"
+    assert main(["checkpoints", "export", str(tmp_path / "run"), str(output)]) == 0
+    fresh, tensors = Tied(), load_file(output)
+    if is_old:
+        assert "scratch" in tensors and "head.weight" not in tensors
+        return
+    fresh.load_state_dict(tensors)  # strict
+    assert all(torch.equal(mine, fresh.state_dict()[name]) for name, mine in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

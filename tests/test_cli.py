@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.__main__ import local_hosts, main
+from elastic_trainer.__main__ import _prove, local_hosts, main
+from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import is_local, parse_hosts
+from state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,3 +100,22 @@ def test_each_local_worker_has_a_host_of_its_own_when_no_hosts_are_given(tmp_pat
     assert done.returncode == 0
     assert len(hosts) == 5 and set(hosts.values()) == {1}
     assert all(is_local(host) for host in hosts)
+
+
+def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, and the workers ask again; only what no time mends is the user's mistake (exit 2 ends a unit)."""
+    def answer(error: Exception) -> None:
+        def prove(store: object) -> None:
+            raise error
+
+        monkeypatch.setattr("state.store.open_store", lambda url: None)
+        monkeypatch.setattr("state.store.prove_put_if_absent", prove)
+
+    answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
+    _prove("s3://bucket/run")
+    said = capsys.readouterr().err
+    assert "SlowDown" in said and "Ctrl-C" in said
+    answer(StoreRefused("s3://bucket/run did not take it: NoSuchBucket"))
+    with pytest.raises(ConfigError, match="NoSuchBucket"):
+        _prove("s3://bucket/run")

@@ -20,6 +20,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from state import commit_log as commit_log_module
 from state.cadence import Cadence
 from state.checkpoint import Checkpoints, Plan, parts_of
 from state.commit_log import CommitLog, Damaged, Fenced, Record
-from state.layout import pack
+from state.layout import Packed, outline, pack
 from state.store import StoreUnavailable
 
 SEEDS = 2000
@@ -257,13 +258,56 @@ class SimulatedStore:
 class State:
     """What an attempt trains: its content says which history made it."""
 
-    def __init__(self, content: str, step: int, lineage: int):
-        self.content, self.committed, self.lineage = content, step, lineage
+    def __init__(self) -> None:
+        self.content, self.committed, self.lineage = "", 0, 0
 
-    def packed(self) -> Any:
-        tensors = [torch.tensor([self.committed // 3, 7], dtype=torch.int32),  # a part that seldom changes
-                   torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]), dtype=torch.uint8)]
-        return pack({"content": self.content, "tensors": tensors})
+    def packed(self) -> Packed:
+        return pack({"content": self.content, "step": self.committed, "tensors": self._tensors()})
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [torch.tensor([self.committed // 3, 7], dtype=torch.int32),  # a part that seldom changes
+                torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]), dtype=torch.uint8)]
+
+    def room(self, header: bytes, payload_bytes: int) -> Packed:
+        return Packed(header, [torch.zeros(t.shape, dtype=t.dtype) for t in outline(header).tensors])
+
+    def load(self, values: dict[str, Any]) -> None:
+        self.content, self.committed = values["content"], values["step"]
+        if not all(map(torch.equal, values["tensors"], self._tensors())):
+            raise LawBroken(f"step {self.committed} was restored with other bytes")
+
+
+class Single:
+    """A world of one."""
+
+    rank, size = 0, 1
+
+    def share_text(self, text: str, root: int) -> str:
+        return text
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text]
+
+
+class AtOnce:
+    """An executor without threads: in the simulation one moves at a time."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(act(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 def attempt(world: World, name: str) -> None:
@@ -275,19 +319,13 @@ def attempt(world: World, name: str) -> None:
     def worker() -> Checkpoints:
         return Checkpoints(store, lambda event, **facts: told.append(event), plan)  # type: ignore[arg-type]
 
-    me = worker()
+    me, state = worker(), State()
     while True:
         try:
-            takeover = me.log.begin_lineage()
-            newest = max(takeover.kept, default=None)
-            record = me.log.read(newest) if newest else None
+            me.restore(state, Single())  # type: ignore[arg-type]
             break
         except StoreUnavailable:
             continue
-    state = State("", 0, takeover.lineage)
-    if record:
-        state = State(json.loads(record.body["header"])["values"]["$dict"][0][1], record.step, takeover.lineage)
-        me._last_parts = {part.index: part for part in parts_of(record)}
     first_actor_alone = world.actors_ever == 1
     for _ in range(6):
         world.pause(name)
@@ -357,8 +395,11 @@ def outcome(seeds: range) -> tuple[int, int, int]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No niceness for threads of the test."""
+    """No niceness for threads of the test, none that reads, no pauses, and no proof that the simulated store is one."""
     monkeypatch.setattr(checkpoint_module, "_yield_to_training", lambda: None)
+    monkeypatch.setattr(checkpoint_module, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(checkpoint_module, "prove_put_if_absent", lambda store: None)
+    monkeypatch.setattr(checkpoint_module.time, "sleep", lambda s: None)
 
 
 def test_the_laws_hold_in_every_interleaving() -> None:

@@ -11,6 +11,7 @@ import copy
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from elastic_trainer.events import Events, read_events
 from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
 from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.schedule import Schedule, cosine
-from elastic_trainer.world import UPLOAD_FIRST_S, World
+from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
 from state.layout import LayoutError
+from state.store import StoreRefused
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -530,6 +532,19 @@ def test_the_user_is_told_when_the_optimizer_is_another_models() -> None:
         trained(built(), sgd(built()))
 
 
+def test_the_user_is_told_at_the_start_when_an_extra_cannot_be_kept() -> None:
+    """And not by each checkpoint's failure; where it is, and what it is."""
+    class Metrics:
+        def state_dict(self) -> dict[str, Any]:
+            return {"history": [numpy.ones(3)]}
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="extras/metrics/history holds a ndarray"):
+        trained(built(), extras={"metrics": Metrics()})
+
+
 def test_the_user_is_told_when_nothing_can_be_trained() -> None:
     """All parameters are frozen."""
     model = built()
@@ -674,6 +689,43 @@ def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_d
     trained(built(), max_steps=1)
     with pytest.raises(LayoutError, match="another name"):
         trained(built(torch.nn.LayerNorm(8)))
+
+
+def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later the store has been usable: the next generation asks again, and the diary says so."""
+    def refuse(*_: Any, insist: bool) -> None:
+        raise StoreRefused(f"not allowed, as planned, insist {insist}")
+
+    monkeypatch.setattr("elastic_trainer.loop.RESTORE_PAUSE_S", 0.0)
+    for attempt, ends in ((1, ConfigError), (2, PeersLost)):
+        launch, events = Launch(run_dir=run_dir, attempt=attempt), Events(run_dir, attempt=attempt)
+        trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
+        monkeypatch.setattr(trainer.checkpoints, "restore", refuse)
+        with pytest.raises(ends, match=f"insist {attempt == 2}"):
+            trainer._restore()
+    assert [e["attempt"] for e in read_events(run_dir) if e["event"] == "state.store_unavailable"] == [2]
+
+
+def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_dir: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never arrives must not silence the alarm; and the wait for a place raises none."""
+    ears = Ears()
+    events = Events(None)
+    events.listeners.append(ears)
+    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
+    checkpoints, clock = trainer.checkpoints, time.monotonic()
+    assert checkpoints
+    monkeypatch.setattr(trainer, "_is_uploading", lambda: True)
+    monkeypatch.setattr("elastic_trainer.timing.time.monotonic", lambda: clock)
+    clock += 1e6  # booted long ago
+    trainer._checkpoint_words(1)
+    checkpoints.know(-1)
+    assert ears.facts("state.checkpoint_overdue") == []
+    clock += 1e6
+    for step in (2, 3):
+        assert trainer._checkpoint_words(step)[1] == 0
+    (overdue,) = ears.facts("state.checkpoint_overdue")
+    assert overdue["step"] == 2
 
 
 @pytest.mark.parametrize("changes", [

@@ -246,6 +246,9 @@ def test_events_are_said_in_words() -> None:
     assert words(RUN[:22])[-1] == "generation 1: 2 workers, starts from the checkpoint of step 2"
     assert words(RUN)[-2] == "finished: 4 steps, 32 samples, loss 0.0000"
     assert len(words(RUN)) == RECENT_EVENTS
+    for kind in ("state.store_unavailable", "state.checkpoint_refused"):  # a run that waits for its store says why
+        (said,) = words([event(0.0, kind, error="s3://b did not take it: SlowDown")])
+        assert said.endswith(": s3://b did not take it: SlowDown")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import botocore.auth
 import pytest
 import s3_servers
+from botocore.exceptions import ClientError
 from faulty_proxy import STATUS, FaultyProxy
 from test_checkpoint import SMALL, Fleet
 from test_state import assert_one_wins
@@ -129,14 +130,15 @@ def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str
 
 
 @pytest.mark.parametrize(("kind", "remedy"), [("forbidden", "Allow s3:GetObject"), ("no_bucket", "Create the bucket"),
-                                              ("skewed", "clock")])
+                                              ("skewed", "clock")])  # the last one passes: no StoreRefused
 def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: FaultyProxy, url: str, kind: str,
                                                                     remedy: str) -> None:
     """With the remedy, and without trying again what no try will mend."""
     fault = proxy.fault(kind, times=10**6)
-    with pytest.raises(StoreRefused, match=remedy):
+    with pytest.raises(StoreUnavailable, match=remedy) as told:
         prove_put_if_absent(open_store(url))
     assert fault.fired == 1
+    assert isinstance(told.value, StoreRefused) == (kind != "skewed")
 
 
 def test_an_endpoint_is_refused_when_it_ignores_the_condition(proxy: FaultyProxy, url: str) -> None:
@@ -165,7 +167,7 @@ def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str, monk
     off = datetime.timedelta(minutes=20)
     now = botocore.auth.get_current_datetime
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *a, **k: now(*a, **k) + off)
-    with pytest.raises(StoreRefused, match="clock"):
+    with pytest.raises(StoreUnavailable, match="clock"):
         prove_put_if_absent(S3Store(url))
 
 
@@ -241,6 +243,23 @@ def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatc
     for act in (store.get, lambda n: store.put(n, b""), lambda n: store.delete([n])):
         with pytest.raises(ValueError, match="no name"):
             act(name)
+
+
+@pytest.mark.parametrize(("code", "is_refused"), [("AccessDenied", True), ("NoSuchBucket", True), ("ExpiredToken", False),
+                                                  ("RequestTimeTooSkewed", False)])
+def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str, is_refused: bool) -> None:
+    """A clock is set again and credentials are renewed: nobody gives a run up for them. All are said with a remedy."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    store = S3Store("s3://bucket/prefix")
+
+    def refuse(**_: Any) -> None:
+        raise ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject")
+
+    monkeypatch.setattr(store._client, "put_object", refuse)
+    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.NEVER_MENDED[code][:20]}") as told:
+        store.put("parts/a", b"x")
+    assert isinstance(told.value, StoreRefused) == is_refused and store.retries == 0
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://bucket/x", "s3://bucket/x?Nonsense=1"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
-from state.store import FolderStore, Store
+from state.store import FolderStore, Store, StoreRefused, StoreUnavailable
 
 
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
@@ -119,8 +121,24 @@ def test_values_come_back_when_packed() -> None:
     assert back["t"] == values["t"] and back["inf"] == float("inf")
     assert back[3][0].shape == () and back[3][1].shape == (0, 4)
     assert torch.equal(back["b"], values["b"])
-    with pytest.raises(TypeError, match="function"):
-        pack({"f": lambda: None})
+    for odd, kind in ((lambda: None, "function"), (torch.ones(3).to_sparse(), "Tensor")):
+        with pytest.raises(TypeError, match=f"extras/metrics/f holds a {kind}"):
+            pack({"extras": {"metrics": {"f": [1, odd]}}})
+
+
+@pytest.mark.parametrize("flag", ["fused", "capturable", None])
+def test_the_optimizers_count_is_where_torch_wants_it(flag: str | None) -> None:
+    """With the parameter for a fused or capturable optimizer, else on the CPU; all else is with the parameter."""
+    giver, model = trained(3), trained(0).model.to("meta")  # it stands for another device
+    taker = ElasticState(model, torch.optim.AdamW(model.parameters()))
+    if flag:
+        giver.optimizer.param_groups[0][flag] = True
+    packed = giver.packed()
+    taker.load(decode(packed.header, payload(packed)))
+    assert len(taker.optimizer.state) == 6
+    for kept in taker.optimizer.state.values():
+        assert {key: value.device.type for key, value in kept.items()} == {
+            "step": "meta" if flag else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def assert_one_wins(store: Store) -> None:
@@ -144,6 +162,28 @@ def assert_one_wins(store: Store) -> None:
 def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
     """Put if absent: one of many racing creators."""
     assert_one_wins(FolderStore(tmp_path))
+
+
+@pytest.mark.parametrize(("number", "remedy"), [
+    (errno.EACCES, "user"), (errno.EROFS, "Mount"), (errno.EPERM, "hard links"), (errno.EOPNOTSUPP, "hard links"),
+    (errno.ENOSPC, None), (errno.EIO, None), (errno.ESTALE, None)])
+def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int,
+                                                   remedy: str | None) -> None:
+    """With a remedy; a full disk or a server that is away may come back."""
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("state.store.os.link", fail)
+    with pytest.raises(StoreUnavailable, match=remedy) as told:
+        FolderStore(tmp_path).put_if_absent("log/1.json", b"x")
+    assert isinstance(told.value, StoreRefused) == bool(remedy)
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """Before anybody waits for it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreRefused, match="Name a folder"):
+        FolderStore(tmp_path / "file").put_if_absent("log/1.json", b"x")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])

@@ -56,7 +56,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=8, help="parts of the global batch: the most workers")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest, after the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order of samples and dropout")
-    parser.add_argument("--checkpoint-every", default="auto", help='steps (50), seconds ("30s") or "auto"')
+    parser.add_argument("--checkpoint-every", default="auto",
+                        help='steps (50), seconds ("30s"), "auto" or "0.5%%" of the time')
     return parser.parse_args()
 
 

@@ -82,7 +82,7 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
             is_beside = any(step["time"] - step["step_s"] < end and step["time"] > start for start, end in during)
             (beside if is_beside else alone).append(step["step_s"])
     pause, copy = statistics.median(e["pause_s"] for e in later), statistics.median(p["memcpy_s"] for p in peers)
-    read = {name: restored[name] for name in ("list_s", "read_s", "transfer_s", "load_s")}
+    read = {name: restored[name] for name in ("list_s", "read_s", "verify_s", "transfer_s", "load_s")}
     return {
         "pause_s": pause, "first_pause_s": checkpoints[0]["pause_s"], "memcpy_s": round(copy, 5),
         "pause_over_memcpy": round(pause / copy, 3),
