@@ -111,11 +111,9 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                                    start_new_session=True,  # Ctrl-C is ours to pass on, once
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run
         exit_code = process.wait()
-        told = read_events(run_dir)
+        before, told = told, read_events(run_dir)
         _end_orphans(told, run_dir, ssh)
-        progressed = any(e["event"] == "worker.step_committed" and e["attempt"] == attempt and not e.get("repeated")
-                         for e in told)
-        idle = 0 if progressed else idle + 1
+        idle = 0 if has_progressed(before, told) else idle + 1
         following = decide_next(exit_code, stopped, idle)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
         if following.verdict == "finished":
@@ -151,6 +149,16 @@ def _lock(run_dir: Path) -> int:
 def newest_checkpoint(events: list[dict[str, Any]]) -> int:
     """Return the newest step that was published as a checkpoint; 0 if none was."""
     return max((int(e["step"]) for e in events if e["event"] == "state.checkpoint_published"), default=0)
+
+
+def newest_step(events: list[dict[str, Any]]) -> int:
+    """Return how many steps the run has ever finished, those that a start from a checkpoint dropped included."""
+    return max((int(e["step"]) + 1 for e in events if e["event"] == "worker.step_committed"), default=0)
+
+
+def has_progressed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """True if the run has come further than ever, by a step or by a checkpoint; a step done once more is no progress."""
+    return newest_step(now) > newest_step(before) or newest_checkpoint(now) > newest_checkpoint(before)
 
 
 def lost_attempts(events: list[dict[str, Any]]) -> int:

@@ -21,6 +21,7 @@ from elastic_trainer.attempts import (
     MAX_BACK_OFF_S,
     Next,
     decide_next,
+    has_progressed,
     is_worker,
     supervise,
 )
@@ -66,6 +67,24 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
     following = decide_next(exit_code, was_interrupted, idle)
     assert (following.exit_code == 0) == (exit_code == EXIT_FINISHED)
     assert following.exit_code is not None or not was_interrupted
+
+
+def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
+    names = {"step": "worker.step_committed", "checkpoint": "state.checkpoint_published"}
+    return [{"event": names[what], "step": step} for what, step in facts]
+
+
+@pytest.mark.parametrize(("more", "is_progress"), [
+    ([], False),
+    ([("step", step) for step in range(40, 50)], False),
+    ([("step", step) for step in range(40, 51)], True),
+    ([("step", 40), ("checkpoint", 40)], False),
+    ([("step", step) for step in range(40, 46)] + [("checkpoint", 45)], True),
+])
+def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is_progress: bool) -> None:
+    """A death that always comes at step 50, with a checkpoint of step 40, is not retried for ever."""
+    before = told(*(("step", step) for step in range(50)), ("checkpoint", 40))
+    assert has_progressed(before, before + told(*more)) is is_progress
 
 
 @pytest.fixture
