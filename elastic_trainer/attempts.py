@@ -26,7 +26,7 @@ from typing import IO, Any
 from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
-from elastic_trainer.events import Events, read_events
+from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.report import write_result
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
@@ -76,7 +76,7 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
               output: IO[Any] | None, lock: int) -> int:
     before = read_events(run_dir)
-    attempt = max([e.get("attempt", 0) for e in before], default=0)
+    attempt = last_attempt(before)
     ssh = _ssh_options(horovodrun_options)
     _end_orphans(before, run_dir, ssh)  # of an earlier supervisor that was killed
     events = Events(run_dir, run=run_dir.name)
@@ -199,7 +199,7 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
     for pid, name in here:
         if is_worker(pid, name):
             os.kill(pid, signal.SIGKILL)
-    newest = max((e.get("attempt", 0) for e in events), default=0)  # before it started, those of older ones were ended
+    newest = last_attempt(events)  # before it started, those of older ones were ended
     elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
     ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]

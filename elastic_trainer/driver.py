@@ -261,7 +261,8 @@ class MendedDriver:
         self.changed = threading.Condition()
         self.membership = Membership(
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
-            limits=Limits.from_environment(env), wait_s=settings.elastic_timeout)
+            limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
+            has_trained=any(int(env.get(f"ELASTIC_TRAINER_{name}", "0")) for name in ("RESUME_STEP", "LOST_ATTEMPTS")))
         self.processes: dict[str, WorkerProcess] = {}
         self.is_here: dict[str, bool] = {}
         """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
@@ -475,6 +476,9 @@ class MendedDriver:
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)
             del self.processes[process.name]
+            if reason == "boot_failed":
+                print(f"elastic-trainer: the command ended with exit code {code} on {process.host} before its worker stood "
+                      f"ready. It is tried there again, later each time, while that host is listed.", file=sys.stderr)
             self._turn()
 
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:

@@ -154,6 +154,8 @@ class World:
         self.local_rank = place.local_rank
         self._change_wanted_since = None
         self.events.bound.update(generation=self.generation, rank=self.rank, size=self.size)
+        if place.attempt is not None:
+            self.events.bound["attempt"] = place.attempt
         self.events.reach("world.place_taken")
         if self.size == 1:
             return

@@ -10,6 +10,7 @@ import collections
 import copy
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +23,22 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer import standby
-from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.events import Events, read_events
-from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
+from elastic_trainer.loop import (
+    Job,
+    PeerFailed,
+    Result,
+    Trainer,
+    UserExited,
+    local_rank,
+    seed_everything,
+    train,
+)
 from elastic_trainer.place import Alone, RunOver
+from elastic_trainer.report import summarize
 from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.verify import verify
 from elastic_trainer.world import UPLOAD_FIRST_S, World
 from state.layout import LayoutError
 
@@ -434,7 +446,7 @@ def in_a_world(size: int, make: Callable[[int], Job]) -> list[Any]:
     def work(rank: int, trainer: Trainer) -> None:
         try:
             ended[rank] = trainer.run()
-        except (Odd, PeerFailed) as error:
+        except (Odd, PeerFailed, SystemExit) as error:
             ended[rank] = error
         except BaseException as error:
             broken.append(error)
@@ -479,7 +491,8 @@ def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> Non
         assert result.weights_sha256 == alone.weights_sha256
 
 
-def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
+@pytest.mark.parametrize("error", [Odd, SystemExit])
+def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[BaseException]) -> None:
     """There the user's own exception leaves, elsewhere its text; nobody applies the step."""
     schedule = Schedule(dataset_size=SIZE, **NUMBERS)
     bad = int(schedule.shard_samples(1, 2)[0])  # rank 1 of 2 runs it
@@ -487,12 +500,12 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
 
     def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
         if torch.equal(x, INPUT[bad]):
-            raise Odd(f"sample {bad} is bad")
+            raise error(f"sample {bad} is bad")
         return x, y
 
     first, second = in_a_world(2, lambda rank: job(models[rank], dataset=OneByOne(broken)))
-    assert isinstance(second, Odd)
-    assert isinstance(first, PeerFailed) and f"Odd: sample {bad} is bad" in str(first)
+    assert isinstance(second, error)
+    assert isinstance(first, PeerFailed) and f"{error.__name__}: sample {bad} is bad" in str(first)
     reference = built()
     trained(reference, max_steps=1)
     for model in models:
@@ -559,6 +572,36 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
     (failed,) = ears.facts("worker.failed")
     assert "Odd: as planned" in failed["error"]
     assert not ears.facts("run.finished")
+
+
+@pytest.mark.parametrize("where", ["loss", "schedule", "after_step"])
+def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> None:
+    """sys.exit() in the user's code is no dead host, whose worker would be started again for ever."""
+    ears = Ears()
+
+    def exits(*arguments: Any) -> Any:
+        sys.exit("bad data")
+
+    with pytest.raises(UserExited, match="SystemExit.'bad data'") as raised:
+        trained(built(), listeners=[ears], **{where: exits})
+    assert isinstance(raised.value.__cause__, SystemExit)
+    assert "SystemExit: bad data" in ears.facts("worker.failed")[0]["error"]
+
+
+def test_the_exit_code_says_that_it_was_the_users_code_when_a_worker_has_not_stood_ready(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback is shown."""
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        raise Odd("as planned")
+
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *exception: shown.append(exception))
+    monkeypatch.setenv("ELASTIC_TRAINER_DRIVER", "127.0.0.1:9")
+    with pytest.raises(Odd) as raised:
+        trained(built(), loss=loss)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert ended.value.code == EXIT_USER_ERROR and shown == [(raised.type, raised.value, raised.tb)]
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
@@ -693,6 +736,32 @@ def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> 
     told = [e for e in read_events(run_dir) if e["event"] == "worker.step_committed" and not e.get("repeated")]
     assert [(e["step"], e["samples"], e["digest"]) for e in told] == [
         (step, SCHEDULE.batch_size(step), SCHEDULE.batch_digest(step)) for step in range(6)]
+
+
+def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> None:
+    """Each life is an attempt of its own in the diary, and the time between them is nobody's."""
+    with pytest.raises(Odd):
+        trained(built(), checkpoint_every=1, after_step=raises_after(3))
+    trained(built())
+    told = read_events(run_dir)
+    assert [e["attempt"] for e in told if e["event"] == "attempt.started"] == [1, 2]
+    assert {e["attempt"] for e in told if e["event"] == "worker.generation_started"} == {1, 2}
+    verdict = verify(run_dir)
+    assert verdict.violations == () and verdict.finished and verdict.attempts == 2
+    night = [e | {"time": e["time"] + 50_000 * (e["attempt"] == 2)} for e in told]
+    assert summarize(night)["books"]["stopped_s"] >= 50_000
+    assert summarize(night)["books"]["training_s"] < 1_000
+
+
+def raises_after(step: int) -> Callable[[int], None]:
+    def after_step(finished: int) -> None:
+        if finished == step:
+            for thread in threading.enumerate():
+                if thread.name in ("checkpoint", "publisher"):
+                    thread.join()
+            raise Odd("as planned")
+
+    return after_step
 
 
 def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
