@@ -68,7 +68,9 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
     try:
-        return _attempts(run_dir, horovodrun_options, command, options, output, lock)
+        exit_code = _attempts(run_dir, horovodrun_options, command, options, output, lock)
+        write_result(run_dir)  # also where it has not finished, and where rank 0 does not share this folder
+        return exit_code
     finally:
         os.close(lock)
 
@@ -116,8 +118,6 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         idle = 0 if has_progressed(before, told) else idle + 1
         following = decide_next(exit_code, stopped, idle)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
-        if following.verdict == "finished":
-            write_result(run_dir)  # rank 0 has, unless its host does not share this folder
         if following.exit_code is not None:
             return following.exit_code
         deadline = time.monotonic() + following.delay_s

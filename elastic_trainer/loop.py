@@ -207,6 +207,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         raise UserExited(f"the user's code ended with {error!r}. Raise an exception instead.") from error
     finally:
         events.flush()
+        if launch.run_dir and not launch.driver and not events.bound.get("rank"):
+            report.write_result(launch.run_dir)  # of what there is, when it has not finished
 
 
 def end_as_user_error() -> None:
@@ -485,6 +487,8 @@ class Trainer:
         self.events.emit("job.described", dataset_size=schedule.dataset_size, global_batch=schedule.global_batch,
                          shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
                          max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce)
+        if self.launch.run_dir:
+            report.take_back_result(self.launch.run_dir, schedule.steps)
         if state.committed:  # the rank 0 before us may have died before it could write this
             self._say_committed(state.committed - 1, 0.0, repeated=True)
 

@@ -171,6 +171,7 @@ class World:
             HOROVOD_CACHE_CAPACITY=self._asked.get("HOROVOD_CACHE_CAPACITY", "0"),
             HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS",
                                                          str(round(self.launch.limits.gloo_s))),
+            HOROVOD_AUTOTUNE="0", HOROVOD_ENABLE_ASYNC_COMPLETION="0",  # wrong under elastic, whoever has asked for them
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         if isinstance(self.driver, OurDriver):

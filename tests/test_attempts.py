@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -136,6 +137,7 @@ def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, sign
     assert [(e["event"], e["attempt"]) for e in told] == [
         ("run.started", 1), ("attempt.started", 1), ("attempt.ended", 1)]
     assert told[-1]["verdict"] == "user_error"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is False
 
 
 def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 import os
 import random
 import sys
@@ -742,6 +743,8 @@ def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> 
     """Each life is an attempt of its own in the diary, and the time between them is nobody's."""
     with pytest.raises(Odd):
         trained(built(), checkpoint_every=1, after_step=raises_after(3))
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["finished"], result["steps"], result["weights_sha256"]) == (False, 3, None)
     trained(built())
     told = read_events(run_dir)
     assert [e["attempt"] for e in told if e["event"] == "attempt.started"] == [1, 2]
@@ -751,6 +754,26 @@ def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> 
     night = [e | {"time": e["time"] + 50_000 * (e["attempt"] == 2)} for e in told]
     assert summarize(night)["books"]["stopped_s"] >= 50_000
     assert summarize(night)["books"]["training_s"] < 1_000
+
+
+def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_steps(run_dir: Path) -> None:
+    """What has stopped half-way never shows the weights of before; and it is proved, as is its end."""
+    trained(built(), max_steps=2)
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 2
+    found: list[bool] = []
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        found.append(json.loads((run_dir / "result.json").read_text())["finished"])
+        return mse(model, batch)
+
+    with pytest.raises(Odd):
+        trained(built(), checkpoint_every=1, loss=loss, after_step=raises_after(4))
+    assert (found[0], found[-1]) == (True, False)
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["finished"], result["steps"], result["weights_sha256"]) == (False, 4, None)
+    assert verify(run_dir).violations == ()
+    trained(built())
+    assert json.loads((run_dir / "result.json").read_text())["finished"] and verify(run_dir).violations == ()
 
 
 def raises_after(step: int) -> Callable[[int], None]:

@@ -143,6 +143,24 @@ def test_an_unfinished_run_is_summed_up_to_its_last_event() -> None:
     assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0, None)
 
 
+def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
+    """Its old end is one no more; the same steps again are no more of it."""
+    later = [event(30.0, "run.started", options={}), event(30.0, "attempt.started", attempt=3)]
+    same = event(33.0, "job.described", **JOB, steps=4, reduce="exact", attempt=3)
+    begun = [generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same | {"steps": 10}]
+    assert summarize([*RUN, *later, generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same])["finished"]
+    result = summarize([*RUN, *later, *begun, step(34.0, 4, attempt=3)])
+    assert (result["finished"], result["steps"], result["samples"], result["weights_sha256"]) == (False, 5, 40, None)
+    assert result["books"]["stopped_s"] == 5.0 and sum(result["books"].values()) == result["wall_s"] == 34.0
+
+
+@pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout"])
+def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
+    """Each of the driver's reasons counts."""
+    gone = event(1.0, "driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason=reason)
+    assert summarize([gone])["workers_lost"] == {reason: 1}
+
+
 @given(st.lists(st.sampled_from(RUN)), st.lists(st.floats(0, 100), min_size=40, max_size=40))
 def test_books_close_and_goodput_is_a_part_whatever_the_events(
     events: list[Event], times: list[float]
