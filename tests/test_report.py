@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -332,4 +333,21 @@ def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: boo
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert watch.picture.is_over and "finished" in shown and "4/10" in shown
     if not is_terminal:
-        assert len(shown.splitlines()) == 1
+        assert len(shown.splitlines()) == RECENT_EVENTS + 1
+
+
+def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """In a log too: each event as a line when it happens, and with the first line of the training how to kill a worker."""
+    console = Console(file=io.StringIO(), width=60)
+    watch = Watch(write(tmp_path, []), console)
+    watch.start()
+    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"), (17, "generation 2: 2 workers")):
+        write(tmp_path, RUN[:count])
+        deadline = time.monotonic() + 10
+        while waited_for not in console.file.getvalue():  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline, console.file.getvalue()  # type: ignore[attr-defined]
+            time.sleep(0.01)
+    watch.stop()
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert sum("try it: kill -9 42" in line and "training" in line for line in lines) == 1
+    assert len(lines) == len(set(lines))
