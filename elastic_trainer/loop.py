@@ -411,7 +411,8 @@ class Trainer:
         batch = to_device(fetch(job.dataset, first, job.collate), job.device)
         for _ in range(2):  # the second time is what a shard takes
             started = time.monotonic()
-            job.loss(job.model, batch).backward()
+            with self.flat.count_additions():
+                job.loss(job.model, batch).backward()
             shard_s = time.monotonic() - started
             self.state.reset_buffers()
         self.state.forget()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.utils.checkpoint
 from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
@@ -481,6 +482,37 @@ def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size:
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2)
     alone = trained(built(torch.nn.BatchNorm1d(8)), max_steps=2)
     for result in in_a_world(size, lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
+        assert result.weights_sha256 == alone.weights_sha256
+
+
+class Checkpointed(Model):
+    """Uses one layer in two parts whose backward passes are runs of their own (use_reentrant=True)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(5, 3)
+        self.shared = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
+        return self.last(x)
+
+
+def checkpointed() -> Model:
+    torch.manual_seed(0)
+    return Checkpointed()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(size: int) -> None:
+    """Two shards then share no buffer: its sum would have the order of the passes, not that of the tree."""
+    def loud(model: Model, batch: Any) -> torch.Tensor:
+        return 1e3 * mse(model, batch)  # so that the step is not lost in the rounding of the weights
+
+    alone = trained(checkpointed(), loss=loud, max_steps=1)
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=1)
+    for result in in_a_world(size, lambda rank: job(checkpointed(), loss=loud, schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
 
 
