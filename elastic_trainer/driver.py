@@ -476,7 +476,7 @@ class MendedDriver:
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)
             del self.processes[process.name]
-            if reason == "boot_failed":
+            if reason == "boot_failed" and not self.membership.user_error:
                 print(f"elastic-trainer: the command ended with exit code {code} on {process.host} before its worker stood "
                       f"ready. It is tried there again, later each time, while that host is listed.", file=sys.stderr)
             self._turn()
