@@ -218,7 +218,7 @@ class _Story:
                 self._end_of_boot(event)
                 host = self._host(event)
                 host.working_s += self.now - host.working.pop(event["worker"], self.now)
-                if event["reason"] in LOST_REASONS:
+                if event.get("reason") in LOST_REASONS:
                     self.lost[event["reason"]] += 1
 
     def close(self) -> None:
