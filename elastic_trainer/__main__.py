@@ -228,7 +228,11 @@ def list_hosts(run_dir: Path, hosts: dict[str, int]) -> str:
 def _verify(run_dir: Path) -> int:
     from elastic_trainer.verify import verify
 
-    verdict = verify(run_dir)
+    try:
+        verdict = verify(run_dir)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run_dir} has no events.jsonl, so nothing is proved. Name a run's folder, e.g. "
+                          f"runs/NAME.") from error
     print(*verdict.sentences(), sep="\n")
     return 0 if verdict.is_proved else 1
 

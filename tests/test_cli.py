@@ -35,6 +35,12 @@ def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path, capsys: p
     assert "runs/NAME" in capsys.readouterr().err
 
 
+def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is proved of it."""
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "has no events.jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["demo", "--no-such-option"], "unknown: --no-such-option"),
     (["--no-such-option"], "unknown: --no-such-option"),
