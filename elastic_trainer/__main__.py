@@ -90,9 +90,10 @@ def run(argv: list[str]) -> int:
                         help="where checkpoints go: a folder, s3://bucket/prefix, or s3 for a server of its own on this "
                              "machine (the run's folder)")
     hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")
-    hosts.add_argument("--host-discovery-script", metavar="COMMAND", help="prints host:slots lines, at any time others")
-    hosts.add_argument("-H", "--hosts", metavar="a:1,b:2", help="a list that stays")
-    hosts.add_argument("-hostfile", "--hostfile", type=Path, help="the same as a file of lines like `a slots=1`")
+    where = hosts.add_mutually_exclusive_group()
+    where.add_argument("--host-discovery-script", metavar="COMMAND", help="prints host:slots lines, at any time others")
+    where.add_argument("-H", "--hosts", metavar="a:1,b:2", help="a list that stays")
+    where.add_argument("-hostfile", "--hostfile", type=Path, help="the same as a file of lines like `a slots=1`")
     hosts.add_argument("-np", "--num-proc", type=int, help="begin with so many workers")
     hosts.add_argument("--min-np", "--min-num-proc", type=int, help="wait when fewer are left")
     hosts.add_argument("--max-np", "--max-num-proc", type=int, help="train with no more")

@@ -157,6 +157,7 @@ def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(("options", "said"), [
     (["-np", "8", "--workers", "4"], "-np is 8, but the hosts have 4 slots"),
     (["-H", "a:1,b:1", "-np", "3"], "-np is 3, but the hosts have 2 slots"),
+    (["-H", "a:1", "--host-discovery-script", "./hosts.sh"], "not allowed with"),
     (["-H", "a:0"], "'a:0' is no host with slots"),
     (["-H", "-oProxyCommand=x:1"], "expected one argument"),
     (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts cannot be read"),
