@@ -74,12 +74,12 @@ def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="./horovodrun_elastic.sh", allow_abbrev=False,
         usage="%(prog)s [demo] [options]\n       %(prog)s [options] [horovodrun options] -- python my_train.py …",
-        epilog="All other options go to horovodrun, e.g. --host-discovery-script ./hosts.sh -np 4 --min-np 2.")
+        epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222.")
     parser.add_argument("--run", metavar="NAME", help="the run's name; the same name again resumes it (runs/NAME)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
     parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE", "exact"),
                         help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
-    parser.add_argument("--workers", type=int, default=4, help="local workers, when no hosts are given (%(default)s)")
+    parser.add_argument("--workers", type=int, help="local workers, when no hosts are given (-np, or else 4)")
     parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left (%(default)s)")
     parser.add_argument("--standby", type=int, metavar="N", help="so many booted workers wait on this machine, once "
                         "training has begun (1 for local workers; 0 where hosts are given: there each host keeps its own)")
@@ -89,13 +89,25 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--store", metavar="URL", default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
                         help="where checkpoints go: a folder, s3://bucket/prefix, or s3 for a server of its own on this "
                              "machine (the run's folder)")
+    hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")
+    where = hosts.add_mutually_exclusive_group()
+    where.add_argument("--host-discovery-script", metavar="COMMAND", help="prints host:slots lines, at any time others")
+    where.add_argument("-H", "--hosts", metavar="a:1,b:2", help="a list that stays")
+    where.add_argument("-hostfile", "--hostfile", type=Path, help="the same as a file of lines like `a slots=1`")
+    hosts.add_argument("-np", "--num-proc", type=int, help="begin with so many workers")
+    hosts.add_argument("--min-np", "--min-num-proc", type=int, help="wait when fewer are left")
+    hosts.add_argument("--max-np", "--max-num-proc", type=int, help="train with no more")
     options, horovodrun_options = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
     is_demo = not command
-    if is_demo and horovodrun_options:
-        parser.error(f"unknown: {' '.join(horovodrun_options)} (horovodrun's options need a command after --)")
-    if not 1 <= options.min_workers <= options.workers:
-        raise ConfigError(f"--min-workers is {options.min_workers} and --workers {options.workers}. Use 1 ≤ min ≤ workers.")
-
+    numbers = {"-np": options.num_proc, "--min-np": options.min_np, "--max-np": options.max_np}
+    given = {"--host-discovery-script": options.host_discovery_script, "-H": options.hosts, "--hostfile": options.hostfile,
+             **numbers}
+    unknown = horovodrun_options + [name for name, value in given.items() if value is not None]
+    if is_demo and unknown:
+        parser.error(f"unknown: {' '.join(unknown)} (horovodrun's options need a command after --)")
+    workers = next(n for n in (options.workers, options.num_proc, 4) if n is not None)
+    if not 1 <= options.min_workers <= workers:
+        raise ConfigError(f"--min-workers is {options.min_workers} and --workers {workers}. Use 1 ≤ min ≤ workers.")
     if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
         raise ConfigError(f"--run is {options.run!r}. Use letters, digits, '.', '_' and '-': it names a folder and a place "
                           f"in the store.")
@@ -106,11 +118,21 @@ def run(argv: list[str]) -> int:
         for flag in ("steps", "seed"):
             if getattr(options, flag) is not None:
                 command += [f"--{flag}", str(getattr(options, flag))]
-    if not any(o.startswith(("--host-discovery-script", "-H", "--hosts")) for o in horovodrun_options):
-        horovodrun_options = [*local_hosts(run_dir, options.workers), *horovodrun_options]
-        if not any(o in ("-np", "--num-proc") for o in horovodrun_options):
-            horovodrun_options += ["-np", str(options.workers), "--min-np", str(options.min_workers)]
-        options.standby = 1 if options.standby is None else options.standby
+    script = options.host_discovery_script
+    if script is None:
+        listed = static_hosts(options.hosts, options.hostfile)
+        options.standby = int(not listed) if options.standby is None else options.standby
+        listed = listed or {f"127.0.0.{number}": 1 for number in range(1, workers + 1)}
+        slots = sum(listed.values())
+        wanted = options.num_proc or slots
+        if wanted > slots:
+            raise ConfigError(f"-np is {wanted}, but the hosts have {slots} slots, so the training would never begin. Use "
+                              f"-np {slots} or fewer, or more hosts (--workers where they are local).")
+        script = list_hosts(run_dir, listed)
+        numbers = {"-np": wanted, "--min-np": options.min_np or options.min_workers,
+                   "--max-np": options.max_np or (wanted if wanted < slots else None)}
+    horovodrun_options += ["--host-discovery-script", script]
+    horovodrun_options += [word for name, n in numbers.items() if n is not None for word in (name, str(n))]
     os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
     os.environ["ELASTIC_TRAINER_STORE"] = store_of_run(options.store, name)
 
@@ -184,19 +206,40 @@ def last_words(log_path: Path, most: int = 3) -> list[str]:
     return list(dict.fromkeys(line.splitlines()[0] for line in said if line.strip()))[-most:]
 
 
-def local_hosts(run_dir: Path, workers: int) -> list[str]:
-    """Write a hosts file of loopback addresses, each a host of its own, and return horovodrun's option for it."""
+def static_hosts(hosts: str | None, hostfile: Path | None) -> dict[str, int]:
+    """Read -H a:1,b:2 or a file of `a slots=1` lines. Raises ConfigError."""
+    try:
+        items = hosts.split(",") if hosts else hostfile.read_text().splitlines() if hostfile else []
+    except OSError as error:
+        raise ConfigError(f"--hostfile {hostfile} cannot be read: {error.strerror}. Name a file of lines like "
+                          f"`a slots=1`.") from error
+    listed = {}
+    for item in filter(None, map(str.strip, items)):
+        found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]{0,3}))?", item)
+        if not found:
+            raise ConfigError(f"{item!r} is no host with slots. Use -H a:1,b:2, a --hostfile of lines like `a slots=1`, "
+                              f"or --host-discovery-script.")
+        listed[found[1]] = int(found[2] or 1)
+    return listed
+
+
+def list_hosts(run_dir: Path, hosts: dict[str, int]) -> str:
+    """Write a hosts file and return the discovery that prints it: a list that stays, but for whoever edits that file."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    hosts = run_dir / "hosts"
-    hosts.write_text("".join(f"127.0.0.{number}:1\n" for number in range(1, workers + 1)))
-    script = [sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(hosts)]
-    return ["--host-discovery-script", shlex.join(script)]
+    file = run_dir / "hosts"
+    file.write_text("".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
+    script = [sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(file)]
+    return shlex.join(script)
 
 
 def _verify(run_dir: Path) -> int:
     from elastic_trainer.verify import verify
 
-    verdict = verify(run_dir)
+    try:
+        verdict = verify(run_dir)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run_dir} has no events.jsonl, so nothing is proved. Name a run's folder, e.g. "
+                          f"runs/NAME.") from error
     print(*verdict.sentences(), sep="\n")
     return 0 if verdict.is_proved else 1
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
-from elastic_trainer.events import Events, read_events
+from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.report import write_result
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
@@ -68,7 +68,9 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
     try:
-        return _attempts(run_dir, horovodrun_options, command, options, output, lock)
+        exit_code = _attempts(run_dir, horovodrun_options, command, options, output, lock)
+        write_result(run_dir)  # also where it has not finished, and where rank 0 does not share this folder
+        return exit_code
     finally:
         os.close(lock)
 
@@ -76,7 +78,7 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
               output: IO[Any] | None, lock: int) -> int:
     before = read_events(run_dir)
-    attempt = max([e.get("attempt", 0) for e in before], default=0)
+    attempt = last_attempt(before)
     ssh = _ssh_options(horovodrun_options)
     _end_orphans(before, run_dir, ssh)  # of an earlier supervisor that was killed
     events = Events(run_dir, run=run_dir.name)
@@ -111,15 +113,11 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                                    start_new_session=True,  # Ctrl-C is ours to pass on, once
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run
         exit_code = process.wait()
-        told = read_events(run_dir)
+        before, told = told, read_events(run_dir)
         _end_orphans(told, run_dir, ssh)
-        progressed = any(e["event"] == "worker.step_committed" and e["attempt"] == attempt and not e.get("repeated")
-                         for e in told)
-        idle = 0 if progressed else idle + 1
+        idle = 0 if has_progressed(before, told) else idle + 1
         following = decide_next(exit_code, stopped, idle)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
-        if following.verdict == "finished":
-            write_result(run_dir)  # rank 0 has, unless its host does not share this folder
         if following.exit_code is not None:
             return following.exit_code
         deadline = time.monotonic() + following.delay_s
@@ -151,6 +149,16 @@ def _lock(run_dir: Path) -> int:
 def newest_checkpoint(events: list[dict[str, Any]]) -> int:
     """Return the newest step that was published as a checkpoint; 0 if none was."""
     return max((int(e["step"]) for e in events if e["event"] == "state.checkpoint_published"), default=0)
+
+
+def newest_step(events: list[dict[str, Any]]) -> int:
+    """Return how many steps the run has ever finished, those that a start from a checkpoint dropped included."""
+    return max((int(e["step"]) + 1 for e in events if e["event"] == "worker.step_committed"), default=0)
+
+
+def has_progressed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """True if the run has come further than ever, by a step or by a checkpoint; a step done once more is no progress."""
+    return newest_step(now) > newest_step(before) or newest_checkpoint(now) > newest_checkpoint(before)
 
 
 def lost_attempts(events: list[dict[str, Any]]) -> int:
@@ -191,7 +199,7 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
     for pid, name in here:
         if is_worker(pid, name):
             os.kill(pid, signal.SIGKILL)
-    newest = max((e.get("attempt", 0) for e in events), default=0)  # before it started, those of older ones were ended
+    newest = last_attempt(events)  # before it started, those of older ones were ended
     elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
     ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]

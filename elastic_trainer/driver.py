@@ -261,7 +261,8 @@ class MendedDriver:
         self.changed = threading.Condition()
         self.membership = Membership(
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
-            limits=Limits.from_environment(env), wait_s=settings.elastic_timeout)
+            limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
+            has_trained=any(int(env.get(f"ELASTIC_TRAINER_{name}", "0")) for name in ("RESUME_STEP", "LOST_ATTEMPTS")))
         self.processes: dict[str, WorkerProcess] = {}
         self.is_here: dict[str, bool] = {}
         """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
@@ -475,6 +476,9 @@ class MendedDriver:
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)
             del self.processes[process.name]
+            if reason == "boot_failed" and not self.membership.user_error:
+                print(f"elastic-trainer: the command ended with exit code {code} on {process.host} before its worker stood "
+                      f"ready. It is tried there again, later each time, while that host is listed.", file=sys.stderr)
             self._turn()
 
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
@@ -532,12 +536,31 @@ def check_version() -> None:
                           f"deploy/install.sh, or use plain horovodrun without the mends.")
 
 
+def check_options(settings: Any, env: dict[str, str]) -> None:
+    """Refuse what would be ignored, or break a promise, and what is none of an elastic job's. Raises ConfigError."""
+    options = {"--reset-limit": settings.reset_limit, "--blacklist-cooldown-range": settings.cooldown_range,
+               "--output-filename": settings.output_filename}
+    variables = {name: env.get(name, "0") not in ("", "0", "False")
+                 for name in ("HOROVOD_AUTOTUNE", "HOROVOD_ENABLE_ASYNC_COMPLETION")}
+    given = [name for name, value in (options | variables).items() if value]
+    if given:
+        raise ConfigError(f"{', '.join(given)} (or its option) is not kept by this driver: no membership is counted or "
+                          f"banned, output goes to stdout, and tuned or asynchronous collectives lose steps. Leave it out.")
+
+
+def refuse_static(*_: Any) -> None:
+    """Refuse a job without a discovery. Raises ConfigError."""
+    raise ConfigError("no --host-discovery-script is given, and Horovod's static launcher is not mended: it puts the "
+                      "environment on ssh's command lines. Give --host-discovery-script, e.g. one that prints a file.")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run horovodrun's command line with the mended driver; returns the exit code."""
     code = EXIT_FINISHED
 
     def run_elastic(settings: Any, env: dict[str, str], command: list[str], executable: str) -> None:
         nonlocal code
+        check_options(settings, env)
         run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
         events = Events(Path(run_dir) if run_dir else None, run=Path(run_dir or "").name,
                         attempt=int(env.get("ELASTIC_TRAINER_ATTEMPT", "1")))
@@ -546,7 +569,7 @@ def main(argv: list[str] | None = None) -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         check_version()
-        launch.gloo_run_elastic = run_elastic
+        launch.gloo_run_elastic, launch._run_static = run_elastic, refuse_static
         launch.gloo_built = lambda verbose=False: True  # it would import torch in here; workers find out soon enough
         sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
         launch.run_commandline()

@@ -65,6 +65,11 @@ class Events:
             listener(point, {**self.bound, **facts})
 
 
+def last_attempt(events: list[dict[str, Any]]) -> int:
+    """Return the number of the run's newest attempt; 0 if there was none."""
+    return max((int(e.get("attempt", 0)) for e in events), default=0)
+
+
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Read the whole diary; a line that is not JSON (torn by a full disk) is left out."""
     found = []

@@ -33,12 +33,13 @@ from typing import Any
 import horovod
 import numpy
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import TensorDataset, default_collate
 
 from elastic_trainer import report, revive, standby
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
-from elastic_trainer.events import Events
+from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import (
     MAX_ERROR_CHARACTERS,
@@ -67,6 +68,10 @@ LAST_TRIES = 3
 
 class PeerFailed(RuntimeError):
     """The user's code raised on another rank; the text is that rank's traceback."""
+
+
+class UserExited(RuntimeError):
+    """The user's code called sys.exit() (the cause), which would end one worker as if its host had died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +131,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     checkpoints go when no launcher says so. `listeners`
     hear every event of this worker.
 
-    Raises ConfigError for what cannot work, and what the user's code raises. Leaves by SystemExit 75 when this worker
-    is not wanted any more.
+    Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its sys.exit()). Leaves by
+    SystemExit 75 when this worker is not wanted any more.
     """
     if reduce is not None and reduce not in REDUCERS:
         raise ConfigError(f"reduce is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
@@ -167,6 +172,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:
         launch = replace(launch, store=store)
+    if launch.run_dir and not launch.driver:  # no launcher counts: each life is an attempt of its own
+        launch = replace(launch, attempt=last_attempt(read_events(launch.run_dir)) + 1)
     reduce = reduce or launch.reduce
     courier = None
     if launch.driver and not shares_runs(launch):
@@ -188,12 +195,31 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     except RunOver as over:
         print(f"elastic-trainer: {over}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
-    except Exception:
-        events.emit("worker.failed", error=traceback.format_exc()[-MAX_ERROR_CHARACTERS:])
-        driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then only its host failed
+    except KeyboardInterrupt:
         raise
+    except BaseException as error:
+        events.emit("worker.failed", error=traceback.format_exc()[-MAX_ERROR_CHARACTERS:])
+        driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then its exit code says it
+        if launch.driver:
+            end_as_user_error()
+        if isinstance(error, Exception):
+            raise
+        raise UserExited(f"the user's code ended with {error!r}. Raise an exception instead.") from error
     finally:
         events.flush()
+        if launch.run_dir and not launch.driver and not events.bound.get("rank"):
+            report.write_result(launch.run_dir)  # of what there is, when it has not finished
+
+
+def end_as_user_error() -> None:
+    """Let the exception that nobody catches end this process with the exit code of a user's own, after its traceback."""
+    show = sys.excepthook
+
+    def show_and_exit(*exception: Any) -> None:
+        show(*exception)
+        raise SystemExit(EXIT_USER_ERROR)
+
+    sys.excepthook = show_and_exit
 
 
 def local_rank() -> int:
@@ -340,7 +366,9 @@ class Trainer:
         """Keep what the user's code raises for the vote: all ranks must stop at the same point."""
         try:
             yield
-        except Exception as error:
+        except (HorovodInternalError, PeersLost, KeyboardInterrupt):  # a reducer's, from within the backward pass
+            raise
+        except BaseException as error:  # sys.exit() too
             self.error = error
 
     def _raise_if_failed(self, failed_rank: int) -> None:
@@ -387,7 +415,8 @@ class Trainer:
         batch = to_device(fetch(job.dataset, first, job.collate), job.device)
         for _ in range(2):  # the second time is what a shard takes
             started = time.monotonic()
-            job.loss(job.model, batch).backward()
+            with self.flat.count_additions():
+                job.loss(job.model, batch).backward()
             shard_s = time.monotonic() - started
             self.state.reset_buffers()
         self.state.forget()
@@ -434,6 +463,9 @@ class Trainer:
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
         checkpoints, is_first = self.checkpoints, self.launch.attempt == 1
+        if self.world.rank == 0 and not self.launch.driver:  # this life begins, and no launcher says so
+            self.events.emit("run.started", options={})
+            self.events.emit("attempt.started")
         try:
             step = checkpoints.restore(self.state, self.world, insist=not is_first) if checkpoints else None
         except StoreRefused as error:
@@ -461,6 +493,8 @@ class Trainer:
         self.events.emit("job.described", dataset_size=schedule.dataset_size, global_batch=schedule.global_batch,
                          shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
                          max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce)
+        if self.launch.run_dir:
+            report.take_back_result(self.launch.run_dir, schedule.steps)
         if state.committed:  # the rank 0 before us may have died before it could write this
             self._say_committed(state.committed - 1, 0.0, repeated=True)
 

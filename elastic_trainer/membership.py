@@ -42,6 +42,8 @@ MAX_IDLE_GENERATIONS = 20
 """So many generations in a row without a finished step, and the attempt is over."""
 FAILED_STARTS = 3
 """When a listed host has failed so often, the first generation no longer waits for it."""
+FAILED_RESTARTS = 6
+"""When each listed host has failed so often (after a minute of back-off), and nobody stands ready, the attempt is over."""
 
 
 class Phase(str, Enum):
@@ -152,6 +154,8 @@ class Membership:
     min_workers: int
     max_workers: int | None
     limits: Limits = field(default_factory=Limits)
+    has_trained: bool = False
+    """An earlier attempt of this run has."""
     workers: dict[str, Worker] = field(default_factory=dict)
     hosts: dict[str, Host] = field(default_factory=dict)
     """Every host ever listed (for its failures); `listed` are those of now."""
@@ -221,7 +225,7 @@ class Membership:
         worker.phase = Phase.GONE
         if before is Phase.FINISHED and code == EXIT_FINISHED:
             return "finished"
-        if code == EXIT_USER_ERROR or (before is Phase.FINISHED and 0 < code < 126):
+        if (code == EXIT_USER_ERROR and before is not Phase.BOOTING) or (before is Phase.FINISHED and 0 < code < 126):
             self.user_error = self.user_error or f"worker {name} ended with exit code {code} after an error of its own"
             return "user_error"
         if worker.ended_by or (self.verdict and code in ORDERLY_EXITS):
@@ -236,11 +240,20 @@ class Membership:
         host.fail(now)
         if before is Phase.BOOTING and worker.generation == 0:
             is_own = 0 <= code < 126 or code == 127  # no signal's
-            everywhere = all(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
-            if is_own and self.generation == 0 and (everywhere or not self._alive()):
-                self.user_error = f"the command ended with exit code {code} on {worker.host} before it reached train()"
+            if is_own and not self._has_ever_booted() and self._are_all_tried():
+                self.user_error = (f"the command ended with exit code {code} on {worker.host}, and nowhere did a worker "
+                                   f"stand ready. What it said is above")
             return "boot_failed"
         return "crashed"
+
+    def _has_ever_booted(self) -> bool:
+        """True if the command is known to work: then what fails while it boots is its host's fault."""
+        return self.has_trained or any(w.ready_at or w.generation for w in self.workers.values())
+
+    def _are_all_tried(self) -> bool:
+        """True if a worker has ended in every slot of the list."""
+        tried = {(w.host, w.slot) for w in self.workers.values() if w.phase is Phase.GONE}
+        return tried >= {(host, slot) for host, slots in self.listed.items() for slot in range(slots)}
 
     # --- what to do -----------------------------------------------------------------------------------------------
 
@@ -325,6 +338,9 @@ class Membership:
             if not [w for w in self._current() if w.phase in (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)]:
                 return End("finished", "")
             return None
+        if self.listed and all(self.hosts[h].failures >= FAILED_RESTARTS for h in self.listed) and not [
+                w for w in self._alive() if w.phase is not Phase.BOOTING]:
+            return End("failed", f"no worker stands ready, though each host was tried {FAILED_RESTARTS} times or more")
         if self.idle_generations > MAX_IDLE_GENERATIONS:
             return End("failed", f"{self.idle_generations} generations in a row finished no step")
         if self.state_exists and not any(w.holds_state and not w.dismissed for w in self._alive()):

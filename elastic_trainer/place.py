@@ -46,6 +46,8 @@ class Place:
     local_size: int
     rendezvous: tuple[str, int] | None
     """Where Gloo's peers find one another in this generation: address, port."""
+    attempt: int | None = None
+    """The number of this life of the run, where rank 0 says it and not a launcher."""
 
 
 class Dismissed(Exception):
@@ -368,7 +370,7 @@ class PlainDriver:
         from horovod.common.elastic import notification_manager
         from horovod.runner.elastic.worker import HostUpdateResult
 
-        self.launch, self.generation = launch, 0
+        self.launch, self.generation, self.attempt = launch, 0, launch.attempt
         self._changed = False
         self._drains = False
         self._update = HostUpdateResult
@@ -403,6 +405,7 @@ class PlainDriver:
             else:
                 # READY may be said only once a round (registration.py:105-115), so this GET is never repeated and
                 # waits as long as Horovod's barrier does.
+                self._changed = False  # before we ask: what is announced later may not be in the answer
                 try:
                     answer = self._http("GET", f"rank_and_size/{self.host}:{self.local_rank}")
                 except OSError as error:
@@ -412,13 +415,14 @@ class PlainDriver:
             if seat[0] < 0:
                 raise Dismissed
             if self._is_admitted(seat[0], seat[1]):
-                self.generation += 1
-                self._changed = False
                 return Place(generation=self.generation, rank=seat[0], size=seat[1], local_rank=seat[2],
-                             local_size=seat[3], rendezvous=(self.address, self.port))
+                             local_size=seat[3], rendezvous=(self.address, self.port), attempt=self.attempt)
 
     def _is_admitted(self, rank: int, size: int) -> bool:
-        """Check in, and learn whether all have: rank 0 waits for everyone and says so (notes 1.7)."""
+        """Check in, and learn whether all have: rank 0 waits for everyone and says so (notes 1.7).
+
+        With it go the numbers of attempt and generation: rank 0 was there before, a newcomer counts from nowhere.
+        """
         limit_s = self.launch.limits.boot_s if self.generation == 0 else 60.0
         deadline = time.monotonic() + limit_s
         self._http("PUT", f"admission/{rank}", str(size).encode())
@@ -426,12 +430,15 @@ class PlainDriver:
             if rank == 0:
                 here = [r for r in range(size) if self._http("GET", f"admission/{r}") == str(size).encode()]
                 if len(here) == size:
-                    self._http("PUT", "admission/go", b"go")
+                    self.generation += 1
+                    self._http("PUT", "admission/go", f"{self.attempt} {self.generation}".encode())
                     return True
             else:
                 word = self._http("GET", "admission/go")
+                if word and word != b"abort":
+                    self.attempt, self.generation = map(int, word.split())
                 if word:
-                    return word == b"go"
+                    return word != b"abort"
             time.sleep(0.02)
         if rank == 0:
             self._http("PUT", "admission/go", b"abort")

@@ -24,7 +24,8 @@ What it does not do: sparse gradients (they are added densely); float64 buffers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,8 @@ class Flat:
         self.lengths = lengths
         self.device = device
         self.sums = self.new_sums()
+        self.adds_once = True
+        """Each backward pass adds to a parameter's gradient once at most (see `count_additions`)."""
 
     def new_sums(self) -> dict[torch.dtype, torch.Tensor]:
         """Return a zeroed set of flat buffers, with room behind for equal slices."""
@@ -101,6 +104,27 @@ class Flat:
             if parameter.dtype != dtype:
                 assert parameter.grad is not None
                 parameter.grad.copy_(self.sums[dtype][start:stop].view(parameter.shape))
+
+    @contextmanager
+    def count_additions(self) -> Iterator[None]:
+        """Find out from a backward pass whether it adds to a gradient several times.
+
+        Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) does for a parameter that several parts use.
+        Then a buffer that two shards share has not the tree's order, and a gradient is not whole when it first changes.
+        """
+        counts = [0] * len(self.parameters)
+
+        def count(number: int) -> None:
+            counts[number] += 1
+
+        hooks = [parameter.register_post_accumulate_grad_hook(lambda _, number=number: count(number))
+                 for number, parameter in enumerate(self.parameters)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.adds_once = max(counts, default=0) <= 1
 
     @property
     def statistics(self) -> torch.Tensor:
@@ -176,10 +200,11 @@ class ExactReducer:
         def done() -> None:
             self.flat.collect()
             low, high = shard, shard + 1
-            if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
-                return  # its sibling adds into the same buffer: autograd's own addition is the tree's
-            if shard % 2 == 1 and self._holds(low - 1, high):
-                low -= 1
+            if self.flat.adds_once:
+                if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
+                    return  # its sibling adds into the same buffer: autograd's own addition is the tree's
+                if shard % 2 == 1 and self._holds(low - 1, high):
+                    low -= 1
             self._stack.append((low, high, self.flat.sums))
             self._leaf_open = False
             self._merge()
@@ -316,7 +341,7 @@ class RingReducer:
     def overlap(self, world: Collectives) -> None:
         """Let the backward pass that comes next start the network as its buckets fill."""
         has_16_bit = any(p.dtype != place[0] for p, place in zip(self.flat.parameters, self.flat.places, strict=True))
-        self._world = None if has_16_bit else world
+        self._world = world if self.flat.adds_once and not has_16_bit else None
 
     def _ready(self, number: int) -> None:
         if self._world is None or self._world.size == 1:

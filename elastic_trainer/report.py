@@ -7,7 +7,8 @@ Where it stands: events.jsonl → here → result.json and a table for a person.
 What always holds:
 1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.
 2. goodput is between 0 and 1, and a step that was done twice counts once.
-3. result.json is replaced whole: a reader sees the old one or the new one.
+3. result.json is replaced whole: a reader sees the old one or the new one. One that says "finished" is of a run that has
+   not been resumed with more steps since.
 
 What it does not do: judge. Events that contradict each other are summed up all the same; see `verify`.
 """
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "result.json"
 PHASES = ("booting", "training", "pausing", "restarting", "stopped")
-LOST_REASONS = ("crashed", "frozen", "evicted", "boot_failed", "boot_timeout")
+LOST_REASONS = ("crashed", "frozen", "cut_off", "stuck", "evicted", "boot_failed", "boot_timeout", "exit_timeout")
 
 Event = Mapping[str, Any]
 
@@ -92,6 +93,16 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
     temporary.write_text(json.dumps(result, indent=2) + "\n")
     temporary.replace(folder / RESULT_FILE)
     return result
+
+
+def take_back_result(run_dir: str | Path, steps: int) -> None:
+    """Write result.json again if it says that the run finished, but not with so many steps: it was made longer."""
+    try:
+        result = json.loads(Path(run_dir, RESULT_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return
+    if result.get("finished") and result.get("steps") != steps:
+        write_result(run_dir)
 
 
 def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
@@ -188,6 +199,9 @@ class _Story:
                 self._start_generation(event)
             case "worker.step_redone":
                 self.redone.add((*self._attempt(event), int(event["generation"]), int(event["step"])))
+            case "job.described":
+                if self.finished and event.get("steps") != self.finished["steps"]:
+                    self.finished = None  # resumed with more steps
             case "worker.step_committed":
                 self.kept.setdefault(int(event["step"]), event)
                 self._book("training", self.now)
@@ -204,7 +218,7 @@ class _Story:
                 self._end_of_boot(event)
                 host = self._host(event)
                 host.working_s += self.now - host.working.pop(event["worker"], self.now)
-                if event["reason"] in LOST_REASONS:
+                if event.get("reason") in LOST_REASONS:
                     self.lost[event["reason"]] += 1
 
     def close(self) -> None:
@@ -259,7 +273,11 @@ class _Story:
 
 def _until_finished(events: Sequence[Event]) -> Sequence[Event]:
     finishes = [index for index, event in enumerate(events) if event["event"] == "run.finished"]
-    return events[: finishes[-1] + 1] if finishes else events
+    if not finishes:
+        return events
+    steps, later = events[finishes[-1]]["steps"], events[finishes[-1] + 1 :]
+    is_longer = any(event["event"] == "job.described" and event.get("steps") != steps for event in later)
+    return events if is_longer else events[: finishes[-1] + 1]
 
 
 def print_hosts(fleet: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ What always holds:
    same. Training starts again only where a checkpoint of this lineage stands, or at 0 while there is none.
 3. One lineage: attempts and their generations only count up, nobody writes for a world that a newer one
    replaced, and each attempt describes the same job.
-4. A run that says it finished covered all its steps, and says of them what their lines say.
+4. A run that says it finished covered all its steps, and says of them what their lines say. Its result.json says the
+   same: a diary whose end was cut off stands beside one that knows better.
 5. One wrong line costs one sentence or a few: judging goes on from what that line claims.
 
 The kept history is what the weights were made of: a start from a checkpoint drops the later steps from it.
@@ -30,7 +31,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,16 @@ import numpy as np
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events import EVENTS_FILE
+from elastic_trainer.report import RESULT_FILE
 from elastic_trainer.schedule import Schedule, samples_digest
 
 Event = dict[str, Any]
 Line = tuple[int, Event | None]
 """A line's number in the file, from 1, and its event; None when it is torn."""
 
-SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
+LENGTH_KEYS = ("epochs", "max_steps")
+"""What a run may be resumed with another value of: the steps that are done stay what they are."""
+SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "seed", *LENGTH_KEYS)
 DIGEST_CHUNK_SAMPLES = 2**20
 
 
@@ -68,6 +72,8 @@ class Verdict:
     """Thrown away in flight and done again, by the survivors."""
     steps_rolled_back: int
     """Committed, then dropped by a start from a checkpoint, and due again."""
+    finishes: tuple[tuple[int, int, str], ...]
+    """Steps, samples and SHA-256 of the weights, each time that the run said it finished."""
     violations: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -93,8 +99,20 @@ class Verdict:
 
 
 def verify(run_dir: str | Path) -> Verdict:
-    """Judge the events of a run's folder. Raises FileNotFoundError where there are none."""
-    return judge(read_lines(run_dir))
+    """Judge the events of a run's folder, and its result.json by them. Raises FileNotFoundError where there are none."""
+    verdict = judge(read_lines(run_dir))
+    wrong = [] if verdict.steps else ["no step has a line in events.jsonl, so nothing is proved."]
+    try:
+        result = json.loads(Path(run_dir, RESULT_FILE).read_text())
+        said = [(result["steps"], result["samples"], result["weights_sha256"])] if result["finished"] else []
+    except FileNotFoundError:
+        said = []
+    except (ValueError, KeyError, TypeError) as error:
+        said, wrong = [], [*wrong, f"{RESULT_FILE} makes no sense: {type(error).__name__} {error}."]
+    told = verdict.finishes[-1:] if verdict.finished else verdict.finishes  # an older one, of a run that was made longer
+    wrong += [f"{RESULT_FILE} says that the run finished with {steps} steps, {samples} samples and weights {weights}, but "
+              f"events.jsonl does not." for steps, samples, weights in said if (steps, samples, weights) not in told]
+    return replace(verdict, violations=(*verdict.violations, *wrong))
 
 
 def read_lines(run_dir: str | Path) -> list[Line]:
@@ -171,7 +189,8 @@ class _History:
     start_is_published: bool = True
 
     finish_line: int | None = None
-    weights: tuple[int, str] | None = None  # line, SHA-256
+    finishes: list[tuple[int, int, str]] = field(default_factory=list)  # steps, samples, SHA-256
+    weights: tuple[int, str] | None = None  # line, SHA-256, of a finish after as many steps
     repeated_lines: int = 0
     steps_rolled_back: int = 0
     redone: set[tuple[int, int, int]] = field(default_factory=set)  # attempt, generation, step
@@ -214,17 +233,24 @@ class _History:
     def job_described(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        self.has_job = True
         job = {key: event[key] for key in (*SCHEDULE_KEYS, "reduce")}
-        if self.job is None:
-            self.job, self.job_line = job, self.number
-            try:
-                self.schedule = Schedule(**{key: job[key] for key in SCHEDULE_KEYS})
-            except ConfigError as error:
-                self.violate(f"the job has no schedule, so nothing is known to be due: {error}")
-        for key, value in job.items():
-            if value != self.job[key]:
-                self.violate(f"the job's {key} is {value!r}, but {self.job[key]!r} in line {self.job_line}.")
+        may_change = () if self.has_job else LENGTH_KEYS
+        self.has_job = True
+        changed = {key for key, value in job.items() if self.job is not None and value != self.job[key]}
+        for key in sorted(changed.difference(may_change)):
+            assert self.job is not None
+            self.violate(f"the job's {key} is {job[key]!r}, but {self.job[key]!r} in line {self.job_line}.")
+        if self.job is None or (changed and changed <= {*may_change}):
+            self._take_job(job)
+
+    def _take_job(self, job: Event) -> None:
+        self.job, self.job_line = job, self.number
+        try:
+            self.schedule = Schedule(**{key: job[key] for key in SCHEDULE_KEYS})
+        except ConfigError as error:
+            self.violate(f"the job has no schedule, so nothing is known to be due: {error}")
+        if self.schedule is not None and self.schedule.steps > len(self.kept):
+            self.finish_line = self.weights = None
 
     def generation_started(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
@@ -291,6 +317,7 @@ class _History:
         last = self.kept.get(self.next - 1)
         if last is not None and not _is_about(float(event["loss"]), last.loss):
             self.violate(f"{said}, but its loss {event['loss']} is {last.loss} in line {last.line}.")
+        self.finishes.append((event["steps"], event["samples"], event["weights_sha256"]))
         if self.weights is None:
             self.weights = (self.number, event["weights_sha256"])
         elif self.weights[1] != event["weights_sha256"]:
@@ -317,6 +344,7 @@ class _History:
             repeated_lines=self.repeated_lines,
             steps_redone=len(self.redone),
             steps_rolled_back=self.steps_rolled_back,
+            finishes=tuple(self.finishes),
             violations=tuple(violations),
             notes=tuple(notes),
         )

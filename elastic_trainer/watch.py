@@ -176,7 +176,8 @@ def in_words(event: Event, picture: Picture) -> str | None:
 def plain_line(picture: Picture) -> str:
     """Say the picture in one line."""
     facts = [f"{name} {value}" for name, value in _facts(picture)]
-    return f"run {picture.run}, {picture.phase}: {', '.join(facts)}"
+    kill = f"; try it: {picture.kill_command}" if picture.kill_command and picture.phase == "training" else ""
+    return f"run {picture.run}, {picture.phase}: {', '.join(facts)}{kill}"
 
 
 def panel(picture: Picture) -> Panel:
@@ -220,7 +221,8 @@ class Tail:
 class Watch:
     """Show a run's progress from a thread of its own, until stop().
 
-    On a terminal a panel at the bottom; elsewhere one plain line every 10 s or 10 % of the run, and at its end.
+    On a terminal a panel at the bottom; elsewhere a line for each event, and one of the picture when training begins,
+    every 10 s or 10 % of the run, and at its end.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None):
@@ -228,6 +230,7 @@ class Watch:
         self.picture = Picture(run=Path(run_dir).name)
         self._tail = Tail(Path(run_dir, EVENTS_FILE))
         self._printed, self._printed_at = self.picture, time.monotonic()
+        self._news: list[str] = []
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._show, name="watch", daemon=True)
 
@@ -256,7 +259,8 @@ class Watch:
         while True:
             picture = self.picture
             for event in self._tail.events():
-                picture = fold(picture, event)
+                before, picture = picture, fold(picture, event)
+                self._news += picture.recent[-1:] if picture.recent is not before.recent else []
             self.picture = picture
             show()
             if is_last:
@@ -264,6 +268,9 @@ class Watch:
             is_last = self._is_stopped.wait(REFRESH_S)
 
     def _print_when_due(self) -> None:
+        for words in self._news[-RECENT_EVENTS:]:  # more at once are an older run's
+            self._print(words)
+        self._news.clear()
         if self.picture == self._printed or (self.picture.is_over and self._printed.is_over):
             return
         is_over = self._is_stopped.is_set() or self.picture.is_over
@@ -271,9 +278,13 @@ class Watch:
             self.picture.steps - self._printed.steps >= (self.picture.steps_due or math.inf) * PLAIN_LINE_PART
         )
         is_long = time.monotonic() - self._printed_at >= PLAIN_LINE_S
-        if is_over or is_far or is_long:
-            self.console.print(plain_line(self.picture), markup=False, highlight=False, soft_wrap=True)
+        is_new = self.picture.phase == "training" and self._printed.generation == 0
+        if is_over or is_far or is_long or is_new:
+            self._print(plain_line(self.picture))
             self._printed, self._printed_at = self.picture, time.monotonic()
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def watch(run_dir: str | Path, console: Console | None = None) -> None:

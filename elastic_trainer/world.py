@@ -154,6 +154,8 @@ class World:
         self.local_rank = place.local_rank
         self._change_wanted_since = None
         self.events.bound.update(generation=self.generation, rank=self.rank, size=self.size)
+        if place.attempt is not None:
+            self.events.bound["attempt"] = place.attempt
         self.events.reach("world.place_taken")
         if self.size == 1:
             return
@@ -169,6 +171,7 @@ class World:
             HOROVOD_CACHE_CAPACITY=self._asked.get("HOROVOD_CACHE_CAPACITY", "0"),
             HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS",
                                                          str(round(self.launch.limits.gloo_s))),
+            HOROVOD_AUTOTUNE="0", HOROVOD_ENABLE_ASYNC_COMPLETION="0",  # wrong under elastic, whoever has asked for them
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         if isinstance(self.driver, OurDriver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from elastic_trainer.attempts import (
     MAX_BACK_OFF_S,
     Next,
     decide_next,
+    has_progressed,
     is_worker,
     supervise,
 )
@@ -66,6 +68,24 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
     following = decide_next(exit_code, was_interrupted, idle)
     assert (following.exit_code == 0) == (exit_code == EXIT_FINISHED)
     assert following.exit_code is not None or not was_interrupted
+
+
+def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
+    names = {"step": "worker.step_committed", "checkpoint": "state.checkpoint_published"}
+    return [{"event": names[what], "step": step} for what, step in facts]
+
+
+@pytest.mark.parametrize(("more", "is_progress"), [
+    ([], False),
+    ([("step", step) for step in range(40, 50)], False),
+    ([("step", step) for step in range(40, 51)], True),
+    ([("step", 40), ("checkpoint", 40)], False),
+    ([("step", step) for step in range(40, 46)] + [("checkpoint", 45)], True),
+])
+def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is_progress: bool) -> None:
+    """A death that always comes at step 50, with a checkpoint of step 40, is not retried for ever."""
+    before = told(*(("step", step) for step in range(50)), ("checkpoint", 40))
+    assert has_progressed(before, before + told(*more)) is is_progress
 
 
 @pytest.fixture
@@ -117,6 +137,35 @@ def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, sign
     assert [(e["event"], e["attempt"]) for e in told] == [
         ("run.started", 1), ("attempt.started", 1), ("attempt.ended", 1)]
     assert told[-1]["verdict"] == "user_error"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is False
+
+
+RAISES = """
+import torch
+from elastic_trainer import train
+def loss(model, batch):
+    raise ValueError("as planned")
+model = torch.nn.Linear(2, 1)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(torch.ones(8, 2)),
+      loss=loss, global_batch=4, shards=2)"""
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_ready(
+        tmp_path: Path, signals: None, has_trained: bool) -> None:
+    """At once, with the traceback; in a run that has trained before it may be the host's fault, and is tried again."""
+    if has_trained:
+        Events(tmp_path / "run", attempt=1).emit("state.checkpoint_published", step=3)
+    started = f'open("started", "a").write("x")\nos.path.getsize("started") > 1 and os.kill({os.getpid()}, 15)'
+    command = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)]
+    with open(tmp_path / "output", "wb") as output:
+        code = supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    gone = [e for e in read_events(tmp_path / "run") if e["event"] == "driver.worker_gone"]
+    assert (gone[0]["exit_code"], gone[0]["reason"]) == (EXIT_USER_ERROR, "boot_failed")
+    assert code == (EXIT_INTERRUPTED if has_trained else EXIT_USER_ERROR)
+    assert len((tmp_path / "started").read_text()) == 1 + has_trained
+    said = (tmp_path / "output").read_text()
+    assert "ValueError: as planned" in said and ("It is tried there again" in said) == has_trained
 
 
 def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from elastic_trainer.__main__ import _prove, local_hosts, main
+from elastic_trainer import driver
+from elastic_trainer.__main__ import _prove, list_hosts, main, static_hosts
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import is_local, parse_hosts
 from state.store import StoreRefused, StoreUnavailable
@@ -32,6 +35,12 @@ def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path, capsys: p
     (tmp_path / "file").touch()
     assert main(["verify", str(tmp_path / "file")]) == 2
     assert "runs/NAME" in capsys.readouterr().err
+
+
+def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is proved of it."""
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "has no events.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -91,15 +100,99 @@ def test_the_exit_code_is_the_processs_when_it_is_called_as_a_module(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_each_local_worker_has_a_host_of_its_own_when_no_hosts_are_given(tmp_path: Path) -> None:
-    """The option names a script that prints them, also from a folder with spaces and quotes in its name."""
-    option, script = local_hosts(tmp_path / "a run's \"folder\"", 5)
-    assert option == "--host-discovery-script"
+def test_each_host_is_listed_as_it_was_given(tmp_path: Path) -> None:
+    """It is a command that prints them, also from a folder with spaces and quotes in its name."""
+    script = list_hosts(tmp_path / "a run's \"folder\"", {"127.0.0.1": 1, "127.0.0.2": 3})
     done = subprocess.run(script, shell=True, capture_output=True, text=True, cwd="/")
-    hosts = parse_hosts(done.stdout, None)
     assert done.returncode == 0
-    assert len(hosts) == 5 and set(hosts.values()) == {1}
-    assert all(is_local(host) for host in hosts)
+    assert parse_hosts(done.stdout, None) == {"127.0.0.1": 1, "127.0.0.2": 3}
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> tuple[argparse.Namespace, dict[str, int]]:
+    """Return what the driver would be told, and the hosts that it would find."""
+    told: list[argparse.Namespace] = []
+
+    def supervise(run_dir: Path, horovodrun_options: list[str], *_: object, **__: object) -> int:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        for name in ("-np", "--min-np", "--max-np"):
+            parser.add_argument(name, type=int)
+        parser.add_argument("--host-discovery-script")
+        told.append(parser.parse_known_args(horovodrun_options)[0])
+        return 130
+
+    monkeypatch.setattr("elastic_trainer.attempts.supervise", supervise)
+    monkeypatch.setattr("elastic_trainer.standby.local_standbys", lambda *_: nullcontext())
+    for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
+    monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
+    assert main(["run", "--run", "x", "--runs-dir", str(tmp_path), *options, "--", "true"]) == 130
+    printed = subprocess.run(told[0].host_discovery_script, shell=True, capture_output=True, text=True)
+    return told[0], parse_hosts(printed.stdout, None)
+
+
+@pytest.mark.parametrize(("options", "np", "min_np", "max_np", "hosts"), [
+    ([], 4, 1, None, 4),
+    (["--workers", "2"], 2, 1, None, 2),
+    (["-np", "8"], 8, 1, None, 8),
+    (["--num-proc=2"], 2, 1, None, 2),
+    (["-np", "2", "--min-np", "2", "--max-np", "2"], 2, 2, 2, 2),
+    (["-np", "2", "--workers", "4"], 2, 1, 2, 4),
+])
+def test_there_are_as_many_local_workers_as_were_asked_for(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], np: int, min_np: int, max_np: int | None,
+        hosts: int) -> None:
+    """Each has a host of its own on this machine, whichever option names their number."""
+    told, listed = started(monkeypatch, tmp_path, *options)
+    assert (told.np, told.min_np, told.max_np) == (np, min_np, max_np)
+    assert len(listed) == hosts and set(listed.values()) == {1} and all(is_local(host) for host in listed)
+
+
+@pytest.mark.parametrize("given", [["-H", "a:1,b:2"], ["--hosts=a:1,b:2"], ["--hostfile", "FILE"], ["-hostfile", "FILE"]])
+def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]) -> None:
+    """Horovod's static launcher is never asked: it knows no deaths, and shows the environment on command lines."""
+    (tmp_path / "file").write_text("a slots=1\n\nb slots=2\n")
+    options = [str(tmp_path / "file") if word == "FILE" else word for word in given]
+    told, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
+    assert listed == {"a": 1, "b": 2} and (told.np, told.max_np) == (2, 2)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["-np", "8", "--workers", "4"], "-np is 8, but the hosts have 4 slots"),
+    (["-H", "a:1,b:1", "-np", "3"], "-np is 3, but the hosts have 2 slots"),
+    (["-H", "a:1", "--host-discovery-script", "./hosts.sh"], "not allowed with"),
+    (["-H", "a:0"], "'a:0' is no host with slots"),
+    (["-H", "-oProxyCommand=x:1"], "expected one argument"),
+    (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts cannot be read"),
+])
+def test_the_user_is_told_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str],
+                                               said: str) -> None:
+    """With the remedy; nothing is begun."""
+    try:
+        assert main(["run", "--runs-dir", str(tmp_path / "runs"), *options, "--", "true"]) == 2
+    except SystemExit as exit_:
+        assert exit_.code == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_has_one_slot_when_its_item_names_none() -> None:
+    """As horovodrun does it."""
+    assert static_hosts("a,b:2", None) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["-np", "2", "-H", "127.0.0.1:1,127.0.0.2:1"], "--host-discovery-script"),
+    (["-np", "2"], "--host-discovery-script"),
+    *((["-np", "1", "--host-discovery-script", "echo localhost:1", *more], more[0]) for more in (
+        ["--reset-limit", "3"], ["--output-filename", "out"], ["--blacklist-cooldown-range", "60", "300"])),
+    (["-np", "1", "--host-discovery-script", "echo localhost:1", "--autotune"], "HOROVOD_AUTOTUNE"),
+])
+def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                                  arguments: list[str], said: str) -> None:
+    """Silence would be taken for a yes."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert driver.main([*arguments, "true"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.MonkeyPatch,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,15 +21,27 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.utils.checkpoint
 from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer import standby
-from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.events import Events, read_events
-from elastic_trainer.loop import Job, PeerFailed, Result, Trainer, local_rank, seed_everything, train
+from elastic_trainer.loop import (
+    Job,
+    PeerFailed,
+    Result,
+    Trainer,
+    UserExited,
+    local_rank,
+    seed_everything,
+    train,
+)
 from elastic_trainer.place import Alone, RunOver
+from elastic_trainer.report import summarize
 from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.verify import verify
 from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
 from state.layout import LayoutError
 from state.store import StoreRefused
@@ -436,7 +450,7 @@ def in_a_world(size: int, make: Callable[[int], Job]) -> list[Any]:
     def work(rank: int, trainer: Trainer) -> None:
         try:
             ended[rank] = trainer.run()
-        except (Odd, PeerFailed) as error:
+        except (Odd, PeerFailed, SystemExit) as error:
             ended[rank] = error
         except BaseException as error:
             broken.append(error)
@@ -473,6 +487,37 @@ def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size:
         assert result.weights_sha256 == alone.weights_sha256
 
 
+class Checkpointed(Model):
+    """Uses one layer in two parts whose backward passes are runs of their own (use_reentrant=True)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(5, 3)
+        self.shared = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
+        return self.last(x)
+
+
+def checkpointed() -> Model:
+    torch.manual_seed(0)
+    return Checkpointed()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(size: int) -> None:
+    """Two shards then share no buffer: its sum would have the order of the passes, not that of the tree."""
+    def loud(model: Model, batch: Any) -> torch.Tensor:
+        return 1e3 * mse(model, batch)  # so that the step is not lost in the rounding of the weights
+
+    alone = trained(checkpointed(), loss=loud, max_steps=1)
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=1)
+    for result in in_a_world(size, lambda rank: job(checkpointed(), loss=loud, schedule=schedule)):
+        assert result.weights_sha256 == alone.weights_sha256
+
+
 @pytest.mark.parametrize("size", [2, 6])
 def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> None:
     """Also on a worker that has no shard to run, and so has never scaled a loss."""
@@ -481,7 +526,8 @@ def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> Non
         assert result.weights_sha256 == alone.weights_sha256
 
 
-def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
+@pytest.mark.parametrize("error", [Odd, SystemExit])
+def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[BaseException]) -> None:
     """There the user's own exception leaves, elsewhere its text; nobody applies the step."""
     schedule = Schedule(dataset_size=SIZE, **NUMBERS)
     bad = int(schedule.shard_samples(1, 2)[0])  # rank 1 of 2 runs it
@@ -489,12 +535,12 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad() -> None:
 
     def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
         if torch.equal(x, INPUT[bad]):
-            raise Odd(f"sample {bad} is bad")
+            raise error(f"sample {bad} is bad")
         return x, y
 
     first, second = in_a_world(2, lambda rank: job(models[rank], dataset=OneByOne(broken)))
-    assert isinstance(second, Odd)
-    assert isinstance(first, PeerFailed) and f"Odd: sample {bad} is bad" in str(first)
+    assert isinstance(second, error)
+    assert isinstance(first, PeerFailed) and f"{error.__name__}: sample {bad} is bad" in str(first)
     reference = built()
     trained(reference, max_steps=1)
     for model in models:
@@ -574,6 +620,36 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
     (failed,) = ears.facts("worker.failed")
     assert "Odd: as planned" in failed["error"]
     assert not ears.facts("run.finished")
+
+
+@pytest.mark.parametrize("where", ["loss", "schedule", "after_step"])
+def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> None:
+    """sys.exit() in the user's code is no dead host, whose worker would be started again for ever."""
+    ears = Ears()
+
+    def exits(*arguments: Any) -> Any:
+        sys.exit("bad data")
+
+    with pytest.raises(UserExited, match="SystemExit.'bad data'") as raised:
+        trained(built(), listeners=[ears], **{where: exits})
+    assert isinstance(raised.value.__cause__, SystemExit)
+    assert "SystemExit: bad data" in ears.facts("worker.failed")[0]["error"]
+
+
+def test_the_exit_code_says_that_it_was_the_users_code_when_a_worker_has_not_stood_ready(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback is shown."""
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        raise Odd("as planned")
+
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *exception: shown.append(exception))
+    monkeypatch.setenv("ELASTIC_TRAINER_DRIVER", "127.0.0.1:9")
+    with pytest.raises(Odd) as raised:
+        trained(built(), loss=loss)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert ended.value.code == EXIT_USER_ERROR and shown == [(raised.type, raised.value, raised.tb)]
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
@@ -745,6 +821,54 @@ def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> 
     told = [e for e in read_events(run_dir) if e["event"] == "worker.step_committed" and not e.get("repeated")]
     assert [(e["step"], e["samples"], e["digest"]) for e in told] == [
         (step, SCHEDULE.batch_size(step), SCHEDULE.batch_digest(step)) for step in range(6)]
+
+
+def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> None:
+    """Each life is an attempt of its own in the diary, and the time between them is nobody's."""
+    with pytest.raises(Odd):
+        trained(built(), checkpoint_every=1, after_step=raises_after(3))
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["finished"], result["steps"], result["weights_sha256"]) == (False, 3, None)
+    trained(built())
+    told = read_events(run_dir)
+    assert [e["attempt"] for e in told if e["event"] == "attempt.started"] == [1, 2]
+    assert {e["attempt"] for e in told if e["event"] == "worker.generation_started"} == {1, 2}
+    verdict = verify(run_dir)
+    assert verdict.violations == () and verdict.finished and verdict.attempts == 2
+    night = [e | {"time": e["time"] + 50_000 * (e["attempt"] == 2)} for e in told]
+    assert summarize(night)["books"]["stopped_s"] >= 50_000
+    assert summarize(night)["books"]["training_s"] < 1_000
+
+
+def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_steps(run_dir: Path) -> None:
+    """What has stopped half-way never shows the weights of before; and it is proved, as is its end."""
+    trained(built(), max_steps=2)
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 2
+    found: list[bool] = []
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        found.append(json.loads((run_dir / "result.json").read_text())["finished"])
+        return mse(model, batch)
+
+    with pytest.raises(Odd):
+        trained(built(), checkpoint_every=1, loss=loss, after_step=raises_after(4))
+    assert (found[0], found[-1]) == (True, False)
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["finished"], result["steps"], result["weights_sha256"]) == (False, 4, None)
+    assert verify(run_dir).violations == ()
+    trained(built())
+    assert json.loads((run_dir / "result.json").read_text())["finished"] and verify(run_dir).violations == ()
+
+
+def raises_after(step: int) -> Callable[[int], None]:
+    def after_step(finished: int) -> None:
+        if finished == step:
+            for thread in threading.enumerate():
+                if thread.name in ("checkpoint", "publisher"):
+                    thread.join()
+            raise Odd("as planned")
+
+    return after_step
 
 
 def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.membership import Action, End, Form, Membership, Phase, Stop
+from elastic_trainer.membership import FAILED_RESTARTS, Action, End, Form, Membership, Phase, Stop
 
 
 @dataclass
@@ -362,6 +362,63 @@ def test_ends_when_no_generation_finishes_a_step() -> None:
             f.say(f.worker_on(host), "reviving") if f.membership.verdict is None else None
         f.run(4)
     assert isinstance(f.membership.verdict, End) and "finished no step" in f.membership.verdict.detail
+
+
+@pytest.mark.parametrize("code", [1, 2, 70, 127])
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_goes_on_trying_when_no_worker_boots_in_a_run_that_has_trained(hosts: str, code: int) -> None:
+    """A new host whose mount is not there yet is the world's fault: with back-off, until the attempt is over."""
+    f = fleet(hosts)
+    f.membership.has_trained = True
+    f.boots = False
+    ended, started = 0, f.now
+    while f.membership.verdict is None:
+        f.live()
+        for name, worker in f.membership.workers.items():
+            if worker.phase is Phase.BOOTING:
+                assert f.membership.exited(name, code, f.now) == "boot_failed"
+                ended += 1
+    assert f.membership.verdict.verdict == "failed"
+    assert ended == FAILED_RESTARTS * len(hosts) and f.now - started > 30
+
+
+def test_goes_on_trying_when_the_command_fails_where_it_has_worked_once() -> None:
+    """All slots are tried again after a worker stood ready, also before the first generation."""
+    f = fleet("ab")
+    f.turn()
+    a, b = f.worker_on("a"), f.worker_on("b")
+    f.say(a, "standby")
+    f.membership.exited(b, 70, f.now)
+    f.membership.exited(a, -9, f.now)
+    f.turn(5.0)
+    for host in "ab":
+        f.membership.exited(f.worker_on(host), 70, f.now)
+    f.run(seconds=60)
+    assert f.world()
+
+
+def test_ends_as_user_error_after_one_try_when_the_users_code_raises_before_anybody_stands_ready() -> None:
+    """Each slot once, and not before: a host without the data must not end what the others can do."""
+    f = fleet("abcd")
+    f.turn()
+    for host in "abc":
+        f.membership.exited(f.worker_on(host), 70, f.now)
+        assert not any(isinstance(a, End) for a in f.turn())
+    f.membership.exited(f.worker_on("d"), 70, f.now)
+    assert any(isinstance(a, End) and a.verdict == "user_error" for a in f.turn())
+
+
+@pytest.mark.parametrize("code", [1, 70])
+def test_the_run_goes_on_when_a_newcomers_code_raises(code: int) -> None:
+    """What raises before a worker stands ready may be its host's fault, also when it says that it was the user's code."""
+    f = fleet("abc")
+    f.run()
+    f.boots = False
+    f.membership.hosts_listed({h: 1 for h in "abcx"})
+    f.run()
+    assert f.membership.exited(f.worker_on("x"), code, f.now) == "boot_failed"
+    f.run()
+    assert f.world() == ["a", "b", "c"] and f.membership.verdict is None
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 127])

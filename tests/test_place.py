@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from elastic_trainer.place import (
     Dismissed,
     OurDriver,
     Place,
+    PlainDriver,
     RunOver,
     interface_towards,
     own_address_towards,
@@ -455,6 +457,71 @@ def test_there_is_one_place_when_nobody_started_us() -> None:
     alone.finish(3)
     assert alone.next_place(True, 3) == Place(generation=1, rank=0, size=1, local_rank=0, local_size=1, rendezvous=None)
     assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken() or alone.is_finished())
+
+
+# --- plain horovodrun -----------------------------------------------------------------------------------------------
+
+class Horovodrun:
+    """Horovod's driver, as far as a worker asks it: a key-value store over HTTP, and a seat for who asks for one."""
+
+    def __init__(self, on_seat: Callable[[], None] = lambda: None):
+        self.store: dict[str, bytes] = {}
+        told = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if "rank_and_size" in self.path:
+                    on_seat()
+                    told.store.clear()  # as Horovod's does with each round
+                value = b"0,1,0,1,0,1" if "rank_and_size" in self.path else told.store.get(self.path)
+                self.send_response(404 if value is None else 200)
+                self.end_headers()
+                self.wfile.write(value or b"")
+
+            def do_PUT(self) -> None:
+                told.store[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def worker(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int, attempt: int) -> PlainDriver:
+        seat = {"RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size}
+        for name, value in {**seat, "HOSTNAME": "a", "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+                            "GLOO_RENDEZVOUS_PORT": self.server.server_port}.items():
+            monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+        return PlainDriver(Launch(attempt=attempt, horovod=True))
+
+
+def test_a_host_is_not_forgotten_when_it_is_announced_while_plain_horovodrun_makes_a_round(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says it again; a notice from before is settled by the new round."""
+    during: list[PlainDriver] = []
+    horovodrun = Horovodrun(on_seat=lambda: [driver.on_hosts_updated(1, None) for driver in during] and None)
+    driver = horovodrun.worker(monkeypatch, 0, 1, attempt=1)
+    driver.next_place(False, 0)
+    driver.on_hosts_updated(0, None)
+    driver.next_place(True, 1)
+    assert not driver.wants_change()
+    during.append(driver)
+    driver.next_place(True, 2)
+    assert driver.wants_change()
+    horovodrun.server.shutdown()
+
+
+def test_all_count_as_rank_0_does_when_plain_horovodrun_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer has found other lines in the diary, and was in no generation yet."""
+    horovodrun = Horovodrun()
+    first = horovodrun.worker(monkeypatch, 0, 1, attempt=3)
+    assert [(p.attempt, p.generation) for p in (first.next_place(False, 0), first.next_place(True, 1))] == [(3, 1), (3, 2)]
+    newcomer = horovodrun.worker(monkeypatch, 1, 2, attempt=4)
+    place = newcomer.next_place(False, 0)
+    assert (place.attempt, place.generation, place.rank) == (3, 2, 1)
+    horovodrun.server.shutdown()
 
 
 # --- how a worker was launched --------------------------------------------------------------------------------------

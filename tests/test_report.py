@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,24 @@ def test_an_unfinished_run_is_summed_up_to_its_last_event() -> None:
     assert result["weights_sha256"] is None and result["wall_s"] == 11.0
     nothing = summarize([])
     assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0, None)
+
+
+def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
+    """Its old end is one no more; the same steps again are no more of it."""
+    later = [event(30.0, "run.started", options={}), event(30.0, "attempt.started", attempt=3)]
+    same = event(33.0, "job.described", **JOB, steps=4, reduce="exact", attempt=3)
+    begun = [generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same | {"steps": 10}]
+    assert summarize([*RUN, *later, generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same])["finished"]
+    result = summarize([*RUN, *later, *begun, step(34.0, 4, attempt=3)])
+    assert (result["finished"], result["steps"], result["samples"], result["weights_sha256"]) == (False, 5, 40, None)
+    assert result["books"]["stopped_s"] == 5.0 and sum(result["books"].values()) == result["wall_s"] == 34.0
+
+
+@pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout"])
+def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
+    """Each of the driver's reasons counts."""
+    gone = event(1.0, "driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason=reason)
+    assert summarize([gone])["workers_lost"] == {reason: 1}
 
 
 @given(st.lists(st.sampled_from(RUN)), st.lists(st.floats(0, 100), min_size=40, max_size=40))
@@ -317,4 +336,21 @@ def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: boo
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert watch.picture.is_over and "finished" in shown and "4/10" in shown
     if not is_terminal:
-        assert len(shown.splitlines()) == 1
+        assert len(shown.splitlines()) == RECENT_EVENTS + 1
+
+
+def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """In a log too: each event as a line when it happens, and with the first line of the training how to kill a worker."""
+    console = Console(file=io.StringIO(), width=60)
+    watch = Watch(write(tmp_path, []), console)
+    watch.start()
+    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"), (17, "generation 2: 2 workers")):
+        write(tmp_path, RUN[:count])
+        deadline = time.monotonic() + 10
+        while waited_for not in console.file.getvalue():  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline, console.file.getvalue()  # type: ignore[attr-defined]
+            time.sleep(0.01)
+    watch.stop()
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert sum("try it: kill -9 42" in line and "training" in line for line in lines) == 1
+    assert len(lines) == len(set(lines))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_trainer.report import write_result
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.verify import judge, read_lines, verify
 
@@ -268,6 +269,32 @@ def test_proves_a_finish_that_is_said_twice_when_rank_0_died_after_the_first() -
     story.lose_one(2)
     events += [finished, ended]
     assert judged(events).violations == ()
+
+
+def longer(*, cut: int = 0) -> list[Event]:
+    """A run that finished after 5 steps, was resumed with all of its epochs, and may have been killed before its end."""
+    story = Story(Schedule(dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7, max_steps=5))
+    story.start(2)
+    story.train(5)
+    story.publish()
+    story.finish()
+    story.schedule = SCHEDULE
+    story.say("run.started", options={})
+    story.start(2)
+    story.finish()
+    return story.events[: len(story.events) - cut]
+
+
+def test_proves_a_run_that_was_resumed_with_more_steps() -> None:
+    """A finish is one of as many steps as were due then; within an attempt the job's length is one."""
+    verdict = judged(longer())
+    assert verdict.violations == () and verdict.finished and verdict.steps == 14
+    verdict = judged(longer(cut=4))
+    assert verdict.violations == () and not verdict.finished and verdict.steps == 12
+    events = longer()
+    at = find(events, "job.described", nth=1)
+    events.insert(at + 1, events[at] | {"max_steps": 9})
+    assert any("max_steps is 9" in sentence for sentence in judged(events).violations)
 
 
 def test_notes_a_checkpoint_without_a_line_when_its_publisher_died_in_between() -> None:
@@ -656,6 +683,42 @@ def write(folder: Path, events: list[Event], *, torn_at: int | None = None, glue
 def test_reads_the_folder_of_a_run(tmp_path: Path) -> None:
     """verify() judges the file as judge() judges its events."""
     assert verify(write(tmp_path, eventful())) == judged(eventful())
+
+
+def write_result_of(folder: Path, events: list[Event], **changes: Any) -> None:
+    write(folder, events)
+    (folder / "result.json").write_text(json.dumps(write_result(folder) | changes))
+
+
+@pytest.mark.parametrize(("kept", "changes", "is_proved"), [
+    (0, {}, False),
+    (eventful()[:-2], {}, False),
+    (eventful()[:-9], {}, False),
+    (eventful(), {}, True),
+    (eventful(), {"steps": 13}, False),
+    (eventful(), {"samples": 99}, False),
+    (eventful(), {"weights_sha256": "a5a5"}, False),
+    (eventful()[:-9], {"finished": False}, True),
+], ids=["empty", "no finish", "no end", "whole", "steps", "samples", "weights", "unfinished"])
+def test_the_diary_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str, Any],
+                                                 is_proved: bool) -> None:
+    """What a run has said in the end cannot be taken out of its diary."""
+    write_result_of(tmp_path, eventful(), **changes)
+    verdict = verify(write(tmp_path, kept or []))
+    assert verdict.is_proved is is_proved, verdict.sentences()
+
+
+def test_an_older_result_is_one_of_the_run_when_it_was_made_longer(tmp_path: Path) -> None:
+    """A kill leaves what was written before; once the run has finished again its result is that one."""
+    write_result_of(tmp_path, longer()[:find(longer(), "run.finished") + 1])
+    assert verify(write(tmp_path, longer(cut=4))).is_proved
+    assert not verify(write(tmp_path, longer())).is_proved
+
+
+def test_nothing_is_proved_when_nothing_is_told(tmp_path: Path) -> None:
+    """An empty diary is no proof, and neither is one without a step."""
+    for events in ([], eventful()[:3]):
+        assert not verify(write(tmp_path, events)).is_proved
 
 
 def test_notes_a_torn_last_line_when_its_writer_was_killed(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ A fault is due each --steps-per-fault steps, but not before 4 workers train agai
 steps), so that the run ends by itself soon after the last one. Compared with
 the twin: the same job alone, undisturbed, in one process.
 
-Last line: one JSON object with faults, second_victims, bits_equal, evict_max_s, finished.
+Last line: one JSON object with faults, second_victims, bits_equal, evict_max_s (null when a frozen worker was never
+evicted: `not_evicted` names them), finished.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
             print(f"fault {number}: {kind}, {len(workers)} train", flush=True)
         exit_code = cluster.wait(1800)
         evictions = {e["worker"]: e["time"] for e in cluster.events("driver.worker_evicted")}
+        missed = sorted(frozen.keys() - evictions.keys())
         victims = [e for e in cluster.lost() if e["worker"] not in struck]
         revivals = cluster.events("worker.revives")
         verdict = verify(cluster.run_dir)
@@ -89,7 +91,8 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     return {
         "faults": sum(done.values()), "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
         "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
-        "evict_max_s": round(max((evictions[w] - t for w, t in frozen.items() if w in evictions), default=0.0), 2),
+        "evict_max_s": None if missed else round(max((evictions[w] - t for w, t in frozen.items()), default=0.0), 2),
+        "not_evicted": missed,
         "finished": exit_code == 0, "verified": verdict.is_proved, "kinds": dict(done), "steps": result["steps"],
         "revived_in_init": len(revivals), "generations": result["generations"], "attempts": result["attempts"],
         "steps_redone": result["steps_redone"], "wall_s": result["wall_s"], "goodput": result["goodput"],

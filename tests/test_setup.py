@@ -1,0 +1,99 @@
+"""The set-up and the first command, as a stranger meets them: deploy/install.sh and ./horovodrun_elastic.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTALL = ROOT / "deploy" / "install.sh"
+
+
+def asked_of_install(then: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the beginning of install.sh, in which nothing is done yet, and `then` with its functions."""
+    head = INSTALL.read_text().partition("\nif is_installed; then exit 0; fi\n")[0]
+    assert "fingerprint()" in head and "pip" not in head.partition("set -euo pipefail")[2]
+    script = head.replace('root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)', f"root='{ROOT}'")
+    return subprocess.run(["bash", "-c", f"{script}\n{then}"], env=os.environ | env, capture_output=True, text=True)
+
+
+def install(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(INSTALL)], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """An environment as install.sh leaves it, as far as it looks; a Python to begin with is nowhere."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to("/bin/false")
+    (venv / "pyvenv.cfg").write_text("version = 3.11.7\n")
+    env = {"ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    stamp = asked_of_install("fingerprint", env)
+    (venv / ".installed-examples,dev").write_text(f"{stamp.stdout}torch==2.13.0\n")
+    return os.environ | env
+
+
+def changed_at(folder: Path) -> dict[Path, int]:
+    return {path: path.lstat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def test_a_second_set_up_does_nothing(installed: dict[str, str], tmp_path: Path) -> None:
+    """It says nothing, touches nothing, and needs nothing: not even a Python that works."""
+    before = changed_at(tmp_path)
+    done = install(installed)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert changed_at(tmp_path) == before
+
+
+def test_a_set_up_is_done_again_when_what_decides_it_has_changed(installed: dict[str, str], tmp_path: Path) -> None:
+    """Here it cannot be, and says in one sentence what is missing; what is there stays."""
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("version = 3.12.0\n")
+    before = changed_at(tmp_path)
+    done = install(installed)
+    assert done.returncode == 1
+    assert done.stderr.startswith("install: Python 3.10 or newer is missing (tried /nowhere/python3).")
+    assert changed_at(tmp_path) == before
+
+
+def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Path) -> None:
+    """Before anything is done, with the remedy."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "env", "sha256sum", "cat", "flock", "tar", "df", "awk", "id", "grep", "make"):
+        if found := shutil.which(tool):
+            (tools / tool).symlink_to(found)
+    env = {"PATH": str(tools), "HOME": str(tmp_path), "PYTHON": sys.executable,
+           "ELASTIC_TRAINER_VENV": str(tmp_path / "venv")}
+    done = install(env)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "compiler" in line]
+    assert said == ["install: A C++ compiler (c++) is missing, and Horovod is built from source. Install one, e.g. apt-get "
+                    "install g++."]
+    assert {path.name for path in tmp_path.iterdir()} == {"bin"}
+
+
+@pytest.mark.usefixtures("turn")
+def test_the_first_command_trains_and_its_last_line_is_the_hash_that_is_proved(tmp_path: Path) -> None:
+    """./horovodrun_elastic.sh demo, from the set-up to the summary: the result and the proof say the same."""
+    env = {"ELASTIC_TRAINER_VENV": sys.prefix}
+    if asked_of_install("is_installed", env).returncode:
+        pytest.skip(f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to it)")
+    options = ["--steps", "4", "--workers", "2", "--standby", "0", "--run", "small", "--runs-dir", str(tmp_path)]
+    done = subprocess.run([str(ROOT / "horovodrun_elastic.sh"), "demo", *options], env=os.environ | env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *shown, last = done.stdout.splitlines()
+    result = json.loads((tmp_path / "small" / "result.json").read_text())
+    assert last == f"weights {result['weights_sha256']}"
+    assert (result["finished"], result["steps"], result["attempts"]) == (True, 4, 1)
+    assert any("try it: kill -9" in line for line in shown), shown
+    proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"], cwd=tmp_path,
+                           capture_output=True, text=True)
+    assert proof.returncode == 0 and "in 4 of 4 steps" in proof.stdout, proof.stdout
