@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ EXAMINE_S = 2.0
 HUNG_S = 20.0
 """An examination that takes so long has met something that does not answer; nvidia-smi alone may take half of it."""
 NVIDIA_SMI_S = 10.0
+HURRY_S = 30.0
+"""Of a notice's time: enough for the rest of a step and a rendezvous."""
 NONCES = 1 << 16
 """So many questions are remembered (18 hours of one poller's): an older one, repeated, tells only how the host is."""
 DISK_FREE = 0.02
@@ -64,7 +67,7 @@ class Agent:
         self.metadata, self.folder = metadata, folder
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
-        self._rebalance = False
+        self._rebalance = self._has_called = False
         self._sick = self._unknown = ""
         self._gpus = len(list(devices.glob("nvidia[0-9]*")))
         self._examining_since: float | None = None
@@ -76,6 +79,17 @@ class Agent:
         with self._lock:
             if self._drains is None or for_good and not self._drains["for_good"]:
                 self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
+
+    def last_call(self) -> None:
+        """Send SIGTERM, once, to the workers that are still here when HURRY_S are left: they wait for nothing any more."""
+        with self._lock:
+            deadline = self._drains["deadline"] if self._drains else None
+            if self._has_called or deadline is None or time.time() < deadline - HURRY_S:
+                return
+            self._has_called = True
+        for worker in workers():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(worker["pid"], signal.SIGTERM)
 
     def refuse(self) -> None:
         """Count a stranger."""
@@ -144,17 +158,19 @@ def gpu_count() -> int | None:
 
 
 def workers() -> list[dict[str, Any]]:
-    """Return the workers on this machine, by their environment: name and pid. (One behind a shim is there twice.)"""
-    found: dict[str, int] = {}
+    """Return the workers on this machine, by their environment: name and pid. A worker's children have its name, too."""
+    found: dict[int, tuple[str, int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            found |= {line.partition(b"=")[2].decode(errors="replace"): int(entry.name)
+            found |= {int(entry.name): (line.partition(b"=")[2].decode(errors="replace"), parent)
                       for line in environment if line.startswith(b"ELASTIC_TRAINER_WORKER=")}
-    return [{"pid": pid, "worker": worker} for worker, pid in found.items()]
+    outermost = {name: pid for pid, (name, parent) in found.items() if found.get(parent, ("", 0))[0] != name}
+    return [{"pid": pid, "worker": name} for name, pid in outermost.items()]
 
 
 def standby_folder() -> Path:
@@ -287,6 +303,8 @@ def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[in
     announce(server.server_address[1])
     while not stopping.wait(WATCH_S):
         agent.listen()
+        agent.last_call()
     while workers() and time.time() < (agent.health()["deadline"] or 0.0):
+        agent.last_call()
         time.sleep(WATCH_S)  # the poller must hear it, and the workers must have left
     server.shutdown()

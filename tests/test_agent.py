@@ -23,6 +23,7 @@ from metadata_server import MetadataServer
 
 from discovery import agent as agent_module
 from discovery.agent import (
+    HURRY_S,
     Agent,
     AgentServer,
     AgentUnreachable,
@@ -424,6 +425,21 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
             process.kill()
 
 
+def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised by the end."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr("discovery.agent.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
+    monkeypatch.setattr("os.kill", lambda *what: told.append(what))
+    early, late, endless = (Agent(None, tmp_path) for _ in range(3))
+    early.drain("a notice", time.time() + HURRY_S + 60.0)
+    late.drain("a notice", time.time() + HURRY_S - 1.0)
+    endless.drain("a notice that says no time", None)
+    for agent in (early, late, endless, late):
+        agent.last_call()
+    assert told == [(12345, signal.SIGTERM)]
+
+
 def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their sockets; one whose keeper was killed is none."""
     (tmp_path / f"0123456789abcdef-{os.getpid()}.sock").touch()
@@ -441,12 +457,13 @@ def test_the_folder_of_standbys_is_the_same_for_both_packages(monkeypatch: pytes
         assert standby_folder() == shim.standby_folder(os.environ)
 
 
-def test_a_worker_behind_a_shim_counts_once() -> None:
-    """Both have its name."""
-    both = [subprocess.Popen(["sleep", "60"], env={"ELASTIC_TRAINER_WORKER": "host/7/7"}) for _ in range(2)]
+def test_a_worker_behind_a_shim_or_with_children_counts_once() -> None:
+    """All have its name; the outermost is it, and what signals go to."""
+    worker = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & echo; wait"], env={"ELASTIC_TRAINER_WORKER": "host/7/7"},
+                              stdout=subprocess.PIPE, start_new_session=True)
     try:
-        assert [w["worker"] for w in workers() if w["worker"] == "host/7/7"] == ["host/7/7"]
+        assert worker.stdout and worker.stdout.readline()
+        assert [w["pid"] for w in workers() if w["worker"] == "host/7/7"] == [worker.pid]
     finally:
-        for process in both:
-            process.kill()
-            process.wait()
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
