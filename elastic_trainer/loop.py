@@ -462,7 +462,7 @@ class Trainer:
 
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
-        checkpoints, is_first = self.checkpoints, self.launch.attempt == 1
+        checkpoints, is_first = self.checkpoints, self.launch.attempt == 1 or not self.launch.driver  # a person looks on
         if self.world.rank == 0 and not self.launch.driver:  # this life begins, and no launcher says so
             self.events.emit("run.started", options={})
             self.events.emit("attempt.started")

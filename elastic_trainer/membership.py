@@ -339,7 +339,7 @@ class Membership:
                 return End("finished", "")
             return None
         if self.listed and all(self.hosts[h].failures >= FAILED_RESTARTS for h in self.listed) and not [
-                w for w in self._alive() if w.phase is not Phase.BOOTING]:
+                w for w in self._alive() if w.phase is not Phase.BOOTING or w.generation]:
             return End("failed", f"no worker stands ready, though each host was tried {FAILED_RESTARTS} times or more")
         if self.idle_generations > MAX_IDLE_GENERATIONS:
             return End("failed", f"{self.idle_generations} generations in a row finished no step")

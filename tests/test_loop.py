@@ -768,13 +768,15 @@ def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_d
 
 
 def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later the store has been usable: the next generation asks again, and the diary says so."""
+    """Later the store has been usable: the next generation asks again, and the diary says so. But who starts it by hand
+    is told.
+    """
     def refuse(*_: Any, insist: bool) -> None:
         raise StoreRefused(f"not allowed, as planned, insist {insist}")
 
     monkeypatch.setattr("elastic_trainer.loop.RESTORE_PAUSE_S", 0.0)
-    for attempt, ends in ((1, ConfigError), (2, PeersLost)):
-        launch, events = Launch(run_dir=run_dir, attempt=attempt), Events(run_dir, attempt=attempt)
+    for attempt, driver, ends in ((1, "there:1", ConfigError), (2, "there:1", PeersLost), (3, None, ConfigError)):
+        launch, events = Launch(run_dir=run_dir, attempt=attempt, driver=driver), Events(run_dir, attempt=attempt)
         trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
         monkeypatch.setattr(trainer.checkpoints, "restore", refuse)
         with pytest.raises(ends, match=f"insist {attempt == 2}"):

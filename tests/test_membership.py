@@ -382,6 +382,21 @@ def test_goes_on_trying_when_no_worker_boots_in_a_run_that_has_trained(hosts: st
     assert ended == FAILED_RESTARTS * len(hosts) and f.now - started > 30
 
 
+def test_waits_for_a_member_that_revives_itself_however_often_its_host_has_failed() -> None:
+    """It holds the state, and is no newcomer that does not boot."""
+    f = fleet("ab")
+    f.run()
+    for host in "ab":
+        f.membership.hosts[host].failures = FAILED_RESTARTS
+        f.say(f.worker_on(host), "reviving")
+    f.boots = False
+    f.run()
+    assert f.membership.verdict is None
+    f.boots = True
+    f.run()
+    assert f.world() == ["a", "b"] and f.membership.generation == 2
+
+
 def test_goes_on_trying_when_the_command_fails_where_it_has_worked_once() -> None:
     """All slots are tried again after a worker stood ready, also before the first generation."""
     f = fleet("ab")
