@@ -33,7 +33,7 @@ from state import commit_log as commit_log_module
 from state.cadence import Cadence
 from state.checkpoint import Checkpoints, Plan, parts_of
 from state.commit_log import CommitLog, Damaged, Fenced, Record
-from state.layout import Packed, outline, pack
+from state.layout import LayoutError, Packed, outline, pack
 from state.store import StoreUnavailable
 
 SEEDS = 2000
@@ -326,6 +326,10 @@ def attempt(world: World, name: str) -> None:
             break
         except StoreUnavailable:
             continue
+        except LayoutError as error:
+            if world.records()[-1].writer != me.log.writer:
+                return  # a successor has let go what this one found: it would be fenced
+            raise LawBroken(f"restoring {name}: {error}") from error
     first_actor_alone = world.actors_ever == 1
     for _ in range(6):
         world.pause(name)
