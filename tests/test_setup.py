@@ -36,7 +36,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     (venv / "pyvenv.cfg").write_text("version = 3.11.7\n")
     env = {"ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     stamp = asked_of_install("fingerprint", env)
-    (venv / ".installed-examples,dev").write_text(f"{stamp.stdout}torch==2.13.0\n")
+    (venv / ".installed-examples,dev").write_text(f"{stamp.stdout}{os.environ.get('TORCH_SPEC', 'torch==2.13.0')}\n")
     return os.environ | env
 
 
