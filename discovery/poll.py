@@ -34,7 +34,6 @@ from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instan
 from discovery.memory import Memory, recall, write_down
 
 AGENTS_S = 1.0
-AGENT_TIMEOUT_S = 0.8
 AT_ONCE = 64
 MOST_BACK_OFF_S = 60.0
 MOST_DOUBLINGS = 16
@@ -61,6 +60,7 @@ class Poller:
     patience_s: float = 0.5
     """So long a turn waits for the cloud's answer; one that comes later is taken by a later turn."""
     agent_port: int | None = None
+    agent_timeout_s: float = 0.8
     key: bytes = b""
     events_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
@@ -159,7 +159,7 @@ class Poller:
 
         def one(instance: Instance) -> Health | None:
             try:
-                says = ask(f"{instance.name}:{self.agent_port}", self.key, AGENT_TIMEOUT_S, self.wall)
+                says = ask(f"{instance.name}:{self.agent_port}", self.key, self.agent_timeout_s, self.wall)
                 return replace(says, heard_at=self.clock())
             except AgentUnreachable:
                 return None

@@ -336,7 +336,7 @@ def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) ->
     cloud, now = TwoHosts(), 0.0
     everyone, nobody = cloud.instances(), list[Instance]()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
     outs = []
     with ThreadPoolExecutor(1) as pool:
         for answer in (everyone, nobody, everyone, nobody, nobody):
@@ -355,7 +355,7 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
     server = AgentServer("127.0.0.2", 0, KEY, agent)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), agent_port=server.server_address[1], key=KEY,
-                    clock=lambda: now)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
     everyone, nobody, listed = cloud.instances(), list[Instance](), []
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -383,7 +383,7 @@ def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: 
     cloud, now = TwoHosts(), 0.0
     here, there = cloud.instances()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
     with ThreadPoolExecutor(1) as pool:
         for state in ("running", "stopping", "running", "stopping", "running", "running"):
             cloud.instances = lambda state=state: [here, replace(there, state=state)]  # type: ignore[method-assign, misc]

@@ -65,7 +65,8 @@ class Story:
         for number in range(1, size + 1):
             self.start_agent(number)
         self.how: dict[str, Any] = {"policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
-                                    "events_file": self.diary, "patience_s": 20.0} | how
+                                    "events_file": self.diary, "patience_s": 20.0,
+                                    "agent_timeout_s": 20.0} | how
         self.pool = ThreadPoolExecutor(4)
         self.restart()
 
@@ -263,12 +264,12 @@ def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story
 
 def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., Story]) -> None:
     """The question waits in a thread of its own; its answer counts when it comes, and one that never comes is given up."""
-    s, released, asked = story(3, patience_s=0.1), threading.Event(), 0
+    s, released, asked = story(3), threading.Event(), threading.Semaphore(0)
     s.poll()
+    s.poller.patience_s = 0.1
 
     def hang() -> list[Instance]:
-        nonlocal asked
-        asked += 1
+        asked.release()
         released.wait(60)
         return s.fleet[:2]
 
@@ -276,10 +277,11 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     s.poll(10.0)
     s.agent(1).drain("terminate", None)
     assert s.poll() == [2, 3]
-    assert asked == 1 and not s.told("cloud_unavailable")
+    assert asked.acquire(timeout=20) and not s.told("cloud_unavailable")
     assert s.poll(100.0) == [2, 3] and len(s.told("cloud_unavailable")) == 1
+    assert not asked.acquire(blocking=False)
     s.poll(20.0)
-    assert asked == 2
+    assert asked.acquire(timeout=20)
     released.set()
     assert s.poller._question
     s.poller._question.result(60)
