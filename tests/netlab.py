@@ -325,8 +325,3 @@ class Fleet(Cluster):
     def newest_step(self) -> int:
         """Return the number of the newest finished step."""
         return int(self.events("worker.step_committed")[-1]["step"])
-
-    def finish(self) -> int:
-        """Let the rest of the run go as fast as it can; returns its exit code."""
-        (self.folder / "hurry").touch()
-        return self.wait()

@@ -34,7 +34,7 @@ def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, ra
     where = {"reads": 20} if point == "data" else {"step": 12}
     plan = Plan().kill(host=host(rank), at=point, **where)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
     assert result["steps_redone"] <= 1
     assert result["attempts"] == 1
@@ -45,7 +45,7 @@ def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, tw
     """A worker whose vote broke off, while others have applied the step, applies the gradient in its own hands."""
     plan = Plan().add("lose_vote", host=host(rank), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
         rolled = [(e["worker"].split("/")[0], e["step"]) for e in cluster.events("worker.rolled_forward")]
     assert rolled == [(host(rank), 12)]
@@ -56,7 +56,7 @@ def test_all_agree_and_nothing_is_lost_when_the_reducer_is_ring(tmp_path: Path) 
     """Without the bits, all other laws hold: each sample once, no victim, the same weights on all ranks."""
     plan = Plan().kill(host=host(1), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan, options=["--reduce", "ring"]) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         weights = json.loads((cluster.run_dir / "result.json").read_text())["weights_sha256"]
         result = cluster.assert_nothing_lost(weights, victims=1)
         output = (tmp_path / "output.log").read_text()
@@ -68,7 +68,7 @@ def test_loses_nothing_when_two_workers_are_killed_at_once(tmp_path: Path, twin_
     """Half of the world dies in the same step, rank 0 among it."""
     plan = Plan().kill(host=host(0), at="step.voted", step=12).kill(host=host(3), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
     assert result["steps_redone"] <= 1
 
@@ -77,7 +77,7 @@ def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path, t
     """A second death after the place in the new generation was taken: admission or init absorbs it."""
     plan = Plan().kill(host=host(1), at="step.prepared", step=12).kill(host=host(2), at="world.init_left", generation=2)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*FEW), victims=2, revived=True)
 
 
@@ -85,7 +85,7 @@ def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path, t
 def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: int) -> None:
     """SIGSTOP: sockets stay open and nothing is said; the beats' silence ends it (F3), nobody else."""
     with Cluster(tmp_path, job=FEW, plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"]
     assert result["steps_redone"] <= 1
@@ -94,7 +94,7 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: 
 def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
     """SIGTERM is a wish to leave: no step is done again, and the exit code is 75."""
     with Cluster(tmp_path, job=FEW, plan=Plan().add("terminate", host=host(0), at="step.prepared", step=12)) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
         left = [e for e in cluster.events("driver.worker_gone") if e["reason"] == "left"]
     assert [e["exit_code"] for e in left] == [75]
@@ -109,7 +109,7 @@ def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_o
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
         generation = cluster.wait_for_world(5)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
     assert generation == 2
     assert result["steps_redone"] == 0
@@ -122,7 +122,7 @@ def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path, tw
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
@@ -133,7 +133,7 @@ def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["generations"] == 1
 
@@ -146,7 +146,7 @@ def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path,
     if generation == 2:
         plan.kill(host=host(0), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=generation, revived=True)
         assert cluster.events("worker.revives"), cluster.story()
     assert result["attempts"] == 1
@@ -162,7 +162,7 @@ def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
@@ -173,7 +173,7 @@ def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: 
         cluster.wait_until_fired()
         cluster.wait_for("two deaths", lambda: len(cluster.events("driver.worker_gone")) == 2)
         cluster.signal_worker(host(2), signal.SIGKILL)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=3)
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 1
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Pat
         cluster.set_hosts(cluster.all_hosts[1:])
         cluster.wait_for_world(3)
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
         removed = cluster.events("driver.host_removed")[0]["time"]
         formed = next(e["time"] for e in cluster.events("driver.generation_formed") if e["generation"] == 2)
@@ -203,7 +203,7 @@ def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_
         cluster.wait_for_step(3)
         cluster.set_hosts([h for h in cluster.all_hosts if h != host(rank)])
         cluster.wait_for_world(3)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["steps_redone"] == 0
 
@@ -218,7 +218,7 @@ def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of:
         cluster.wait_for("its end", lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_gone")))
         cluster.set_hosts(cluster.all_hosts)
         generation = cluster.wait_for_world(5)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert generation == 2
     assert result["steps_redone"] == 0
@@ -237,7 +237,7 @@ def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_for_world(4, after=1)
         assert cluster.live_pids() == workers
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["steps_redone"] == 0
 
@@ -249,7 +249,7 @@ def test_hands_the_state_over_when_the_whole_list_is_swapped(tmp_path: Path, twi
         cluster.set_hosts(cluster.all_hosts[4:])
         cluster.wait_for("the new ones alone", lambda: any(
             set(e["hosts"]) == set(cluster.all_hosts[4:]) for e in cluster.events("driver.generation_formed")))
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["attempts"] == 1
     assert result["steps_redone"] == 0
@@ -265,7 +265,7 @@ def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: T
         cluster.signal_worker(host(1), signal.SIGKILL)
         cluster.wait_for_world(3)
         broken.unlink()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
@@ -275,7 +275,7 @@ def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path,
         cluster.wait_for_step(7)
         cluster_driver = cluster.driver_pid()
         os.kill(cluster_driver, signal.SIGKILL)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
         assert cluster.events("state.checkpoint_restored"), cluster.story()
     assert result["attempts"] == 2
@@ -288,7 +288,7 @@ def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_o
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()
         cluster.start()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
         assert cluster.events("state.checkpoint_restored"), cluster.story()
     assert result["attempts"] == 2
@@ -309,7 +309,7 @@ def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_p
         cluster.kill_everyone()
         cluster.set_hosts(cluster.all_hosts)
         cluster.start()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*job), victims=2)
     assert result["attempts"] == 2
     assert result["steps_redone"] <= 1
@@ -321,7 +321,7 @@ def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_p
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         for rank in range(4):
             cluster.signal_worker(host(rank), signal.SIGKILL)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=4)
     assert result["attempts"] == 2
 
@@ -330,7 +330,7 @@ def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, tw
     """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit is what counts."""
     plan = Plan().add("child_holds_stdout", host=host(2), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
 
 
@@ -351,7 +351,7 @@ def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path:
         cluster.wait_for_step(7)
         for rank in range(4):
             cluster.signal_worker(host(rank), signal.SIGTERM)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["attempts"] == 2
     assert result["steps_redone"] == 0
@@ -365,6 +365,6 @@ def test_the_driver_thaws_without_a_victim_when_it_was_frozen(tmp_path: Path, tw
         os.kill(driver, signal.SIGSTOP)
         cluster.wait_for("the workers' stop", lambda: cluster.events("state.checkpoint_published"))
         os.kill(driver, signal.SIGCONT)
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["steps_redone"] == 0
