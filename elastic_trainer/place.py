@@ -33,6 +33,8 @@ REACH_AGAIN_S = 2.0
 """Between two tries of a newcomer that does not reach all members."""
 KNOCKS = 64
 """How many connections are let go at each beat."""
+NAMED_S = 10.0
+"""So long a worker waits for the driver to say who writes down what only memory holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,9 +304,9 @@ class OurDriver:
     def is_writer(self, rank: int, waited_s: float) -> bool:
         """True when this worker is to write down what only memory holds, now that the attempt is over.
 
-        The driver names one, and another one when that is gone. Without it each rank gives those before it a second.
+        The driver names one, and another one when that is gone. Without its word each rank gives those before it a second.
         """
-        return waited_s >= rank if self._lost else bool(self._news.get("writes"))
+        return bool(self._news.get("writes")) or waited_s >= rank + (0.0 if self._lost else NAMED_S)
 
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 import s3_servers
 from netlab import COORDINATOR, Fleet, Lab, store_on
+
+from discovery.agent import ask
 
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
@@ -118,6 +121,7 @@ def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Pa
     assert result["steps_redone"] <= 1
 
 
+KEY, AGENT_PORT = b"k" * 32, 7411
 WORDS = 6
 """So many different ones a stranger says."""
 
@@ -168,6 +172,10 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
     """
     lab.boot(COORDINATOR, *THREE, "h8", "h9")
     lab.inside("h1", "sh", "-c", "echo -240 > /run/clock-off")
+    (tmp_path / "agent.key").write_bytes(KEY)
+    (tmp_path / "agent.key").chmod(0o600)
+    lab.start("h2", [sys.executable, "-m", "discovery", "agent", "--bind", lab.address("h2"), "--port", str(AGENT_PORT),
+                     "--key-file", tmp_path / "agent.key", "--no-metadata", "--folder", "/run/disk"])
     fleet = Fleet(lab, tmp_path, THREE, job=(*JOB, "--part-bytes", "65536"), options=["--store", STORE])
     with ExitStack() as stack:
         fleet.env |= stack.enter_context(store(lab, "h8", tmp_path))
@@ -175,9 +183,12 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
         lab.cut("h3", "h8")
         step = fleet.newest_step()
+        fleet.wait_for("agent", lambda: AGENT_PORT in open_ports(lab, "h2"))
         knocked = knock_everywhere(lab, "h9", [COORDINATOR, *THREE], tmp_path / "executed")
         fleet.wait_for_step(step + 12)  # one checkpoint may have been whole before the cut
         assert max(e["step"] for e in fleet.events("state.checkpoint_published")) <= step + 6, fleet.story()
+        with lab.network_of("h2"):
+            assert ask(f"{lab.address('h2')}:{AGENT_PORT}", KEY, 5.0).refused >= WORDS
         lab.mend("h3", "h8")
         fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
         lab.slow("h2", 4000)
@@ -193,7 +204,7 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
         print(fleet.story())
         refused = {e["reason"] for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")}
-    assert knocked >= 9 * WORDS  # sshd and the worker's door on each host, sshd and two ports of the driver's
+    assert knocked >= 10 * WORDS  # sshd and the worker's door on each host, an agent, sshd and two ports of the driver's
     assert {"signature does not match", "a word of another's, played back", "not a member of this generation",
             "bytes that are no word"} <= refused
     assert not (tmp_path / "executed").exists()

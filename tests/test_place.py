@@ -228,7 +228,7 @@ def test_writes_while_it_waits_when_the_driver_says_so(script: Script, worker: C
     driver.write_alone = written.set
     waiting = threading.Thread(target=lambda: pytest.raises(RunOver, driver.next_place, True, 5))
     waiting.start()
-    assert not driver.is_writer(0, 100.0)
+    assert not driver.is_writer(0, 5.0) and driver.is_writer(0, 100.0)
     script.say({"writes": True})
     assert written.wait(DEADLINE_S)
     script.say({"over": "failed", "detail": "", "writes": True})
