@@ -108,6 +108,7 @@ class OneHost:
 
 def notice_to_file(folder: Path) -> float:
     """Return the seconds from a notice in the metadata service to a hosts file without the host (a real agent)."""
+    folder = Path(tempfile.mkdtemp(dir=folder))  # a poller remembers there who was under notice
     key, hosts, port = folder / "key", folder / "noticed", free_port()
     key.write_text("0123456789abcdef" * 4)
     key.chmod(0o600)
