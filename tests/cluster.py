@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -217,7 +218,9 @@ class Cluster:
         assert len(self.lost()) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
         revivals = self.events("worker.revives")
         assert all(e["where"] == "init" for e in revivals), self.story()
-        assert bool(revivals) <= revived, self.story()
+        # Gloo's own time-out in init, when nobody has died (seen once in some 600 on two loaded cores), is everybody's.
+        inits = Counter((e["attempt"], e["generation"], e["size"]) for e in revivals)
+        assert revived or all(count == size for (_, _, size), count in inits.items()), self.story()
         verdict = verify(self.run_dir)
         assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

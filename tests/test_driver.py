@@ -290,7 +290,7 @@ def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers,
     text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 1000; done"
     worker = workers.start(["sh", "-c", text])
     written(tmp_path / "ready")
-    worker.stop(False, 0.2)
+    worker.stop(False, 3.0)
     assert worker.wait() == -9
     assert written(tmp_path / "heard") == "heard"
 

@@ -157,7 +157,7 @@ def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path,
 def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, victim: str) -> None:
     """Survivors' state is never written by a transfer, and a newcomer takes all of it or nothing."""
     dying = host(1) if victim == "giver" else host(4)
-    plan = Plan().kill(host=dying, at="world.transfer_started", generation=2, is_giver=victim == "giver")
+    plan = Plan().kill(host=dying, at="world.transfer_started", size=5, is_giver=victim == "giver")
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
