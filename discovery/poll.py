@@ -30,13 +30,24 @@ from typing import Any, Protocol
 
 from discovery.agent import AgentUnreachable, ask
 from discovery.ec2 import CloudUnavailable
-from discovery.hosts import DOUBTED, HELD, IN, Decision, Health, History, Instance, Past, Policy, decide
+from discovery.hosts import (
+    DOUBTED,
+    HELD,
+    IN,
+    MOST_DOUBLINGS,
+    Decision,
+    Health,
+    History,
+    Instance,
+    Past,
+    Policy,
+    decide,
+)
 from discovery.memory import Memory, recall, write_down
 
 AGENTS_S = 1.0
 AT_ONCE = 64
 MOST_BACK_OFF_S = 60.0
-MOST_DOUBLINGS = 16
 GIVE_UP_S = 60.0
 """boto3 has given up long before, unless an answer trickles in byte by byte."""
 STRANGERS_S = 60.0

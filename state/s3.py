@@ -42,7 +42,7 @@ READ_TIMEOUT_S = 30.0
 PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",
                   "ExpectedBucketOwner")
 """Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
-NEVER_MENDED = {
+REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct --store",
     "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
     "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
@@ -54,6 +54,7 @@ NEVER_MENDED = {
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
     "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
 }
+"""For the errors that no other try mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
 """Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to give a run up."""
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
@@ -181,9 +182,9 @@ class S3Store:
                                f"instance a role.") from error
         except ClientError as error:
             code = _code(error)
-            if code in NEVER_MENDED:
+            if code in REMEDIES:
                 kind = StoreUnavailable if code in MENDED_OUTSIDE else StoreRefused
-                raise kind(f"{self.where} did not {what}: {code}. {NEVER_MENDED[code]}.") from error
+                raise kind(f"{self.where} did not {what}: {code}. {REMEDIES[code]}.") from error
             raise StoreUnavailable(f"{self.where} did not {what}: {code}") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
@@ -198,7 +199,7 @@ def _may_pass(error: BaseException) -> bool:
     """True for what another try may mend: 5xx, throttling, 409, resets, time-outs, answers that end too early."""
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if _code(error) in NEVER_MENDED:
+        if _code(error) in REMEDIES:
             return False
         return status >= 500 or status in (200, 408, 409, 429) or _code(error) in ("SlowDown", "RequestTimeout")
     # NoCredentialsError: the metadata service is asked for one second, and may be busy when all boot at once.

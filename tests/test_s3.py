@@ -257,7 +257,7 @@ def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str, i
         raise ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject")
 
     monkeypatch.setattr(store._client, "put_object", refuse)
-    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.NEVER_MENDED[code][:20]}") as told:
+    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as told:
         store.put("parts/a", b"x")
     assert isinstance(told.value, StoreRefused) == is_refused and store.retries == 0
 
