@@ -1,0 +1,147 @@
+"""The store in which the Gloo ends of one generation's members find each other.
+
+generation formed → here ← `hvd.init()` of each member: some 35 requests each, one behind another
+
+What always holds:
+1. Values are plain bytes, and small; nothing is unpickled (F10: Horovod's own server does, rendezvous.py:44-47).
+2. Only members' addresses are answered.
+3. One thread serves all, and a request that is not whole after a while is dropped: nobody can hold it up.
+
+Everybody waits for these requests whenever the world changes: 5 members send 190. Horovod's server takes
+1 ms of a core for each (a thread, the date, an e-mail parser for three headers), and its client asks again every 10 ms for
+what is not there yet (http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+MAX_VALUE_BYTES = 1 << 18
+"""A member's address is 136 bytes for each other member (gloo, tcp/address.h), so this is room for 1,900 of them."""
+MAX_HEAD_BYTES = 8192
+MAX_STRANGERS = 256
+"""So many connections may be open before those of strangers are dropped unheard."""
+REQUEST_S = 3.0
+"""How long a request may take to arrive."""
+HOLD_S = 0.5
+"""How long the answer to a GET is held back when the value is not there yet."""
+BACKLOG = 1024  # F5
+ACCEPTED_AT_ONCE = 16
+"""asyncio tries so many accepts in a row, also when there are no descriptors left."""
+NOT_A_MEMBER = "not a member of this generation"
+REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 413: "Content Too Large"}
+
+
+class Rendezvous:
+    """One generation's store. `refused(address, why)` is called, in the store's thread, for who is not answered."""
+
+    def __init__(self, bind: str, members: set[str], refused: Callable[[str, str], None], *,
+                 request_s: float = REQUEST_S, hold_s: float = HOLD_S):
+        self.members, self.refused, self.request_s, self.hold_s = members, refused, request_s, hold_s
+        self.values: dict[str, bytes] = {}
+        self.waiting: dict[str, set[_Request]] = {}
+        self.open: set[_Request] = set()
+        self.loop = asyncio.new_event_loop()
+        listener = socket.create_server((bind, 0), backlog=BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        self._server = self.loop.run_until_complete(
+            self.loop.create_server(lambda: _Request(self), sock=listener, backlog=ACCEPTED_AT_ONCE))
+        listener.listen(BACKLOG)  # asyncio has set its own
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self._server.close()
+        for request in list(self.open):
+            request.transport.abort()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+    def close(self) -> None:
+        """Stop serving; open connections are dropped."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+
+class _Request(asyncio.Protocol):
+    """One connection: one request, one answer."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, store: Rendezvous):
+        self.store, self.received, self.key = store, b"", ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport, self.address = transport, transport.get_extra_info("peername")[0]
+        self.store.open.add(self)
+        self.timer = self.store.loop.call_later(self.store.request_s, self._give_up)
+        if len(self.store.open) > MAX_STRANGERS and self.address not in self.store.members:
+            transport.abort()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.timer.cancel()
+        self.store.open.discard(self)
+        self.store.waiting.get(self.key, set()).discard(self)
+
+    def eof_received(self) -> bool:
+        if not self.key and not self.transport.is_closing():
+            self._give_up()
+        return True  # a client may shut its half and read on
+
+    def _give_up(self) -> None:
+        """End what has not become a request. A stranger's is told; a member may have died in the middle of it."""
+        if self.received and self.address not in self.store.members:
+            self._refuse(403, NOT_A_MEMBER)
+        else:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.key or self.transport.is_closing():
+            return  # answered, or waiting for its answer
+        self.received += data
+        head, end, body = self.received.partition(b"\r\n\r\n")
+        if not end and len(self.received) <= MAX_HEAD_BYTES:
+            return
+        line, *headers = head.decode("latin-1").split("\r\n")
+        method, _, path = line.rpartition(" HTTP/")[0].partition(" ")
+        lengths = (v.strip() for n, _, v in (h.partition(":") for h in headers) if n.lower() == "content-length")
+        length = next(lengths, "" if method == "PUT" else "0")
+        if self.address not in self.store.members:
+            self._refuse(403, NOT_A_MEMBER)
+        elif not end or method not in ("GET", "PUT", "DELETE") or path.count("/") != 2:
+            self._refuse(400, "bytes that are no request")
+        elif not (length.isascii() and length.isdigit() and len(length) < 8 and int(length) <= MAX_VALUE_BYTES):
+            self.answer(413)
+        elif len(body) >= int(length):
+            self._do(method, path, body[: int(length)])
+
+    def _do(self, method: str, key: str, value: bytes) -> None:
+        store = self.store
+        if method == "PUT":
+            store.values[key] = value
+            for waiting in store.waiting.pop(key, ()):
+                waiting.answer(200, value)
+        elif method == "DELETE":
+            store.values.pop(key, None)
+        elif key not in store.values:
+            self.key = key
+            store.waiting.setdefault(key, set()).add(self)
+            self.timer.cancel()
+            self.timer = store.loop.call_later(store.hold_s, self.answer, 404)
+            return
+        self.answer(200, store.values[key] if method == "GET" else b"")
+
+    def _refuse(self, code: int, why: str) -> None:
+        self.store.refused(self.address, why)
+        self.answer(code)
+
+    def answer(self, code: int, value: bytes = b"") -> None:
+        """Send the answer and close."""
+        self.timer.cancel()
+        self.transport.write(f"HTTP/1.0 {code} {REASONS[code]}\r\nContent-Length: {len(value)}\r\n\r\n".encode() + value)
+        self.transport.close()

@@ -1,0 +1,165 @@
+"""The rendezvous store of one generation: what members hear, what strangers do not, and who waits for whom."""
+
+from __future__ import annotations
+
+import http.client
+import pickle
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from netlab import wait_for
+
+from elastic_trainer.rendezvous import MAX_VALUE_BYTES, Rendezvous
+
+DEADLINE_S = 10.0
+
+
+class Store:
+    """A generation with one member's address, 127.0.0.1."""
+
+    def __init__(self, **how: float) -> None:
+        self.refused: list[tuple[str, str]] = []
+        self.store = Rendezvous("127.0.0.1", {"127.0.0.1"}, lambda *said: self.refused.append(said), **how)
+
+    def ask(self, method: str, path: str, body: bytes | None = None, *, source: str = "127.0.0.1",
+            headers: Mapping[str, str] = {}) -> tuple[int, bytes]:  # noqa: B006 (read only)
+        connection = http.client.HTTPConnection("127.0.0.1", self.store.port, timeout=DEADLINE_S,
+                                                source_address=(source, 0))
+        connection.request(method, path, body, dict(headers))
+        answer = connection.getresponse()
+        result = answer.status, answer.read()
+        connection.close()
+        return result
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@pytest.fixture
+def rendezvous(request: pytest.FixtureRequest) -> Iterator[Store]:
+    rendezvous = Store(**getattr(request, "param", {}))
+    yield rendezvous
+    rendezvous.close()
+
+
+def test_members_find_what_members_have_put(rendezvous: Store) -> None:
+    """Put, get, delete; what is not there is 404."""
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.ask("PUT", "/global/0", b"\0an address\xff")[0] == 200
+    assert rendezvous.ask("GET", "/global/0") == (200, b"\0an address\xff")
+    assert rendezvous.ask("DELETE", "/global/0")[0] == 200
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.refused == []
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Store, method: str) -> None:
+    """An address that is no member's is refused and said."""
+    rendezvous.ask("PUT", "/global/0", b"an address")
+    body = b"another" if method == "PUT" else None
+    assert rendezvous.ask(method, "/global/0", body, source="127.0.0.2") == (403, b"")
+    assert rendezvous.ask("GET", "/global/0") == (200, b"an address")
+    assert rendezvous.refused == [("127.0.0.2", "not a member of this generation")]
+
+
+@pytest.mark.parametrize("length", [str(MAX_VALUE_BYTES + 1), "-1", "many", str(2**64), "9" * 5000])
+def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: Store, length: str) -> None:
+    """Before a byte of it is read."""
+    assert rendezvous.ask("PUT", "/global/0", headers={"Content-Length": length})[0] == 413
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+    assert rendezvous.ask("PUT", "/global/0", b"x" * MAX_VALUE_BYTES)[0] == 200
+
+
+def test_a_value_without_a_length_is_refused(rendezvous: Store) -> None:
+    """It would be kept as an empty one, and a peer would take that for an address."""
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"PUT /global/0 HTTP/1.1\r\n\r\n")
+        assert b" 413 " in connection.recv(100)
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return open, (str(self.file), "w")
+
+
+def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Store, tmp_path: Path) -> None:
+    """Under the names that Horovod's own server unpickles, bytes stay bytes (F10)."""
+    trap = pickle.dumps(Trap(tmp_path / "executed"))
+    for path in ("/worker_addresses/localhost:0", "/runfunc/func", "/runfunc_result/0"):
+        assert rendezvous.ask("PUT", path, trap)[0] == 200
+        assert rendezvous.ask("GET", path) == (200, trap)
+    rendezvous.ask("GET", "/rank_and_size/localhost:0")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["/", "/global", "/a/b/c/d", "/../../etc/passwd", "//"])
+def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Store, path: str) -> None:
+    """It serves no files, and one bad request is one connection."""
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b" 200 " not in answer
+    assert rendezvous.ask("PUT", "/global/0", b"x")[0] == 200
+
+
+@pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0}], indirect=True)
+def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(rendezvous: Store) -> None:
+    """One request instead of one every 10 ms: the server is what an init waits for."""
+    answers: list[tuple[int, bytes]] = []
+    asking = [threading.Thread(target=lambda: answers.append(rendezvous.ask("GET", "/global/1"))) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    wait_for("requests", lambda: len(rendezvous.store.waiting.get("/global/1", ())) == len(asking), DEADLINE_S)
+    assert rendezvous.ask("PUT", "/global/1", b"an address")[0] == 200
+    for thread in asking:
+        thread.join(DEADLINE_S)
+    assert answers == [(200, b"an address")] * 3
+
+
+@pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
+def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
+    """Others are served meanwhile; it is dropped after a while."""
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 5\r\n\r\nha")
+        assert rendezvous.ask("PUT", "/global/1", b"x")[0] == 200
+        assert connection.recv(100) == b""
+    assert rendezvous.ask("GET", "/global/0")[0] == 404
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+@pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
+def test_a_stranger_is_told_though_what_it_says_is_no_request(rendezvous: Store, hangs_up: bool) -> None:
+    """Neither a word without an end nor a connection cut short keeps it secret."""
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S, ("127.0.0.2", 0)) as connection:
+        connection.sendall(b"rubbish")
+        if hangs_up:
+            connection.shutdown(socket.SHUT_WR)
+        assert b" 403 " in connection.recv(100)
+    assert rendezvous.refused == [("127.0.0.2", "not a member of this generation")]
+
+
+def test_a_world_of_a_thousand_finds_each_other(rendezvous: Store) -> None:
+    """A member's value grows with the world: 136 bytes for each other member."""
+    value = b"x" * 136 * 1000
+    assert rendezvous.ask("PUT", "/global/0", value)[0] == 200
+    assert rendezvous.ask("GET", "/global/0") == (200, value)
+
+
+def test_who_waits_is_let_go_when_the_store_closes() -> None:
+    """A generation that nobody is in any more leaves no thread and no connection."""
+    rendezvous = Store()
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"GET /global/0 HTTP/1.0\r\n\r\n")
+        wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
+        rendezvous.close()
+        assert connection.recv(100) == b""
