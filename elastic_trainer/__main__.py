@@ -80,22 +80,23 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE", "exact"),
                         help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
     parser.add_argument("--workers", type=int, help="local workers, when no hosts are given (-np, or else 4)")
-    parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left (%(default)s)")
+    parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left, as --min-np (%(default)s)")
     parser.add_argument("--standby", type=int, metavar="N", help="so many booted workers wait on this machine, once "
-                        "training has begun (1 for local workers; 0 where hosts are given: there each host keeps its own)")
+                        "training has begun (1 for local workers; 0 where hosts are given: there each host keeps its own, "
+                        "which are not found if you give a number)")
     parser.add_argument("--example", choices=EXAMPLES, default="gpt", help="demo: what to train (%(default)s)")
     parser.add_argument("--steps", type=int, help="demo: how many steps")
     parser.add_argument("--seed", type=int, help="demo: the seed")
     parser.add_argument("--store", metavar="URL", default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
-                        help="where checkpoints go: a folder, s3://bucket/prefix, or s3 for a server of its own on this "
-                             "machine (the run's folder)")
+                        help="where checkpoints go, each run's under its name: a folder, s3://bucket/prefix, or s3 for a "
+                             "server of its own on this machine (default: the run's folder)")
     hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")
     where = hosts.add_mutually_exclusive_group()
     where.add_argument("--host-discovery-script", metavar="COMMAND", help="prints host:slots lines, at any time others")
     where.add_argument("-H", "--hosts", metavar="a:1,b:2", help="a list that stays")
     where.add_argument("-hostfile", "--hostfile", type=Path, help="the same as a file of lines like `a slots=1`")
-    hosts.add_argument("-np", "--num-proc", type=int, help="begin with so many workers")
-    hosts.add_argument("--min-np", "--min-num-proc", type=int, help="wait when fewer are left")
+    hosts.add_argument("-np", "--num-proc", type=int, help="begin with so many workers, or after a minute with --min-np")
+    hosts.add_argument("--min-np", "--min-num-proc", type=int, help="wait when fewer are left (--min-workers)")
     hosts.add_argument("--max-np", "--max-num-proc", type=int, help="train with no more")
     options, horovodrun_options = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
     is_demo = not command
@@ -106,8 +107,11 @@ def run(argv: list[str]) -> int:
     if is_demo and unknown:
         parser.error(f"unknown: {' '.join(unknown)} (horovodrun's options need a command after --)")
     workers = next(n for n in (options.workers, options.num_proc, 4) if n is not None)
-    if not 1 <= options.min_workers <= workers:
-        raise ConfigError(f"--min-workers is {options.min_workers} and --workers {workers}. Use 1 ≤ min ≤ workers.")
+    listed = static_hosts(options.hosts, options.hostfile)
+    begin = options.num_proc or sum(listed.values()) or workers
+    if not 1 <= options.min_workers <= begin:
+        raise ConfigError(f"--min-workers is {options.min_workers}, but the run begins with {begin} workers. Use "
+                          f"1 ≤ min ≤ {begin}, or more workers (--workers, -np).")
     if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
         raise ConfigError(f"--run is {options.run!r}. Use letters, digits, '.', '_' and '-': it names a folder and a place "
                           f"in the store.")
@@ -120,7 +124,6 @@ def run(argv: list[str]) -> int:
                 command += [f"--{flag}", str(getattr(options, flag))]
     script = options.host_discovery_script
     if script is None:
-        listed = static_hosts(options.hosts, options.hostfile)
         options.standby = int(not listed) if options.standby is None else options.standby
         listed = listed or {f"127.0.0.{number}": 1 for number in range(1, workers + 1)}
         slots = sum(listed.values())
@@ -129,8 +132,8 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"-np is {wanted}, but the hosts have {slots} slots, so the training would never begin. Use "
                               f"-np {slots} or fewer, or more hosts (--workers where they are local).")
         script = list_hosts(run_dir, listed)
-        numbers = {"-np": wanted, "--min-np": options.min_np or options.min_workers,
-                   "--max-np": options.max_np or (wanted if wanted < slots else None)}
+        numbers |= {"-np": wanted, "--max-np": options.max_np or (wanted if wanted < slots else None)}
+    numbers["--min-np"] = options.min_np or options.min_workers  # Horovod's default is -np: to wait whenever one is gone
     horovodrun_options += ["--host-discovery-script", script]
     horovodrun_options += [word for name, n in numbers.items() if n is not None for word in (name, str(n))]
     os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
@@ -152,7 +155,8 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     name = run_dir.name
     started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce,
                "store": os.environ["ELASTIC_TRAINER_STORE"].partition("?")[0]}
-    print(f"run {name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it with --run {name}", flush=True)
+    print(f"run {name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it with the same command and "
+          f"--run {name}", flush=True)
     watch = Watch(run_dir)
     log_path = run_dir / "output.log"
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -196,7 +200,7 @@ def _prove(store: str) -> None:
     except StoreRefused as error:
         raise ConfigError(str(error)) from error
     except StoreUnavailable as error:
-        print(f"elastic-trainer: {error}", "The run starts, and its workers ask the store again for an hour. If it will "
+        print(f"elastic-trainer: {error}", "The run starts, and its workers ask the store again and again. If it will "
               "never answer press Ctrl-C, and correct --store or AWS's variables.", sep="\n", file=sys.stderr, flush=True)
 
 
@@ -274,4 +278,7 @@ def _report(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
+    from elastic_trainer.output import outlive_readers
+
+    outlive_readers()
     sys.exit(main())

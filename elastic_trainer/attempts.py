@@ -112,6 +112,8 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
                                    start_new_session=True,  # Ctrl-C is ours to pass on, once
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run
+        if stopped:  # between the last look and here
+            process.send_signal(signal.SIGTERM)
         exit_code = process.wait()
         before, told = told, read_events(run_dir)
         _end_orphans(told, run_dir, ssh)

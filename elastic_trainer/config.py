@@ -3,7 +3,8 @@
 launcher → environment → here → train()
 
 What always holds:
-1. The environment is read here (`Launch.from_environment`) and in `__main__`, nowhere else.
+1. What a launcher says in the environment is read here (`Launch.from_environment`) and in `__main__`; standby.py, shim.py
+   and place.py read only what Horovod, or a place in the world, has put there.
 2. A mistake of the user's is a `ConfigError` whose text names the key to change.
 """
 
@@ -21,6 +22,12 @@ EXIT_LEFT = 75  # sysexits.h EX_TEMPFAIL: not wanted (any more). Never 0: Horovo
 
 REDUCERS = ("exact", "ring")
 
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "MALLOC_ARENA_MAX": "1"}
+"""What a worker's environment says to glibc (mallopt(3)), unless the user's own does: keep the memory of large blocks, in
+one heap for all threads. Horovod allocates the result of each alltoall and allgather anew, in a thread of its own, and
+without this each is mapped, cleared page by page and unmapped again: 28 % of all CPU time of a step with 4 workers, and
+0.3 s of a core for each survivor when somebody joined (seen by perf; 10 M parameters, 2 cores)."""
+
 
 class ConfigError(ValueError):
     """A mistake in what the user asked for; the text names the key and a value that works."""
@@ -28,7 +35,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Every time limit of the engine, in seconds."""
+    """The engine's time limits that depend on the job or the network, in seconds (ELASTIC_TRAINER_LIMITS)."""
 
     beat_s: float = 0.25
     """How often a worker says that it lives (and the longest that a reply is held back)."""

@@ -4,11 +4,21 @@
 
 discovery script, workers' words, processes' exits → here → membership (decides) → here → processes, rendezvous
 
-Each mend names the fact it answers (notes/horovod-0.28.1.md):
+Facts about Horovod 0.28.1 that this project answers, by the numbers its comments use:
+- F1  a failure inside `hvd.init()` aborts all who are in it (operations.cc:444)         → membership, revive
+- F2  after an error a rank keeps its sockets open (gloo_context.cc:385-388)             → world
+- F3  the driver's barrier waits for a dead host's ssh, for ever (registration.py:121)   → below
+- F4  it blocks in a call to a vanished rank 0 (driver.py:191-206)                       → below
+- F5  its rendezvous listens with a backlog of 5: a dropped SYN costs a second           → rendezvous
+- F6, F7, F8  TorchState: a newcomer's first step, `sync` saves nothing, `restore` aliases → state/elastic_state
+- F9  skip_sync deadlocks when somebody is new (state.py)                                → world: reconcile
+- F10 its rendezvous unpickles what anybody puts there (rendezvous.py:44-47)             → rendezvous, wire
+- F11 exit code 0 of one worker ends the job for all (registration.py:146-149)           → loop, place
+
+The mends of the driver:
 - F3  a slot ends when its worker is silent, not when its ssh or its output ends; no barrier anywhere (membership.py)
 - F4  no call to a worker: workers ask, and the answer is held back until there is news (wire.py)
-- F5  listen backlog 1024 instead of 5
-- F10 no pickle: words are signed JSON; the rendezvous store takes plain bytes, only from members' addresses
+- F10 no pickle: words are signed JSON
 - the environment, with its secrets, does not travel on command lines (gloo_run.py:80-103 puts it there)
 - a worker on another host ends when its driver or its ssh does (remote.py); its death waits for no ssh
 - a worker's exit counts at once, not when everything that holds its output has gone (safe_shell_exec.py:267)
@@ -35,6 +45,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,15 +53,16 @@ import horovod.runner.launch as launch
 import structlog
 from horovod.runner.common.util.env import is_exportable
 from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 from horovod.runner.util import network
 
 from elastic_trainer import remote
-from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
+from elastic_trainer.config import ALLOCATOR, EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
+from elastic_trainer.rendezvous import Rendezvous
 from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import WordRefused, WordServer
 
@@ -72,67 +84,11 @@ FAR_OUTPUT_S = 1.0
 """How long after a far worker's exit its last words may arrive, when something there still holds its output."""
 LAST_OUTPUT_S = 2.0
 """How long the last lines of workers that are gone may take; a process that one has left behind may hold its output."""
-MAX_VALUE_BYTES = 4096
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
 
 class DiscoveryUnavailable(RuntimeError):
     """The discovery has not answered once, or has named no host; the next attempt asks again."""
-
-
-class MemberRendezvousHandler(RendezvousHandler):
-    """Horovod's store for Gloo's addresses, for one generation: small values, from its members' addresses only."""
-
-    server: MemberRendezvous
-
-    def _is_member(self) -> bool:
-        if self.client_address[0] in self.server.addresses:
-            return True
-        self.server.refused(self.client_address[0], "not a member of this generation")
-        self.send_status_code(403)
-        return False
-
-    def do_GET(self) -> None:
-        if self._is_member():
-            super().do_GET()
-
-    def do_PUT(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if self._is_member():
-            if length.isascii() and length.isdigit() and int(length) <= MAX_VALUE_BYTES:
-                super().do_PUT()
-            else:
-                self.send_status_code(413)
-
-    def do_DELETE(self) -> None:
-        if self._is_member():
-            super().do_DELETE()
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request at all."""
-        self.server.refused(self.client_address[0], "bytes that are no request")
-        super().send_error(code, "", "")
-
-
-class MemberRendezvous(RendezvousHTTPServer):
-    """One generation's rendezvous store."""
-
-    request_queue_size = 1024  # F5
-    daemon_threads = True
-
-    def __init__(self, bind: str, addresses: set[str], refused: Any):
-        self.addresses, self.refused = addresses, refused
-        super().__init__((bind, 0), MemberRendezvousHandler, 0)
-        self.init([])
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A worker that dies in mid-request is not news here."""
 
 
 class WorkerProcess:
@@ -183,7 +139,8 @@ class WorkerProcess:
         for raw in stream:
             line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
             if line or not mark:
-                print(f"[{self.host}]<{kind}>: {line}", file=output, flush=True)
+                with suppress(OSError):  # whoever does not take our output: the worker must not wait until we read on
+                    print(f"[{self.host}]<{kind}>: {line}", file=output, flush=True)
             if mark and self.is_remote and kind == "stdout" and re.fullmatch("-?[0-9]{1,3}", code):
                 self.exit_code = int(code)
                 self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
@@ -269,7 +226,7 @@ class MendedDriver:
         self.addresses: dict[str, str] = {}
         self.doors: dict[str, int] = {}
         """The port at which each worker lets others find out whether they reach it."""
-        self.rendezvous: list[MemberRendezvous] = []
+        self.rendezvous: list[Rendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
         self.forwards: list[threading.Thread] = []
         self.ended: End | None = None
@@ -448,7 +405,7 @@ class MendedDriver:
 
     def _start(self, start: Start) -> None:
         assert self.server is not None
-        env = self.env | {
+        env = ALLOCATOR | self.env | {
             "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
             "ELASTIC_TRAINER_SLOT": str(start.slot),
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "PYTHONUNBUFFERED": "1",
@@ -483,14 +440,14 @@ class MendedDriver:
 
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
         workers = [self.membership.workers[name] for name in members]
-        store = MemberRendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
+        store = Rendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
         self.rendezvous.append(store)
         while len(self.rendezvous) > 2:  # nobody can still be in the init of the one before the last
             threading.Thread(target=self.rendezvous.pop(0).close, daemon=True).start()
         for worker in workers:
             neighbours = [w.name for w in workers if w.host == worker.host]
             self.places[worker.name] = {"local_rank": neighbours.index(worker.name), "local_size": len(neighbours),
-                                        "address": self.address, "port": store.server_port}
+                                        "address": self.address, "port": store.port}
         self.events.emit("driver.generation_formed", generation=generation, size=len(members), reason=reason,
                          hosts=[w.host for w in workers], workers=list(members))
 
@@ -583,7 +540,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
+    outlive_readers()
     result = main()
     sys.stdout.flush()
     os._exit(result)  # threads that hold a dead worker's output must not keep us

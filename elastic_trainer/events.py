@@ -6,7 +6,8 @@ What always holds:
 1. A line is one `write` to a file opened for append, so lines of several processes never mix and a killed
    process loses nothing that it has said.
 2. An event is `package.subject_participle`, a literal where it is emitted, so that grep finds it.
-3. Emitting never fails the training: a full disk is said on stderr, once.
+3. Emitting never fails the training: a full disk is said on stderr, once until it takes lines again. A line that was not
+   written whole is spoilt alone: the next one begins on a line of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Events:
         self.bound, self.courier = bound, courier
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._fd: int | None = None
+        self._complained = self._is_torn = False
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(run_dir / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -45,15 +47,23 @@ class Events:
     def write(self, line: str) -> None:
         """Write a line that is there already: one's own, or one that a worker elsewhere has sent."""
         if self.courier:
-            self.courier.take(line)
-        elif self._fd is not None:
-            try:
-                os.write(self._fd, (line + "\n").encode())
-            except OSError as error:
+            return self.courier.take(line)
+        if self._fd is None:
+            return
+        data = ("\n" * self._is_torn + line + "\n").encode()
+        try:
+            count, error = os.write(self._fd, data), "a part of a line was written"
+        except OSError as failure:
+            count, error = 0, str(failure)
+        if count < len(data):
+            self._is_torn |= count > 0
+            if not self._complained:
                 import structlog  # here: it costs a third of a second that every worker would pay at its start
 
-                structlog.get_logger().error("events.write_failed", error=str(error))
-                self._fd = None
+                structlog.get_logger().error("events.write_failed", error=error)
+            self._complained = True
+        else:
+            self._complained = self._is_torn = False
 
     def flush(self) -> bool:
         """Wait until all that was emitted stands in the diary; False if it does not in time."""

@@ -25,13 +25,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import horovod
 import numpy
+import psutil
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import TensorDataset, default_collate
@@ -62,6 +63,9 @@ from state.store import StoreRefused, StoreUnavailable, open_store
 
 RESTORE_PAUSE_S = 30.0
 """Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
+WARM_GRADIENTS = 5
+"""A standby has touched as much memory as so many gradients take: the state it will receive, the buffers of its first step.
+Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -125,7 +129,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
     the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
     multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
-    `store` is a folder or s3://bucket/prefix; None takes the launcher's (--store). `reduce` is "exact" (the same bits
+    `store` is a folder or s3://bucket/prefix of this run's own; None takes the launcher's (--store, and behind it the
+    run's name). `reduce` is "exact" (the same bits
     for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
     checkpoints go when no launcher says so. `listeners`
@@ -231,12 +236,25 @@ def local_rank() -> int:
 def rehearse(job: Job) -> None:
     """Pay for all that is slow the first time, in a standby: nothing remains of it, random numbers included."""
     torch_was, random_was, numpy_was = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    Trainer(job, Launch(), Alone(), Events(None), "exact", compress=False)._warm_up()  # leaves no hooks on the model
+    trainer = Trainer(job, Launch(), Alone(), Events(None), "exact", compress=False)
+    trainer._warm_up()  # leaves no hooks on the model
+    if job.device.type == "cpu":
+        gradient_bytes = sum(tensor.nbytes for tensor in trainer.flat.sums.values())
+        torch.ones(min(WARM_GRADIENTS * gradient_bytes, free_bytes() // 16), dtype=torch.uint8)  # the allocator keeps it
     for parameter in job.model.parameters():
         parameter.grad = None
     torch.set_rng_state(torch_was)
     random.setstate(random_was)
     numpy.random.set_state(numpy_was)
+
+
+def free_bytes() -> int:
+    """Return how much memory this machine, or this container (cgroup v2), has left."""
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no such group, or no limit
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, free)
 
 
 class Trainer:
@@ -247,7 +265,7 @@ class Trainer:
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
         self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, identity={
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
-            "shards": job.schedule.shards, "seed": job.schedule.seed})
+            "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce})
         self.state.extras = job.extras
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
@@ -385,6 +403,8 @@ class Trainer:
     def _apply(self, samples: int, digest: int) -> None:
         """Change everything that outlives the step, together. The prepared gradient is in the flat buffers."""
         job, state = self.job, self.state
+        # What draws random numbers here (stochastic rounding, after_step) draws the same on every worker.
+        seed_everything(job.schedule.shard_seed(state.committed, job.schedule.shards))
         state.is_applying = True
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
         if job.scaler:
@@ -476,7 +496,11 @@ class Trainer:
             raise self._ask_again(error) from error
         if step is None and self.launch.resume_step:
             raise ConfigError(f"the run has a checkpoint of step {self.launch.resume_step}, but {self.launch.run_dir} on "
-                              f"this host has none. Put the folder of runs (--runs-dir) on a disk that all hosts share.")
+                              f"this host has none. Give the same --store as before, or put the folder of runs "
+                              f"(--runs-dir) on a disk that all hosts share.")
+        if step is not None and step > self.job.schedule.steps:
+            raise ConfigError(f"the run has a checkpoint of step {step}, but it is to have {self.job.schedule.steps}. "
+                              f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         return "fresh" if step is None else "checkpoint"
 

@@ -18,7 +18,7 @@ What always holds:
 
 What it replaces: `ElasticDriver._activate_workers`, `WorkerStateRegistry` and `HostManager.blacklist`
 (horovod/runner/elastic/{driver,registration,discovery}.py, 0.28.1), whose barrier can neither time out nor survive a
-death while it waits (F3, notes 1.4 g) and whose ban is for ever. Here a host whose worker died gets a new one after
+death while it waits (F3) and whose ban is for ever. Here a host whose worker died gets a new one after
 a back-off, which costs nobody anything since (1).
 """
 
@@ -368,9 +368,9 @@ class Membership:
         return ready[: self.max_workers]
 
     def _reaches_all(self, newcomer: Worker) -> bool:
-        """True if a newcomer has tried to reach the members and did. (Before the first generation: the offer asks.)"""
-        return not self.generation or (
-            newcomer.unreachable is not None and {w.name for w in self._current()}.isdisjoint(newcomer.unreachable))
+        """True if a newcomer has tried to reach the members and did. (Where there are none to reach: the offer asks.)"""
+        current = {w.name for w in self._current()}
+        return not current or (newcomer.unreachable is not None and current.isdisjoint(newcomer.unreachable))
 
     def _cut_off(self, members: list[Worker]) -> Worker | None:
         """Return the member that the most others do not reach, if there is any: one without the state, or the youngest."""

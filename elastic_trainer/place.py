@@ -18,7 +18,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -106,6 +108,14 @@ class Alone:
 
     def finish(self, step: int) -> None:
         """Nobody listens."""
+
+
+def show(phase: str, step: int) -> None:
+    """Show what this worker does to `top`, `pgrep` and the agent of its host: as the short name of its process (proc(5),
+    `comm`: 15 characters, so a long number is left out; discovery/agent.py has the same words)."""
+    word = "step" if phase == "training" else phase
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(text if len(text := f"{word} {step}") <= 15 else word)
 
 
 def open_door(driver: str) -> socket.socket:
@@ -223,8 +233,10 @@ class OurDriver:
         client = DriverClient(self.launch.driver, self.launch.key, timeout_s=self.limits.silence_s / 2)
         version, heard_at = "", time.monotonic()
         while True:
+            words = self._words()
+            show(words["phase"], words["step"])
             try:
-                news = client.ask({**self._words(), "hold_s": self.limits.beat_s, "seen": version})
+                news = client.ask({**words, "hold_s": self.limits.beat_s, "seen": version})
             except OSError:  # DriverUnreachable is one; the beats must not end by any other either
                 self._lost = time.monotonic() - heard_at > self.limits.driver_lost_s
                 if self._lost and self._status["phase"] == "finished":
@@ -421,7 +433,7 @@ class PlainDriver:
                              local_size=seat[3], rendezvous=(self.address, self.port), attempt=self.attempt)
 
     def _is_admitted(self, rank: int, size: int) -> bool:
-        """Check in, and learn whether all have: rank 0 waits for everyone and says so (notes 1.7).
+        """Check in, and learn whether all have: rank 0 waits for everyone and says so.
 
         With it go the numbers of attempt and generation: rank 0 was there before, a newcomer counts from nowhere.
         """
@@ -451,7 +463,7 @@ class PlainDriver:
         return self._changed
 
     def wants_stop(self) -> bool:
-        """Never: this driver's death is noticed only at the next change (notes 1.4 e)."""
+        """Never: this driver's death is noticed only at the next change."""
         return False
 
     is_broken = is_finished = somebody_leaves = wants_stop

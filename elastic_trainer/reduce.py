@@ -15,7 +15,7 @@ What always holds:
    (BatchNorm): the weighted mean over shards of (after - before). They follow the same rule as the gradients.
 3. Weights of shards are shard / batch, so the result is the gradient of the mean over the global batch.
 
-Why not fixed point (DESIGN.md, way b): it would need an exponent agreed before the first shard is done, so a second pass
+Why not fixed point: it would need an exponent agreed before the first shard is done, so a second pass
 or the last step's; the tree costs the same bytes as a ring for one subtree per worker and keeps float32's own
 precision.
 
@@ -283,16 +283,17 @@ def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.
     span = 1
     while span < shards:
         span *= 2
+    return _node_sum(pieces, shards, 0, span)
 
-    def node(low: int, span: int) -> torch.Tensor:
-        found = pieces.get((low, min(low + span, shards)))
-        if found is not None:
-            return found
-        half = span // 2
-        left = node(low, half)
-        return left.add_(node(low + half, half)) if low + half < shards else left
 
-    return node(0, span)
+def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int, low: int, span: int) -> torch.Tensor:
+    """Not a function within the other: that is a cycle, and kept each step's pieces (a gradient) until the next gc."""
+    found = pieces.get((low, min(low + span, shards)))
+    if found is not None:
+        return found
+    half = span // 2
+    left = _node_sum(pieces, shards, low, half)
+    return left.add_(_node_sum(pieces, shards, low + half, half)) if low + half < shards else left
 
 
 class RingReducer:

@@ -21,6 +21,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +87,19 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def write_result(run_dir: str | Path) -> dict[str, Any]:
-    """Write the run's result.json whole, and return its content."""
+    """Write the run's result.json whole, and return its content. A disk that does not take it is said: all of it can be
+    made again from the diary, and a finished run has not failed for it."""
     folder = Path(run_dir)
     result = summarize(read_events(folder))
     temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(result, indent=2) + "\n")
-    temporary.replace(folder / RESULT_FILE)
+    try:
+        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        temporary.replace(folder / RESULT_FILE)
+    except OSError as error:
+        print(f"elastic-trainer: {folder / RESULT_FILE} cannot be written: {error}. Make room; the same run, called "
+              f"again, writes it.", file=sys.stderr)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return result
 
 
@@ -293,7 +301,9 @@ def print_hosts(fleet: dict[str, Any]) -> None:
         notice = f"{left_s:.0f} s left" if left_s is not None else ", ".join(hazards)
         agent = host["agent"] + (f", {host['refused']} refused" if host["refused"] else "")
         since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
-        workers, standby = ("" if host[count] is None else str(host[count]) for count in ("workers", "standby"))
+        workers = ", ".join(f"{count} at {doing}" if doing.startswith("step") else f"{count} {doing}"
+                            for doing, count in sorted(Counter(host["workers"] or ()).items()))
+        standby = "" if host["standby"] is None else str(host["standby"])
         table.add_row(host["name"], host["type"], str(host["slots"]), cloud, agent, workers, standby, notice, since,
                       "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
     console = Console(width=None if sys.stdout.isatty() else 200)

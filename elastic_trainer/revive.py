@@ -17,11 +17,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,42 @@ from state.elastic_state import ElasticState
 from state.layout import LayoutError, byte_view, decode, pack
 
 _TERMINATE = ctypes.CFUNCTYPE(None)
+_WHAT = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)
 _kept: list[Any] = []  # a C callback must outlive its registration
 
 
-def on_terminate(act: Callable[[], None]) -> None:
-    """Run `act` when an uncaught C++ exception would abort this process (any thread). `act` should not return."""
-    callback = _TERMINATE(act)
+def on_terminate(act: Callable[[str], None]) -> None:
+    """Run `act` with an exception's text when an uncaught C++ exception would abort this process (any thread). `act`
+    should not return."""
+    def terminate() -> None:
+        text = ""
+        with suppress(Exception):  # not to know why is no reason to die of it
+            text = _uncaught()
+        act(text)
+
+    callback = _TERMINATE(terminate)
     _kept.append(callback)
     ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(callback)  # std::set_terminate, Itanium mangling
+
+
+def _uncaught() -> str:
+    """Return the text of the C++ exception that this thread dies of, if it is one of Gloo's or of the standard library's.
+
+    Source: Itanium C++ ABI, 2.9.4 (a type_info's second word is its name) and 2.5.2 (`what` is a std::exception's third
+    virtual function, behind two destructors); x86-64's calling convention for what `current_exception` returns.
+    """
+    runtime, thrown = ctypes.CDLL("libstdc++.so.6"), ctypes.c_void_p()
+    runtime.__cxa_current_exception_type.restype = ctypes.c_void_p
+    kind = runtime.__cxa_current_exception_type()
+    if not kind or platform.machine() != "x86_64":
+        return ""
+    name = ctypes.cast(kind, ctypes.POINTER(ctypes.c_char_p))[1] or b""
+    if not name.startswith((b"N4gloo", b"St")):  # anything may be thrown, and only those have a `what`
+        return name.decode(errors="replace")
+    runtime._ZSt17current_exceptionv(ctypes.byref(thrown))  # a std::exception_ptr is a pointer to it
+    table = ctypes.cast(thrown, ctypes.POINTER(ctypes.c_void_p))[0]
+    what = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[2] or 0
+    return (_WHAT(what)(thrown) or b"").decode(errors="replace")
 
 
 def _memory_folder() -> str:
@@ -52,7 +82,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     """
     if not state.has_state or state.is_applying:
         return None
-    step = state.committed
+    step = state.committed, state.begun
     packed = pack({"pid": os.getpid(), "prepared": state.prepared, "state": state.values(), "gradients": gradients,
                    "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
     descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
@@ -65,7 +95,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     except OSError:
         os.unlink(name)  # no room in memory: come back as a newcomer, and receive the state
         return None
-    if state.is_applying or state.committed != step:
+    if state.is_applying or (state.committed, state.begun) != step:
         os.unlink(name)  # the training went on while this was written: it may be torn
         return None
     return Path(name)

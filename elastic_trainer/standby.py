@@ -23,8 +23,9 @@ How far it boots: through everything before `train()`, then a rehearsal of a ste
 `local_rank()`, which waits for the answer. What a script reads from HOROVOD_* or ELASTIC_TRAINER_* before that it reads
 as if it stood alone. A model that is on a GPU before its place is known stays on the GPU that it saw.
 
-What it does not do: limit memory. One standby takes what a worker takes before its first step. Notice that a library
-(site-packages) or a file that the script has read was replaced: restart the service then.
+What it does not do: limit memory. One standby takes what a worker takes before its first step and, on CPUs, what its first
+step will take, up to a sixteenth of what is free (`loop.rehearse`). Notice that a library (site-packages) or a file that
+the script has read was replaced: restart the service then.
 
 Source: sched_setscheduler(2), prctl(2) and fcntl(2) (F_SETOWN, F_SETSIG) of man-pages 6; unix(7) for SOCK_SEQPACKET and
 SCM_RIGHTS.
@@ -53,7 +54,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from elastic_trainer.config import EXIT_LEFT, ConfigError, Limits
+from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
 from elastic_trainer.events import EVENTS_FILE, Events
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 
@@ -225,7 +226,7 @@ class Keeper:
         self.listener: socket.socket | None = None
         self.printed: IO[bytes] = tempfile.TemporaryFile()
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        self.env = ALLOCATOR | os.environ | {"PYTHONUNBUFFERED": "1"}
         self.program = stamps([shutil.which(command[0]) or command[0], *command[1:2]])
         """A wrapper script is no module: the program, and what may be its script."""
         self.began_ns = time.time_ns()
@@ -312,7 +313,7 @@ class Keeper:
             word, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
             if uid != os.getuid() or word != b"take" or len(descriptors) != 4:
                 return False
-            names = differing(self.env, read_environment(descriptors[0]), self.command[0])
+            names = differing(self.env, ALLOCATOR | read_environment(descriptors[0]), self.command[0])
             if names:
                 shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
                 return False

@@ -15,12 +15,12 @@ What always holds:
 Why the response cache is off (HOROVOD_CACHE_CAPACITY=0): after an error in one operation Horovod's background thread
 goes on to the next negotiation (operations.cc:310-318). With the cache on that is an allreduce on the same Gloo slot
 as the data, and a late chunk from a peer then breaks an assertion in a thread of Gloo's and aborts a healthy worker
-("op.preamble.length <= op.nbytes": the second victim of notes/peers.md 0.5). Without the cache the negotiation uses
+("op.preamble.length <= op.nbytes": a second victim). Without the cache the negotiation uses
 other slots.
 
 What it does not do: decide who is in the world (membership.py).
 
-Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), notes/horovod-0.28.1.md 1.7 and 2.2.
+Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), 0.28.1. What F1 to F11 are: driver.py.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class World:
             HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS",
                                                          str(round(self.launch.limits.gloo_s))),
             HOROVOD_AUTOTUNE="0", HOROVOD_ENABLE_ASYNC_COMPLETION="0",  # wrong under elastic, whoever has asked for them
-            # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves (notes 1.7).
+            # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves.
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         if isinstance(self.driver, OurDriver):
             for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):
@@ -198,17 +198,17 @@ class World:
             return  # plain horovodrun would take the restart for a death anyway
         driver = self.driver
 
-        def start_anew() -> None:
+        def start_anew(error: str) -> None:
             if not self._is_guarded:
                 os.abort()  # not training any more: what was to be kept has been handed back
             driver.revive_soon()
-            self.events.emit("worker.revives", where="init" if self._init_since else "training")
+            self.events.emit("worker.revives", where="init" if self._init_since else "training", error=error)
             self.events.flush()
             revive.start_anew(self._live_state(), self.generation, driver.count + 1)
 
         def on_broken() -> None:
             if self._init_since is not None:
-                start_anew()  # the main thread sits in hvd.init() and would be aborted after Gloo's time-out
+                start_anew("")  # the main thread sits in hvd.init() and would be aborted after Gloo's time-out
             self._close_sockets()
 
         self._is_guarded = True
@@ -231,7 +231,7 @@ class World:
         """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost.
 
         Horovod's own wait spins a core, takes the GIL at each turn, and hangs for ever after the enqueue race
-        (mpi_ops_v2.cc:1121-1128, notes 2.2).
+        (mpi_ops_v2.cc:1121-1128).
         """
         broken_since = None
         while not hvd.poll(handle):
@@ -329,7 +329,7 @@ class World:
             assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
             if state.begun > state.committed and self.rank == 0:
                 self.events.emit("worker.step_redone", step=state.committed)
-            # Also when all are prepared and nobody has committed: the gradients are not to be trusted (notes 2.2)
+            # Also when all are prepared and nobody has committed: the gradients are not to be trusted
             state.prepared = state.begun = state.committed
         givers = [rank for rank, (_, _, has, _) in enumerate(ranks) if has]
         if len(givers) < self.size:

@@ -75,7 +75,10 @@ def test_it_says_when_the_driver_takes_no_line() -> None:
     courier = Courier(replace(office.launch, limits=Limits(driver_lost_s=0.2)))
     courier.take(line())
     assert not courier.flush()
+    office.server.answer, courier.patience_s = office.answer, DEADLINE_S
+    assert courier.flush()  # else its thread would ask for as long as this process lives
     office.server.shutdown()
+    assert office.lines == [line()]
 
 
 def test_a_line_is_taken_only_when_those_before_it_have_arrived() -> None:

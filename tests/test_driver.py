@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +23,6 @@ from hypothesis import strategies as st
 from elastic_trainer import remote
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import (
-    MAX_VALUE_BYTES,
-    MemberRendezvous,
     WorkerProcess,
     check_version,
     is_local,
@@ -103,95 +99,6 @@ def test_a_loopback_name_is_this_machine(host: str) -> None:
 def test_an_address_that_is_not_ours_is_another_machine() -> None:
     """It is reached by ssh."""
     assert not is_local("192.0.2.1")
-
-
-# --- the rendezvous store -------------------------------------------------------------------------------------------
-
-class Rendezvous:
-    """A generation with one member's address, 127.0.0.1."""
-
-    def __init__(self) -> None:
-        self.refused: list[tuple[str, str]] = []
-        self.store = MemberRendezvous("127.0.0.1", {"127.0.0.1"}, lambda *said: self.refused.append(said))
-
-    def ask(self, method: str, path: str, body: bytes | None = None, *, source: str = "127.0.0.1",
-            headers: Mapping[str, str] = {}) -> tuple[int, bytes]:  # noqa: B006 (read only)
-        connection = http.client.HTTPConnection("127.0.0.1", self.store.server_port, timeout=DEADLINE_S,
-                                                source_address=(source, 0))
-        connection.request(method, path, body, dict(headers))
-        answer = connection.getresponse()
-        result = answer.status, answer.read()
-        connection.close()
-        return result
-
-    def close(self) -> None:
-        self.store.shutdown()
-        self.store.server_close()
-
-
-@pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
-    rendezvous = Rendezvous()
-    yield rendezvous
-    rendezvous.close()
-
-
-def test_members_find_what_members_have_put(rendezvous: Rendezvous) -> None:
-    """Put, get, delete; what is not there is 404."""
-    assert rendezvous.ask("GET", "/global/0")[0] == 404
-    assert rendezvous.ask("PUT", "/global/0", b"\0an address\xff")[0] == 200
-    assert rendezvous.ask("GET", "/global/0") == (200, b"\0an address\xff")
-    assert rendezvous.ask("DELETE", "/global/0")[0] == 200
-    assert rendezvous.ask("GET", "/global/0")[0] == 404
-    assert rendezvous.refused == []
-
-
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Rendezvous, method: str) -> None:
-    """An address that is no member's is refused and said."""
-    rendezvous.ask("PUT", "/global/0", b"an address")
-    body = b"another" if method == "PUT" else None
-    assert rendezvous.ask(method, "/global/0", body, source="127.0.0.2") == (403, b"")
-    assert rendezvous.ask("GET", "/global/0") == (200, b"an address")
-    assert rendezvous.refused == [("127.0.0.2", "not a member of this generation")]
-
-
-@pytest.mark.parametrize("length", [str(MAX_VALUE_BYTES + 1), "-1", "many", str(2**64)])
-def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: Rendezvous, length: str) -> None:
-    """Before a byte of it is read."""
-    assert rendezvous.ask("PUT", "/global/0", headers={"Content-Length": length})[0] == 413
-    assert rendezvous.ask("GET", "/global/0")[0] == 404
-    assert rendezvous.ask("PUT", "/global/0", b"x" * MAX_VALUE_BYTES)[0] == 200
-
-
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return open, (str(self.file), "w")
-
-
-def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Rendezvous, tmp_path: Path) -> None:
-    """Under the names that Horovod's own server unpickles, bytes stay bytes (F10)."""
-    trap = pickle.dumps(Trap(tmp_path / "executed"))
-    for path in ("/worker_addresses/localhost:0", "/runfunc/func", "/runfunc_result/0"):
-        assert rendezvous.ask("PUT", path, trap)[0] == 200
-        assert rendezvous.ask("GET", path) == (200, trap)
-    rendezvous.ask("GET", "/rank_and_size/localhost:0")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("path", ["/", "/global", "/a/b/c/d", "/../../etc/passwd", "//"])
-def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Rendezvous, path: str) -> None:
-    """It serves no files, and one bad request is one connection."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.server_port), timeout=DEADLINE_S) as connection:
-        connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert b" 200 " not in answer
-    assert rendezvous.ask("PUT", "/global/0", b"x")[0] == 200
 
 
 # --- workers' processes ---------------------------------------------------------------------------------------------
@@ -272,6 +179,20 @@ def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers
     assert worker.wait() == 3
     child = int(written(tmp_path / "child"))
     until(lambda: not is_running(child))
+
+
+def test_a_worker_goes_on_when_nobody_takes_the_drivers_output(workers: Workers) -> None:
+    """A full disk, or a pipe whose reader has gone: it is read on all the same, or its next print would never return."""
+    with open("/dev/full", "w") as full:
+        workers.output = full  # type: ignore[assignment]
+        worker = workers.start(["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do head -c 50000 /dev/zero | tr '\\0' x; echo; "
+                                            "done"])
+        assert worker.wait() == 0
+        for thread in worker.forwards:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        with suppress(OSError):
+            full.close()
 
 
 def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Workers, tmp_path: Path) -> None:

@@ -236,6 +236,51 @@ def test_a_flag_is_set_when_the_model_sets_it_in_every_shard() -> None:
     assert bool(flag.used)
 
 
+class Centred(Model):
+    """Keeps a running mean, in place or (as `self.mean = …` does) by a new tensor in the buffer's place."""
+
+    mean: torch.Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.replaces:
+            self.mean = mean
+        else:
+            self.mean.copy_(mean)
+        return x - mean
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
+    """Neither the warm-up's nor another shard's values remain, whoever has no shard has the same in the end."""
+    in_place = trained(built(Centred(False)))
+    models = [built(Centred(True)) for _ in range(size)]
+    results = in_a_world(size, lambda rank: job(models[rank]))
+    assert {result.weights_sha256 for result in results} == {in_place.weights_sha256}
+    means = [dict(model.named_buffers())["2.mean"] for model in (in_place.model, *models)]
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
+    """An optimizer that rounds by chance, or `after_step`, draws the same on every worker, whatever its shards drew."""
+    told: list[list[tuple[float, ...]]] = []
+    for more in (0, 1):
+        drawn = list[tuple[float, ...]]()
+
+        def loss(model: Model, batch: Any, more: int = more) -> torch.Tensor:
+            torch.rand(more)
+            return mse(model, batch)
+
+        trained(built(), loss=loss, after_step=lambda step, drawn=drawn: drawn.append(draws()))
+        told.append(drawn)
+    assert told[0] == told[1] and len(set(told[0])) == 6
+
+
 def test_a_layer_stays_as_it_was_when_the_user_has_put_it_into_eval_mode() -> None:
     """Fine-tuning with a frozen BatchNorm: its statistics do not move, and no mode changes."""
     norm = torch.nn.BatchNorm1d(8)
@@ -807,13 +852,21 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
 
 
 @pytest.mark.parametrize("changes", [
-    {"global_batch": 4}, {"seed": 4}, {"dataset": TensorDataset(INPUT[:20], TARGET[:20])},
-], ids=["global_batch", "seed", "dataset"])
+    {"global_batch": 4}, {"seed": 4}, {"dataset": TensorDataset(INPUT[:20], TARGET[:20])}, {"reduce": "ring"},
+], ids=["global_batch", "seed", "dataset", "reduce"])
 def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path, changes: dict[str, Any]) -> None:
     """The step alone says which samples are done, so under another schedule some would be lost and some repeated."""
     trained(built(), max_steps=2)
     with pytest.raises((ConfigError, LayoutError)):
         trained(built(), **changes)
+
+
+def test_the_user_is_told_when_a_run_is_resumed_with_fewer_steps_than_it_has(run_dir: Path) -> None:
+    """It would be finished at once, with steps that it was not to have."""
+    trained(built(), max_steps=4)
+    with pytest.raises(ConfigError, match="checkpoint of step 4.*as many steps"):
+        trained(built(), max_steps=3)
+    assert trained(built(), max_steps=4).steps == 4
 
 
 def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> None:

@@ -278,6 +278,23 @@ def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
     assert any(isinstance(a, End) and a.verdict == "failed" for a in f.turn())
 
 
+def test_begins_again_when_all_die_before_anybody_had_values() -> None:
+    """While the first generation restores, say: whoever stands ready later has nobody to reach, and is not kept waiting."""
+    f = fleet("ab", first=1)
+    f.membership.hosts_listed({"a": 1})
+    f.turn()
+    first = f.worker_on("a")
+    f.say(first, "standby")
+    f.turn()
+    f.say(first, "standby", accepted=f.membership.told(first, f.now)["offer"])
+    f.turn()
+    assert f.world() == ["a"] and not f.state
+    f.membership.exited(first, -9, f.now)
+    f.membership.hosts_listed({"b": 1})
+    f.run()
+    assert f.world() == ["b"]
+
+
 def test_ends_as_user_error_when_the_script_crashes_everywhere_at_the_start() -> None:
     """Exit code 1 before train(), on every host, in an attempt that has not begun: nothing to retry."""
     f = fleet("ab")

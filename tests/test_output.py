@@ -30,3 +30,11 @@ def test_a_worker_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     worker.stdin.write("go on\n")
     worker.stdin.close()
     assert worker.wait(60) == 0 and (tmp_path / "done").read_text() == "went on"
+
+
+def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
+    """The run is not the worse for it: its exit code says how it ended."""
+    code = "from elastic_trainer.output import outlive_readers\noutlive_readers()\nfor i in range(9999): print(i)\nexit(3)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (3, "")

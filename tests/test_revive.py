@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_trainer import revive
 from elastic_trainer.revive import read_live_state, write_live_state
 from state.elastic_state import ElasticState
 from state.layout import Packed, byte_ranges, pack
@@ -157,7 +159,7 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     os.set_inheritable(listener.fileno(), True)
     print(revive.write_live_state(state, {}, {}))
     print(os.getpid(), sha(state.values()), flush=True)
-    revive.on_terminate(lambda: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51))
+    revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
 values = revive.read_live_state(Path(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
 links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
@@ -190,3 +192,38 @@ def test_the_state_is_refused_when_another_process_has_left_it(lives: list[str])
 def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(lives: list[str]) -> None:
     """Same pid, same command, same bytes; its sockets are closed, and its number counts on."""
     assert lives[2] == f"{lives[1]} 3 51 0"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only there the text is read")
+@pytest.mark.parametrize(("thrown", "text"), [("_ZSt21__throw_runtime_errorPKc", "Connect timeout, as planned"),
+                                              ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
+def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(thrown: str, text: str) -> None:
+    """A real one that nobody catches; what comes instead of the abort knows its text."""
+    code = (f"import ctypes, os\nfrom elastic_trainer import revive\n"
+            f"revive.on_terminate(lambda error: (print(error, flush=True), os._exit(7)))\n"
+            f"ctypes.CDLL('libstdc++.so.6').{thrown}(b'Connect timeout, as planned')")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (7, f"{text}\n")
+
+
+def test_whoever_cannot_say_why_is_started_anew_all_the_same() -> None:
+    """The text is for people; without it the abort must not happen either."""
+    code = ("import ctypes, os\nfrom elastic_trainer import revive\nrevive._uncaught = lambda: 1 / 0\n"
+            "revive.on_terminate(lambda error: os._exit(7 if error == '' else 8))\n"
+            "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7
+
+
+def test_nothing_is_kept_when_the_next_step_has_begun_meanwhile(monkeypatch: pytest.MonkeyPatch,
+                                                                left_behind: LeftBehind) -> None:
+    """Its forward pass changes BatchNorm's buffers while they are written."""
+    state = trained()
+    state.forget()
+    write = revive.byte_view
+
+    def write_while_it_goes_on(tensor: torch.Tensor) -> torch.Tensor:
+        state.begin()
+        return write(tensor)
+
+    monkeypatch.setattr(revive, "byte_view", write_while_it_goes_on)
+    assert write_live_state(state, {}, {}) is None and not list(left_behind)

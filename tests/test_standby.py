@@ -537,6 +537,8 @@ def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_p
         generation = cluster.wait_for_world(4, after=generation)
         [stood_by] = cluster.events("worker.stood_by")
         assert stood_by["worker"].startswith("127.0.0.3/")
+        for pid in cluster.live_pids().values():  # started by the driver, and by the service of standbys
+            assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         frozen = cluster.signal_worker("127.0.0.3", signal.SIGSTOP)
         cluster.wait_for_world(3, after=generation)
         wait_for("the frozen worker's end", lambda: not is_running(frozen))

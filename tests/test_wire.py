@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from elastic_trainer.wire import (
     MAX_BODY_BYTES,
@@ -221,8 +222,7 @@ def test_the_driver_counts_as_unreachable_when_something_else_answers(kind: str)
 
 def test_the_driver_counts_as_unreachable_when_nobody_listens() -> None:
     """The error names the address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(DriverUnreachable, match=address):
         DriverClient(address, KEY, TIMEOUT_S).ask({})
 
