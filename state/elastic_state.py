@@ -27,11 +27,7 @@ from state.layout import LayoutError, Packed, outline, pack, unpack
 
 
 class ElasticState(hvd_elastic.TorchState):
-    """Model, optimizer and scaler of this worker, and where it stands.
-
-    `gradients` gives access to the reduced gradient (it lives in the reducer's flat buffers): `load_reduced` puts it
-    into the parameters' `.grad` and the buffers' new values into the model.
-    """
+    """Model, optimizer and scaler of this worker, and where it stands."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
                  scaler: torch.amp.GradScaler | None = None, identity: dict[str, Any] | None = None):
@@ -39,7 +35,7 @@ class ElasticState(hvd_elastic.TorchState):
         State.__init__(self, bcast_object=None, get_rank=None)
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
-        """The numbers that decide which samples a step has. Values of another job are refused."""
+        """What decides which samples and which bits a step has. Values of another job are refused."""
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
@@ -92,17 +88,24 @@ class ElasticState(hvd_elastic.TorchState):
 
     def adopt_buffers(self) -> None:
         """Bring a buffer that the forward pass has replaced (`self.mean = …`) back into the one that is kept."""
-        for name, now in self.model.named_buffers() if self.buffers else ():
-            if now is not self.buffers[name]:
-                owner, _, leaf = name.rpartition(".")
-                with torch.no_grad():
-                    self.buffers[name].copy_(now)
-                setattr(self.model.get_submodule(owner), leaf, self.buffers[name])
+        with torch.no_grad():
+            for name, replacement in self._put_back_replaced():
+                self.buffers[name].copy_(replacement)
 
     def reset_buffers(self) -> None:
         """Put the buffers back to the step's begin (each shard starts from the same values)."""
+        self._put_back_replaced()
         for name, before in self._buffers_before.items():
             self.buffers[name].copy_(before)
+
+    def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
+        """Let the model have the kept buffers again; returns what a forward pass has put in their place, by name."""
+        replaced = [(name, now) for name, now in (self.model.named_buffers() if self.buffers else ())
+                    if now is not self.buffers[name]]
+        for name, _ in replaced:
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), leaf, self.buffers[name])
+        return replaced
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""

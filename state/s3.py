@@ -4,14 +4,14 @@ checkpoint, commit_log → here → endpoint
 
 What always holds:
 1. One object is one PUT of at most PUT_BYTES: no multipart upload, so no parts that are billed and forgotten, and the
-   conditional PUT is the one that every server of ../shared/notes/cloud.md section 1 checks (Ceph ignores the
+   conditional PUT is the one that AWS, Ceph 16, MinIO and ministack check (Ceph ignores the
    condition on CompleteMultipartUpload, and a quoted ETag in If-Match).
 2. Credentials come from AWS's standard chain, the endpoint from its standard variables (AWS_ENDPOINT_URL_S3): nothing
    of either is in a URL, a command line or a log.
-3. Retries are ours (tenacity), with bounds, so that they are said and counted; botocore's own are off.
+3. Retries are ours (tenacity), with bounds: they are counted, and what outlasts them is said; botocore's own are off.
 4. No checksum of the server's is relied on: every part has a SHA-256 in its record.
 
-Why boto3 and not s3fs: a PUT of a bytes slice copies nothing and costs half the CPU (cloud.md section 2), and s3fs hides
+Why boto3 and not s3fs: a PUT copies nothing and costs half the CPU, and s3fs hides
 the refusal of a conditional PUT in an OSError(EINVAL).
 """
 
@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 from botocore.parsers import ResponseParserError
 from tenacity import (
     Retrying,
@@ -39,6 +40,8 @@ from state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 READ_TIMEOUT_S = 30.0
+PIECE_BYTES = 1 << 20
+"""So much of an object is read at once: urllib3 makes memory of its own for it."""
 PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",
                   "ExpectedBucketOwner")
 """Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
@@ -57,6 +60,8 @@ REMEDIES = {
 """For the errors that no other try mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
 """Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to give a run up."""
+PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
+"""Codes of status 400 that another try may mend: too much at once, or a body that arrived otherwise than it was sent."""
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
 
@@ -84,23 +89,24 @@ class S3Store:
             self._client = session.client("s3", config=Config(
                 retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S, max_pool_connections=16,
                 tcp_keepalive=True, request_checksum_calculation="when_required",
-                response_checksum_validation="when_required"))  # older servers break on the new checksums
+                response_checksum_validation="when_required",  # older servers break on the new checksums
+                parameter_validation=False))  # it knows no memoryview; all that is sent is ours, or checked above
         except (BotoCoreError, ValueError) as error:
             raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION and the like.") from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
-        whole = self._sized(name, body)
+        _check_size(name, body)
         self._tried(f"take {name}", lambda: self._client.put_object(
-            Bucket=self.bucket, Key=self._key(name), Body=whole, **self._settings))
+            Bucket=self.bucket, Key=self._key(name), Body=body, **self._settings))
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
         """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
-        whole = self._sized(name, body)
+        _check_size(name, body)
 
         def put() -> bool:
             try:
-                self._client.put_object(Bucket=self.bucket, Key=self._key(name), Body=whole, IfNoneMatch="*",
+                self._client.put_object(Bucket=self.bucket, Key=self._key(name), Body=body, IfNoneMatch="*",
                                         **self._settings)
                 return True
             except ClientError as error:
@@ -112,20 +118,33 @@ class S3Store:
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError, StoreUnavailable."""
-        key = self._key(name)
-
         def get() -> bytes:
-            try:
-                answer = self._client.get_object(Bucket=self.bucket, Key=key, **self._owner)
-            except ClientError as error:
-                # Who may list only under a prefix is told 403 of an object that is not there.
-                if _code(error) in ("NoSuchKey", "404") or (_code(error) in ("AccessDenied", "403") and not self._has(key)):
-                    raise FileNotFoundError(f"{self.where} has no {name}") from error
-                raise
-            body: bytes = answer["Body"].read()  # raises when it ends before Content-Length
+            body: bytes = self._answer(name)["Body"].read()  # raises when it ends before Content-Length
             return body
 
         return self._tried(f"give {name}", get)
+
+    def get_into(self, name: str, out: memoryview) -> bool:
+        """Read an object into memory of its length; False if it has another length. Raises as `get` does."""
+        def get() -> bool:
+            at = 0
+            with closing(self._answer(name)["Body"]) as body:
+                while at < len(out) and (count := body.readinto(out[at : at + PIECE_BYTES])):
+                    at += count  # what ends before Content-Length raises
+                return at == len(out) and not body.read(1)
+
+        return self._tried(f"give {name}", get)
+
+    def _answer(self, name: str) -> dict[str, Any]:
+        """Return the answer to GetObject. Raises FileNotFoundError, ClientError."""
+        key = self._key(name)
+        try:
+            return dict(self._client.get_object(Bucket=self.bucket, Key=key, **self._owner))
+        except ClientError as error:
+            # Who may list only under a prefix is told 403 of an object that is not there.
+            if _code(error) in ("NoSuchKey", "404") or (_code(error) in ("AccessDenied", "403") and not self._has(key)):
+                raise FileNotFoundError(f"{self.where} has no {name}") from error
+            raise
 
     def _has(self, key: str) -> bool:
         found = self._client.list_objects_v2(Bucket=self.bucket, Prefix=key, MaxKeys=1, **self._owner)
@@ -159,11 +178,6 @@ class S3Store:
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)
 
-    def _sized(self, name: str, body: memoryview | bytes) -> bytes:
-        if len(body) > PUT_BYTES:
-            raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
-        return bytes(body)  # botocore takes no memoryview
-
     def _tried(self, what: str, act: Callable[[], T]) -> T:
         """Do it, again and again within the bounds while the fault is the world's."""
         try:
@@ -181,14 +195,19 @@ class S3Store:
             raise StoreRefused(f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or give the "
                                f"instance a role.") from error
         except ClientError as error:
-            code = _code(error)
-            if code in REMEDIES:
-                kind = StoreUnavailable if code in MENDED_OUTSIDE else StoreRefused
-                raise kind(f"{self.where} did not {what}: {code}. {REMEDIES[code]}.") from error
-            raise StoreUnavailable(f"{self.where} did not {what}: {code}") from error
+            code, said = _code(error), error.response.get("Error", {}).get("Message", "")
+            kind = StoreUnavailable if code in MENDED_OUTSIDE or _may_pass(error) else StoreRefused
+            raise kind(f"{self.where} did not {what}: {code}. {REMEDIES.get(code, said)}".rstrip(". ") + ".") from error
+        except ParamValidationError as error:
+            raise StoreRefused(f"{self.where} cannot be asked: {error}. Correct --store.") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
         raise AssertionError("not reached: reraise=True")
+
+
+def _check_size(name: str, body: memoryview | bytes) -> None:
+    if len(body) > PUT_BYTES:
+        raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
 
 
 def _code(error: ClientError) -> str:
@@ -201,6 +220,6 @@ def _may_pass(error: BaseException) -> bool:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if _code(error) in REMEDIES:
             return False
-        return status >= 500 or status in (200, 408, 409, 429) or _code(error) in ("SlowDown", "RequestTimeout")
+        return status >= 500 or status in (200, 408, 409, 429) or _code(error) in PASSING
     # NoCredentialsError: the metadata service is asked for one second, and may be busy when all boot at once.
-    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, FileNotFoundError)
+    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, ParamValidationError))

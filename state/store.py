@@ -15,8 +15,8 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -61,6 +61,10 @@ class Store(Protocol):
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError."""
+        ...
+
+    def get_into(self, name: str, out: memoryview) -> bool:
+        """Read an object into memory of its length; False if it has another length. Raises FileNotFoundError."""
         ...
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
@@ -155,8 +159,22 @@ class FolderStore:
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError, StoreUnavailable."""
+        with self._reading(name) as path:
+            return path.read_bytes()
+
+    def get_into(self, name: str, out: memoryview) -> bool:
+        """Read an object into memory of its length; False if it has another length. Raises as `get` does."""
+        with self._reading(name) as path, open(path, "rb", buffering=0) as file:
+            at = 0
+            while at < len(out) and (count := file.readinto(out[at:])):
+                at += count
+            return at == os.fstat(file.fileno()).st_size == len(out)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[Path]:
+        """Say what goes wrong on the way, and give the path."""
         try:
-            return (self.root / checked(name)).read_bytes()
+            yield self.root / checked(name)
         except FileNotFoundError as error:
             if not self.root.is_dir():
                 raise StoreUnavailable(f"{self.root} is gone, or is not mounted on this host") from error

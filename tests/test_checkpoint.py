@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -350,10 +351,10 @@ class ManyFaults(FolderStore):
             raise StoreUnavailable("timed out, as planned")
         return super().put_if_absent(name, body)
 
-    def get(self, name: str) -> bytes:
-        if "get" in self.failing and name.startswith(PARTS):
+    def get_into(self, name: str, out: memoryview) -> bool:
+        if "get" in self.failing:
             raise StoreUnavailable("slow down, as planned")
-        return super().get(name)
+        return super().get_into(name, out)
 
 
 @pytest.mark.parametrize("where", ["put", "record", "lost answer"])
@@ -473,6 +474,37 @@ class Hanging(FolderStore):
             self.is_in.set()
             assert self.go.wait(60)
         return super().put_if_absent(name, body)
+
+
+def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
+    """A dropped checkpoint's upload may hang, and go on from the same memory: the next one says so, and begins nothing."""
+    is_in, go = threading.Event(), threading.Event()
+
+    class HangingPart(FolderStore):
+        def put(self, name: str, body: Any) -> None:
+            is_in.set()
+            assert go.wait(60)
+            super().put(name, body)
+
+    fleet = Fleet(tmp_path, store=HangingPart)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    worker.begin(state, 0, 1)
+    assert is_in.wait(60)
+    worker.drop("as planned")
+    before = worker._memory.clone()
+    fleet.train()
+    worker.begin(state, 0, 1)
+    assert worker.share and "still holds the memory" in worker.share.error
+    assert torch.equal(worker._memory, before)
+    go.set()
+    worker.wait()
+    late = list(tmp_path.rglob("parts/*/*.bin"))
+    assert late and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.partition("-")[2] for path in late)
+    worker.drop()
+    worker.begin(state, 0, 1)
+    worker.wait()
+    assert worker.progress() == (True, False)
 
 
 def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

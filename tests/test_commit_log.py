@@ -9,7 +9,7 @@ crashes and which answers are lost. After every single effect on the store the l
 3. no acknowledged checkpoint is lost: its record stands for ever, with the same bytes;
 4. nobody is fenced when there is nobody else.
 
-Then the protocol is broken in five ways, and the same test must see each of them.
+Then the protocol is broken in six ways, and the same test must see each of them.
 """
 
 from __future__ import annotations
@@ -246,6 +246,12 @@ class SimulatedStore:
             return self.world.objects[name]
 
         return bytes(self._effect(get))
+
+    def get_into(self, name: str, out: memoryview) -> bool:
+        body = self.get(name)
+        if len(body) == len(out):
+            out[:] = body
+        return len(body) == len(out)
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         return list(self._effect(lambda: sorted(n for n in self.world.objects if n.startswith(prefix + "/"))[:limit]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import botocore.auth
 import pytest
 import s3_servers
 from botocore.exceptions import ClientError
+from botocore.response import StreamingBody
 from faulty_proxy import STATUS, FaultyProxy
 from test_checkpoint import SMALL, Fleet
 from test_state import assert_one_wins
@@ -260,6 +262,52 @@ def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str, i
     with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as told:
         store.put("parts/a", b"x")
     assert isinstance(told.value, StoreRefused) == is_refused and store.retries == 0
+
+
+@pytest.mark.parametrize(("code", "status", "is_refused"), [
+    ("InvalidStorageClass", 400, True), ("AccessControlListNotSupported", 400, True), ("KMS.NotFoundException", 400, True),
+    ("BadDigest", 400, False), ("SlowDown", 503, False)])
+def test_what_no_other_try_can_mend_is_refused_with_the_server_s_own_words(
+        monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_refused: bool) -> None:
+    """So that a run does not start, and rent machines, with a store that will never take anything."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+    store = S3Store("s3://bucket/prefix")
+
+    def refuse(**_: Any) -> None:
+        raise ClientError({"Error": {"Code": code, "Message": "It is so"}, "ResponseMetadata": {"HTTPStatusCode": status}},
+                          "PutObject")
+
+    monkeypatch.setattr(store._client, "put_object", refuse)
+    with pytest.raises(StoreUnavailable, match=f"{code}. It is so") as told:
+        store.put("parts/a", b"x")
+    assert isinstance(told.value, StoreRefused) == is_refused and store.retries == int(not is_refused)
+
+
+def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    store = S3Store("s3://not_a+bucket/x")
+    with pytest.raises(StoreRefused, match="--store"):
+        store.put("parts/a", b"x")
+    assert store.retries == 0
+
+
+@pytest.mark.parametrize(("sent", "is_whole"), [(b"0123456789", True), (b"012345678", False), (b"0123456789a", False)])
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_an_object_is_read_into_memory_of_its_length_only(monkeypatch: pytest.MonkeyPatch, sent: bytes, is_whole: bool,
+                                                          says_its_length: bool) -> None:
+    """Also from a gateway that sends it in chunks and never says how long it is."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    store, out = S3Store("s3://bucket/prefix"), bytearray(10)
+    monkeypatch.setattr(s3, "PIECE_BYTES", 4)
+    monkeypatch.setattr(store, "_answer", lambda name: {
+        "Body": StreamingBody(io.BytesIO(sent), len(sent) if says_its_length else None)})
+    assert store.get_into("parts/a", memoryview(out)) == is_whole
+    assert out == sent or not is_whole
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://bucket/x", "s3://bucket/x?Nonsense=1"])

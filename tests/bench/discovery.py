@@ -28,7 +28,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
 from metadata_server import MetadataServer  # noqa: E402
-from s3_servers import free_port, process  # noqa: E402
+from ports import free_port  # noqa: E402
+from s3_servers import process  # noqa: E402
 
 from discovery.ec2 import Ec2  # noqa: E402
 from discovery.hosts import Instance, Policy  # noqa: E402

@@ -27,7 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
 from cluster import JOB, Cluster  # noqa: E402
 from metadata_server import MetadataServer  # noqa: E402
-from s3_servers import free_port, process  # noqa: E402
+from ports import free_port  # noqa: E402
+from s3_servers import process  # noqa: E402
 
 from discovery.hosts import Instance, Policy  # noqa: E402
 from discovery.poll import Poller  # noqa: E402

@@ -1,6 +1,6 @@
 """A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
 
-    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 120]
+    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150]
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker boots for about 100
 steps), so that the run ends by itself soon after the last one. Compared with
@@ -32,6 +32,8 @@ from elastic_trainer.verify import verify  # noqa: E402
 
 MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")
+SPARE_STEPS = 3000
+"""A host that was struck again and again is left alone for up to a minute, and the others train on meanwhile."""
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     folder.mkdir(parents=True, exist_ok=True)
     chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
     frozen: dict[str, float] = {}
-    steps = options.steps_per_fault * (options.faults + 1)
+    steps = options.steps_per_fault * (options.faults + 1) + SPARE_STEPS
     job = ["--steps", str(steps), "--checkpoint-every", "500"]
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1) as cluster:
         listed = list(cluster.all_hosts[:FEWEST])
