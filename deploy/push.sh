@@ -17,5 +17,6 @@ if [[ $folder ]]; then
     mkdir "$code/job"
     cp -R "$folder"/. "$code/job"
 fi
+chmod 755 "$code"                      # mktemp makes it 700, and the archive says so to whoever unpacks it
 tar -czf - -C "$code" . | aws s3 cp --only-show-errors - "s3://$bucket/$name/code.tar.gz"
 printf 'push: s3://%s/%s/code.tar.gz\n' "$bucket" "$name" >&2

@@ -16,11 +16,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import io
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -49,6 +52,8 @@ CLOCK_S = 60.0
 """A host whose clock differs by more is sick: S3 refuses its requests from 15 minutes on, and its log misleads."""
 MAX_BYTES = 1 << 16
 SIGNATURE, NONCE = "X-Elastic-Signature", "X-Elastic-Nonce"
+DOING = re.compile("(standby|waiting|step|reviving|finished)( [0-9]+)?")
+"""What a worker calls itself by what it does (elastic_trainer/place.py has the same words)."""
 
 
 class AgentUnreachable(ConnectionError):
@@ -158,19 +163,29 @@ def gpu_count() -> int | None:
 
 
 def workers() -> list[dict[str, Any]]:
-    """Return the workers on this machine, by their environment: name and pid. A worker's children have its name, too."""
-    found: dict[int, tuple[str, int]] = {}
+    """Return the workers on this machine, by their environment: name, pid, and what each does by its own word ("step 7").
+
+    A worker's children have its name, too, and so has the shim before it, which has no word: signals go to the outermost
+    of a family, and the word is that of the outermost that has one.
+    """
+    found: dict[int, tuple[str, int, str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                before, _, after = (entry / "stat").read_text(errors="replace").rpartition(")")
             except OSError:
                 continue
-            found |= {int(entry.name): (line.partition(b"=")[2].decode(errors="replace"), parent)
+            found |= {int(entry.name): (line.partition(b"=")[2].decode(errors="replace"), int(after.split()[1]),
+                                        before.partition("(")[2])
                       for line in environment if line.startswith(b"ELASTIC_TRAINER_WORKER=")}
-    outermost = {name: pid for pid, (name, parent) in found.items() if found.get(parent, ("", 0))[0] != name}
-    return [{"pid": pid, "worker": name} for name, pid in outermost.items()]
+
+    def outermost(family: dict[int, tuple[str, int, str]]) -> dict[str, int]:
+        return {name: pid for pid, (name, parent, _) in family.items() if family.get(parent, ("",))[0] != name}
+
+    speaking = outermost({pid: one for pid, one in found.items() if DOING.fullmatch(one[2])})
+    return [{"pid": pid, "worker": name, "doing": found[speaking[name]][2] if name in speaking else "booting"}
+            for name, pid in outermost(found).items()]
 
 
 def standby_folder() -> Path:
@@ -244,17 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] = time.time) -> Health:
     """Ask the agent at host:port how it is. Raises AgentUnreachable."""
-    host, _, port = address.rpartition(":")
     nonce = secrets.token_hex(8)
-    connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
     try:
         asked = clock()
-        connection.request("GET", "/health", headers={NONCE: nonce, SIGNATURE: sign(key, nonce, b"GET /health")})
-        response = connection.getresponse()
-        body = response.read(MAX_BYTES)
-        given = (response.headers.get(SIGNATURE) or "").encode(errors="replace")
-        if response.status != 200 or not hmac.compare_digest(given, sign(key, nonce, body).encode()):
-            raise AgentUnreachable(f"what answers at {address} does not have the run's key ({response.status})")
+        status, headers, body = _get(address, {NONCE: nonce, SIGNATURE: sign(key, nonce, b"GET /health")}, timeout_s)
+        given = (headers.get(SIGNATURE) or "").encode(errors="replace")
+        if status != 200 or not hmac.compare_digest(given, sign(key, nonce, body).encode()):
+            raise AgentUnreachable(f"what answers at {address} does not have the run's key ({status})")
         says = json.loads(body)
         off = float(says["time"]) - (asked + clock()) / 2
         is_off = abs(off) > CLOCK_S and says["state"] == "ready"
@@ -262,13 +273,29 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
                       why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"]), deadline=says["deadline"],
                       for_good=bool(says["for_good"]), life=str(says["life"]), is_clock_off=is_off,
                       rebalance=bool(says["rebalance"]), refused=int(says["refused"]),
-                      facts={"workers": len(says["workers"]), "standby": int(says["standby"])})
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+                      facts={"workers": [str(worker["doing"]) for worker in says["workers"]],
+                             "standby": int(says["standby"])})
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         if isinstance(error, AgentUnreachable):
             raise
         raise AgentUnreachable(f"the agent at {address} cannot be reached: {error!r}") from error
-    finally:
-        connection.close()
+
+
+def _get(address: str, headers: dict[str, str], timeout_s: float) -> tuple[int, http.client.HTTPMessage, bytes]:
+    """GET /health of host:port: status, headers and body. Whoever has not answered whole in that time is out of reach:
+    http.client bounds only each of its reads. Raises OSError, HTTPException, ValueError, IndexError."""
+    host, _, port = address.rpartition(":")
+    deadline, said = time.monotonic() + timeout_s, b""
+    with socket.create_connection((host, int(port)), timeout_s) as line:
+        line.sendall("\r\n".join(["GET /health HTTP/1.0", *(f"{k}: {v}" for k, v in headers.items()), "", ""]).encode())
+        while len(said) < MAX_BYTES and (piece := line.recv(MAX_BYTES)):
+            said += piece
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"its answer had not ended after {timeout_s} s")
+            line.settimeout(left)
+    head, _, body = said.partition(b"\r\n\r\n")
+    first, _, fields = head.partition(b"\r\n")
+    return int(first.split()[1]), http.client.parse_headers(io.BytesIO(fields + b"\r\n\r\n")), body
 
 
 def read_key(path: Path) -> bytes:

@@ -80,7 +80,7 @@ class Metadata:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
             return response.status, response.read(65536).decode(errors="replace").strip()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a token that is no header's value
             raise MetadataUnavailable(f"{self._address} did not answer: {error!r}") from error
         finally:
             connection.close()

@@ -46,7 +46,7 @@ from discovery.hosts import (
 from discovery.memory import Memory, recall, write_down
 
 AGENTS_S = 1.0
-AT_ONCE = 64
+AT_ONCE = 256
 MOST_BACK_OFF_S = 60.0
 GIVE_UP_S = 60.0
 """boto3 has given up long before, unless an answer trickles in byte by byte."""
@@ -72,6 +72,9 @@ class Poller:
     """So long a turn waits for the cloud's answer; one that comes later is taken by a later turn."""
     agent_port: int | None = None
     agent_timeout_s: float = 0.8
+    agents_patience_s: float = 1.0
+    """So long a turn waits for agents; who answers later (or never, or by a name that does not resolve) delays no other's
+    notice."""
     key: bytes = b""
     events_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
@@ -83,6 +86,8 @@ class Poller:
     """Polls of the cloud that failed in a row."""
     _asked_at: float = -math.inf
     _question: Future[list[Instance]] | None = None
+    _asking: dict[str, Future[Health | None]] = field(default_factory=dict)
+    """The questions to agents, by instance, whose answers no turn has taken: one at most to each."""
     _answered_at: float | None = None
     """When the cloud's last believed answer came, by `wall`."""
     _written: str | None = None
@@ -113,11 +118,12 @@ class Poller:
         stopping = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopping.set())
-        with ThreadPoolExecutor(AT_ONCE, "agents") as pool:
-            while not stopping.is_set():
-                started = self.clock()
-                self.poll(pool)
-                stopping.wait(max(0.0, AGENTS_S - (self.clock() - started)))
+        pool = ThreadPoolExecutor(AT_ONCE, "agents")
+        while not stopping.is_set():
+            started = self.clock()
+            self.poll(pool)
+            stopping.wait(max(0.0, AGENTS_S - (self.clock() - started)))
+        pool.shutdown(wait=False, cancel_futures=True)
 
     def poll(self, pool: ThreadPoolExecutor) -> None:
         """Ask whoever is due, decide, and write what has changed."""
@@ -166,17 +172,19 @@ class Poller:
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
         if self.agent_port is None:
             return {}
-        running = [i for i in self.instances if i.state == "running" and i.name]
+        running = {i.id: i.name for i in self.instances if i.state == "running" and i.name}
 
-        def one(instance: Instance) -> Health | None:
+        def one(name: str) -> Health | None:
             try:
-                says = ask(f"{instance.name}:{self.agent_port}", self.key, self.agent_timeout_s, self.wall)
+                says = ask(f"{name}:{self.agent_port}", self.key, self.agent_timeout_s, self.wall)
                 return replace(says, heard_at=self.clock())
             except AgentUnreachable:
                 return None
 
-        answers = dict(zip((i.id for i in running), pool.map(one, running), strict=True))
-        self.health = {i: says for i, says in answers.items() if says}
+        self._asking |= {i: pool.submit(one, name) for i, name in running.items() if i not in self._asking}
+        done, _ = wait(self._asking.values(), self.agents_patience_s)
+        answers = {i: self._asking.pop(i).result() for i, question in list(self._asking.items()) if question in done}
+        self.health = {i: says for i, says in answers.items() if says and i in running}
         return self.health
 
     def _tell(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +21,6 @@ from typing import IO, Any
 from faults import Plan
 
 from elastic_trainer.attempts import is_worker
-from elastic_trainer.config import Limits
 from elastic_trainer.events import EVENTS_FILE
 from elastic_trainer.verify import verify
 
@@ -219,12 +217,7 @@ class Cluster:
         assert len(self.lost()) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
         revivals = self.events("worker.revives")
         assert all(e["where"] == "init" for e in revivals), self.story()
-        # Gloo's own time-out in init, when nobody has died (seen once in some 600 on two loaded cores), is everybody's.
-        formed = {(e["attempt"], e["generation"]): e["time"] for e in self.events("driver.generation_formed")}
-        inits = Counter((e["attempt"], e["generation"], e["size"]) for e in revivals)
-        assert revived or all(count == size for (_, _, size), count in inits.items()), self.story()
-        assert revived or all(e["time"] - formed[e["attempt"], e["generation"]] >= Limits().gloo_s for e in revivals), (
-            self.story())
+        assert revived or not revivals, self.story()
         verdict = verify(self.run_dir)
         assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

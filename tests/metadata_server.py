@@ -17,6 +17,8 @@ class MetadataServer:
         self.tokens: set[str] = set()
         self.is_hung = threading.Event()
         self.broken_status = 0
+        self.odd_token = b""
+        """What a captive portal says in place of a token."""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -24,6 +26,11 @@ class MetadataServer:
                 ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
                 if self.path != "/latest/api/token" or not ttl.isdecimal() or not 1 <= int(ttl) <= 21600:
                     return self.answer(400, "")
+                if service.odd_token:
+                    self.send_response(200)
+                    self.end_headers()
+                    self.wfile.write(service.odd_token)
+                    return
                 service.tokens.add(token := secrets.token_hex(16))
                 self.answer(200, token)
 

@@ -22,7 +22,8 @@ START_S = 60.0
 def moto_server(folder: Path) -> Iterator[str]:
     """Run the server for as long as the block; yields its endpoint. Raises Unavailable."""
     import boto3
-    from s3_servers import Unavailable, free_port, process
+    from ports import free_port
+    from s3_servers import Unavailable, process
 
     from elastic_trainer.config import ConfigError
     from elastic_trainer.local_s3 import installed

@@ -20,9 +20,11 @@ from pathlib import Path
 
 import pytest
 from metadata_server import MetadataServer
+from ports import free_port
 
 from discovery import agent as agent_module
 from discovery.agent import (
+    DOING,
     HURRY_S,
     Agent,
     AgentServer,
@@ -336,7 +338,7 @@ def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) ->
     cloud, now = TwoHosts(), 0.0
     everyone, nobody = cloud.instances(), list[Instance]()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
     outs = []
     with ThreadPoolExecutor(1) as pool:
         for answer in (everyone, nobody, everyone, nobody, nobody):
@@ -352,10 +354,10 @@ def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) ->
 def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(tmp_path: Path) -> None:
     """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered again."""
     cloud, now, agent = TwoHosts(), 0.0, Agent(None, tmp_path)
-    server = AgentServer("127.0.0.2", 0, KEY, agent)
+    server = AgentServer("127.0.0.2", free_port(), KEY, agent)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), agent_port=server.server_address[1], key=KEY,
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
     everyone, nobody, listed = cloud.instances(), list[Instance](), []
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -383,7 +385,7 @@ def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: 
     cloud, now = TwoHosts(), 0.0
     here, there = cloud.instances()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0)
+                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
     with ThreadPoolExecutor(1) as pool:
         for state in ("running", "stopping", "running", "stopping", "running", "running"):
             cloud.instances = lambda state=state: [here, replace(there, state=state)]  # type: ignore[method-assign, misc]
@@ -415,7 +417,7 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
         while (says := ask(address, KEY, 5.0)).state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert says.facts["workers"] == 1
+        assert says.facts["workers"] == ["booting"]
     finally:
         worker.kill()
         worker.wait()
@@ -463,7 +465,51 @@ def test_a_worker_behind_a_shim_or_with_children_counts_once() -> None:
                               stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert worker.stdout and worker.stdout.readline()
-        assert [w["pid"] for w in workers() if w["worker"] == "host/7/7"] == [worker.pid]
+        assert [(w["pid"], w["doing"]) for w in workers() if w["worker"] == "host/7/7"] == [(worker.pid, "booting")]
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
+
+
+def test_what_a_worker_does_is_its_own_word_not_its_children_s() -> None:
+    """The word is the short name of its process; a child that it forks (to load data, say) keeps an old one."""
+    code = """
+import os, time
+from elastic_trainer.place import show
+show("training", 41)
+if not os.fork():
+    os.write(1, b"loading\\n")
+    time.sleep(60)
+show("training", 1234567)
+os.write(1, b"training\\n")
+time.sleep(60)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/7/8"},
+                              stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True, text=True)
+    try:
+        assert worker.stdout and {worker.stdout.readline(), worker.stdout.readline()} == {"loading\n", "training\n"}
+        assert [w["doing"] for w in workers() if w["worker"] == "host/7/8"] == ["step 1234567"]
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+
+
+@pytest.mark.parametrize("phase", ["standby", "waiting", "training", "reviving", "finished"])
+@pytest.mark.parametrize("step", [0, 123456, 12345678])
+def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
+    """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
+    code = f"from elastic_trainer.place import show; show({phase!r}, {step}); print(open('/proc/self/comm').read())"
+    shown = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    said = DOING.fullmatch(shown.strip())
+    assert said and said[2] in (f" {step}", None) and (said[2] or step > 1e6)
+
+
+@pytest.mark.parametrize("token", [b"two\nlines", "\u20ac".encode(), b"\xff\xfe", b"<html>\r\n</html>"])
+def test_a_token_that_is_none_is_a_metadata_service_that_cannot_be_used(metadata: MetadataServer, tmp_path: Path,
+                                                                        token: bytes) -> None:
+    """And no reason for an agent to end."""
+    metadata.odd_token = token
+    agent = Agent(Metadata(metadata.endpoint), tmp_path)
+    agent.listen()
+    says = agent.health()
+    assert says["state"] == "ready" and "127.0.0.1" in says["why"]

@@ -69,7 +69,7 @@ def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
     arguments = ["--min-workers", least, "--workers", most, "--runs-dir", str(tmp_path / "runs")]
     assert main(["run", "demo", *arguments]) == 2
     said = capsys.readouterr().err
-    assert f"--min-workers is {least}" in said and f"--workers {most}" in said and "min ≤ workers" in said
+    assert f"--min-workers is {least}" in said and f"begins with {most} workers" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,6 +154,18 @@ def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, 
     options = [str(tmp_path / "file") if word == "FILE" else word for word in given]
     told, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
     assert listed == {"a": 1, "b": 2} and (told.np, told.max_np) == (2, 2)
+
+
+@pytest.mark.parametrize(("options", "min_np"), [
+    (["--host-discovery-script", "echo a:4", "-np", "4"], 1),
+    (["--host-discovery-script", "echo a:4", "-np", "4", "--min-np", "2"], 2),
+    (["--host-discovery-script", "echo a:4", "-np", "4", "--min-workers", "3"], 3),
+    (["-H", "a:8,b:8", "--min-workers", "9"], 9),
+])
+def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                           options: list[str], min_np: int) -> None:
+    """Horovod's own default is -np: the first lost host would stop the training."""
+    assert started(monkeypatch, tmp_path, *options)[0].min_np == min_np
 
 
 @pytest.mark.parametrize(("options", "said"), [

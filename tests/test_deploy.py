@@ -185,6 +185,8 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
     for path in (code / "hosts").iterdir():
         path.write_text(coordinator.here(path.read_text()))
     (tmp_path / "store/b/mine").mkdir(parents=True)
+    (code / "install.sh").chmod(0o700)
+    code.parent.chmod(0o700)  # as a careful user's files are
     subprocess.run(["tar", "-czf", tmp_path / "store/b/mine/code.tar.gz", "-C", code.parent, "."], check=True)
     with suppress(subprocess.CalledProcessError):
         worker.boot()  # too early: there is no release yet, and systemd tries again
@@ -227,6 +229,14 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple
     order = worker.called()
     assert order.index("mine/hosts/") < order.index("systemctl enable --now --no-block elastic-agent.service")
     assert "ADDRESS='10.0.0.7'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
+
+
+def test_whoever_the_units_run_as_may_read_and_enter_what_was_unpacked(fleet: tuple[Machine, Machine]) -> None:
+    """However its owner had kept it at home: they are the run's user's, and root unpacks."""
+    for machine in fleet:
+        root = machine.root / "opt/elastic-trainer"
+        for path in (root, root / "deploy", root / "deploy/install.sh"):
+            assert path.stat().st_mode & 0o055 == 0o055, path
 
 
 def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machine]) -> None:
@@ -298,10 +308,14 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(flee
     ended = coordinator.root / "var/lib/elastic-trainer/ended"
     for status in ("130", "1", "70", "TERM"):
         assert coordinator.run("ended.sh", EXIT_STATUS=status, **env).returncode == 0
+    assert coordinator.run("diary.sh", **env).returncode == 0
     assert "set-desired-capacity" not in coordinator.called() and not ended.exists()
     assert coordinator.run("ended.sh", EXIT_STATUS="0", **env).returncode == 0
     assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called()
     assert ended.exists() and (coordinator.store / "b/mine/diary/events.jsonl").read_text() == "{}\n"
+    coordinator.calls.write_text("")  # an `apply` has brought workers back, and the diary's timer comes by
+    assert coordinator.run("diary.sh", **env).returncode == 0
+    assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called()
 
 
 def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:
@@ -377,6 +391,7 @@ def test_push_sends_the_project_and_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text() == "s3 cp --only-show-errors - s3://b/mine/code.tar.gz\n"
     with tarfile.open(tmp_path / "code.tar.gz") as code:
         names = {name.removeprefix("./") for name in code.getnames()}
+        assert code.getmember(".").mode & 0o055 == 0o055  # it becomes the folder that the units, another user's, run in
     assert names >= {"job/train.py", "horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
                      "elastic_trainer/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
     assert not any(name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in names)

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import s3_servers
-from netlab import COORDINATOR, Fleet, Lab, store_on
+from netlab import COORDINATOR, Fleet, Lab, store_on, wait_for
 
 from discovery.agent import ask
 
@@ -231,3 +232,31 @@ def knock_everywhere(lab: Lab, stranger: str, names: list[str], executed: Path) 
                         answer = connection.recv(65536)
                         assert b" 200 " not in answer, (name, port, word, answer)
     return knocked
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+import netlab
+with netlab.Lab(Path(sys.argv[1])) as lab:
+    lab.boot("h1", "h2")
+    print(lab.switch.pid, *(host.pid for host in lab.hosts.values()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lab_vanishes_with_its_test_and_no_other_lab_with_it(lab: Lab, tmp_path: Path) -> None:
+    """However the test dies; the other one has hosts of the same names and addresses."""
+    lab.boot("h1", "h2")
+    (tmp_path / "other").mkdir()
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "other")], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parent, start_new_session=True)
+    try:
+        assert other.stdout
+        processes = [Path(f"/proc/{pid}") for pid in other.stdout.readline().split()]
+        assert len(processes) == 3 and all(process.exists() for process in processes)
+    finally:
+        other.kill()
+        other.wait()
+    wait_for("end of the other lab", lambda: not any(process.exists() for process in processes))
+    assert lab.inside("h1", "ssh", "h2", "hostname") == "h2\n"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from discovery import __main__ as script
 from discovery.agent import Agent, AgentServer, AgentUnreachable, ask
@@ -61,18 +63,17 @@ class Story:
         self.folder, self.hosts, self.diary = folder, folder / "hosts", folder / "events.jsonl"
         self.fleet = [Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n)) for n in range(1, size + 1)]
         self.cloud, self.now, self.boot, self.jump_s = Cloud(list(self.fleet)), 100.0, 0.0, 0.0
-        self.port, self.servers = 0, dict[int, AgentServer]()
+        self.port, self.servers = free_port(), dict[int, AgentServer]()
         for number in range(1, size + 1):
             self.start_agent(number)
         self.how: dict[str, Any] = {"policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
                                     "events_file": self.diary, "patience_s": 20.0,
-                                    "agent_timeout_s": 20.0} | how
+                                    "agent_timeout_s": 20.0, "agents_patience_s": 20.0} | how
         self.pool = ThreadPoolExecutor(4)
         self.restart()
 
     def start_agent(self, number: int) -> None:
         self.servers[number] = server = AgentServer(f"127.0.0.{number}", self.port, KEY, TimedAgent(self))
-        self.port = server.server_address[1]
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop_agent(self, number: int) -> None:
@@ -407,3 +408,48 @@ def test_the_table_says_since_when_for_every_host(story: Callable[..., Story], c
     assert main(["hosts", str(s.hosts)]) == 0
     (first,) = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1" in line]
     assert "instance-stop in 120 min" in first and "ready, 1 refused" in first and "10 s" in first
+
+
+def test_one_agent_that_trickles_delays_no_other_s_notice(story: Callable[..., Story]) -> None:
+    """A wedged or bought worker sends a byte now and then: its own answer never comes, and everybody else's does."""
+    stopping, deadline = threading.Event(), time.monotonic() + 60.0
+
+    def drip(line: socket.socket) -> None:
+        with line, suppress(OSError):
+            line.sendall(b"HTTP/1.0 200 OK\r\n")
+            while not stopping.wait(0.05):
+                line.sendall(b"X")
+
+    def trickle(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
+
+    s = story(2, agent_timeout_s=120.0, agents_patience_s=0.3)
+    s.stop_agent(1)
+    with socket.create_server(("127.0.0.1", s.port)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        try:
+            while s.poll() != [2]:
+                assert time.monotonic() < deadline
+            s.agent(2).drain("terminate", None)
+            while s.poll():
+                assert time.monotonic() < deadline
+            assert s.told("host_out")[-1]["why"].endswith("terminate")
+        finally:
+            stopping.set()
+
+
+def test_an_answer_has_an_end() -> None:
+    """A byte now and then is no answer, however many come."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def drip() -> None:
+            line, _ = listener.accept()
+            with line, suppress(OSError):
+                while True:
+                    line.sendall(b"H")
+                    time.sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(AgentUnreachable):
+            ask(f"127.0.0.1:{listener.getsockname()[1]}", KEY, 0.5)

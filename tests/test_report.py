@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_trainer.report import print_summary, summarize, write_result
+from elastic_trainer.report import print_hosts, print_summary, summarize, write_result
 from elastic_trainer.watch import RECENT_EVENTS, Picture, Tail, Watch, fold, panel, plain_line
 
 Event = dict[str, Any]
@@ -354,3 +354,23 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert sum("try it: kill -9 42" in line and "training" in line for line in lines) == 1
     assert len(lines) == len(set(lines))
+
+
+def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by its own word, counted: a host may have many."""
+    host = {"name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot", "state": "running",
+            "group_state": "InService", "deadline": None, "events": [], "rebalance": False, "agent": "ready", "refused": 0,
+            "since_s": 7.0, "workers": ["step 7", "booting", "step 7", "waiting 6"], "standby": 1, "is_in": True, "why": "",
+            "agent_why": ""}
+    print_hosts({"time": 0.0, "cloud_failures": 0, "unheard": 0, "hosts": [host, {**host, "workers": None}]})
+    assert "1 booting, 2 at step 7, 1 waiting 6" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(tmp_path: Path,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, and can be made again from the diary."""
+    folder = write(tmp_path, RUN)
+    (folder / "result.json").mkdir()
+    assert write_result(folder)["finished"]
+    assert "result.json cannot be written" in capsys.readouterr().err
+    assert not list(folder.glob(".result*"))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -102,6 +103,29 @@ class Story:
 
 def loss(step: int) -> float:
     return 2.0 / (step + 1)
+
+
+def last_line_of_the_dead() -> list[Event]:
+    """Whoever alone has seen a vote pass writes the step's line and dies: the others do that step again."""
+    story = Story()
+    story.start(4)
+    story.train(4)
+    story.steps -= 1
+    story.lose_one(3)
+    return story.finish()
+
+
+def test_a_step_may_be_done_again_when_only_the_dead_knew_that_it_was_finished() -> None:
+    """Its line is dropped, the same loss comes again, each sample counts once; of one step, and only if that is said."""
+    events = last_line_of_the_dead()
+    assert judged([*events]).is_proved
+    other = copy.deepcopy(events)
+    other[find(other, "worker.step_redone")]["step"] += 1
+    assert not judged([*other]).is_proved
+    again = copy.deepcopy(events)
+    line = [e for e in again if e["event"] == "worker.step_committed" and e["step"] == 3][-1]
+    line["loss"] = 7.0
+    assert any("step 3 again with loss 7.0" in note for note in judged([*again]).notes)
 
 
 def eventful() -> list[Event]:

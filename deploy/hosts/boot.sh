@@ -21,6 +21,7 @@ if [[ ! -d $root ]]; then
     rm -rf "$root.new"
     mkdir "$root.new"
     tar --extract --no-same-owner --file "$archive" --directory "$root.new"
+    chmod -R a+rX "$root.new"          # whatever it was where it was packed: the units run as another user
     mv "$root.new" "$root"             # whole or not at all
 fi
 

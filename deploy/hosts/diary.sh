@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Copies what people look at to the bucket: the run's diary and result, the fleet's table.
+# Copies what people look at to the bucket: the run's diary and result, the fleet's table. After the run's end it sends
+# workers away that a later `apply` has brought back: nothing would train on them.
 set -euo pipefail
 kept=/var/lib/elastic-trainer
 for file in "$kept/runs/$FLEET/events.jsonl" "$kept/runs/$FLEET/result.json" "$kept/hosts.json"; do
     if [[ -f $file ]]; then aws s3 cp --only-show-errors "$file" "s3://$BUCKET/$FLEET/diary/"; fi
 done
+if [[ -f $kept/ended ]]; then
+    aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0
+fi

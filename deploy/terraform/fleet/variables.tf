@@ -141,8 +141,8 @@ variable "spot_allocation_strategy" {
 
 variable "capacity_rebalance" {
   type        = bool
-  default     = false
-  description = "Replace a worker when AWS recommends it: recommendations come far more often than interruptions, and each replacement is a change of the world."
+  default     = true
+  description = "Start another worker when AWS recommends it, and then let the endangered one go. Recommendations come more often than interruptions: false if each change of the world costs you much."
 }
 
 variable "image_id" {

@@ -60,6 +60,13 @@ resource "aws_launch_template" "worker" {
       tags          = { Fleet = var.name }
     }
   }
+
+  lifecycle {
+    # Other boot scripts are for the next coordinator's workers: a change of the template renews all of them at once.
+    ignore_changes        = [user_data]
+    replace_triggered_by  = [aws_instance.coordinator.id]
+    create_before_destroy = true
+  }
 }
 
 resource "aws_autoscaling_group" "workers" {
