@@ -30,7 +30,7 @@ constraints=$root/deploy/constraints.txt
 
 horovod=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=2                               # one more when build_horovod() changes: old wheels are then left alone
+recipe=3                               # one more when build_horovod() changes: old wheels are then left alone
 space_needed_mib=6144
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -236,6 +236,7 @@ mend_sources() {
     # shellcheck disable=SC2016  # CMake's variable
     replace "$1/cmake/Utilities.cmake" 'REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?"' 'REPLACE "${PROJECT_SOURCE_DIR}/"'
     mend_cycle "$1/horovod/common"
+    mend_broken_pairs "$1/third_party/gloo/gloo/transport/tcp/pair.cc"
 }
 
 # Its background thread sleeps for the cycle time between two negotiations, also when a tensor arrives in the meantime
@@ -292,6 +293,27 @@ void TensorQueue::Wake() {
 void horovod_wakes_on_arrival() {}
 
 int horovod_is_initialized() {'
+}
+
+# When a connection breaks, Gloo wakes who waits for what has not begun, and not who waits for what is half sent or half
+# received (pair.cc, signalException): a death in the middle of an exchange held everybody up for Gloo's whole time-out.
+mend_broken_pairs() {
+    replace "$1" '      op.buf->signalException(ex);
+    }
+  }
+' '      op.buf->signalException(ex);
+    }
+    NonOwningPtr<UnboundBuffer> sending(op.ubuf);
+    if (sending) {
+      sending->signalException(ex);
+    }
+  }
+
+  NonOwningPtr<UnboundBuffer> receiving(rx_.ubuf);
+  if (receiving) {
+    receiving->signalException(ex);
+  }
+'
 }
 
 is_whole() {   # the wheel: Horovod builds "successfully" without its library too

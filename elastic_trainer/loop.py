@@ -578,7 +578,7 @@ class Trainer:
             checkpoints.begin(state, world.rank, world.size, reuse=control.checkpoint == 2)
             self.timing.begun(state.committed, checkpoints)
             self._leave_saved = world.rank == 0 and self._leave_seen is not None
-            self.events.reach("state.share_begun", step=state.committed)
+            self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)
 
     def _checkpoint_now(self) -> None:
         """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without."""

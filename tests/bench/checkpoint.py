@@ -65,6 +65,7 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         steps = cluster.events("worker.step_committed")
         checkpoints = cluster.events("state.checkpoint_published")
         peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
+        first_pauses, *pauses = zip(*(map(float, path.read_text().split()) for path in sorted(folder.glob("pauses-*"))), strict=False)
         cluster.kill_everyone()
         killed_at = time.time()
         cluster.start()
@@ -87,11 +88,14 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         if step["step"] > PEERS_AT and step["time"] > checkpoints[0]["time"]:
             is_beside = any(step["time"] - step["step_s"] < end and step["time"] > start for start, end in during)
             (beside if is_beside else alone).append(step["step_s"])
-    pause, copy = statistics.median(e["pause_s"] for e in later), statistics.median(p["memcpy_s"] for p in peers)
+    pause = statistics.median(seconds for workers in pauses for seconds in workers)
+    copy = statistics.median(seconds for p in peers for seconds in p["memcpy_s"])
     read = {name: restored[name] for name in ("list_s", "read_s", "verify_s", "transfer_s", "load_s")}
     return {
-        "pause_s": pause, "first_pause_s": checkpoints[0]["pause_s"], "memcpy_s": round(copy, 5),
-        "pause_over_memcpy": round(pause / copy, 3),
+        "pause_s": round(pause, 5), "memcpy_s": round(copy, 5), "pause_over_memcpy": round(pause / copy, 3),
+        "first_pause_s": max(first_pauses),
+        "slowest_pauses_s": [round(max(workers), 4) for workers in pauses],
+        "slowest_memcpys_s": [round(max(workers), 4) for workers in zip(*(p["memcpy_s"] for p in peers), strict=True)],
         "torch_save_s": round(peers[0]["torch_save_s"], 4),
         "async_save_pause_s": round(statistics.median(p["async_save_pause_s"] for p in peers), 4),
         "step_s": round(statistics.median(alone), 4), "step_s_beside_upload": round(statistics.median(beside), 4),

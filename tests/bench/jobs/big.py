@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ def after_step(step: int) -> None:
     if step + 1 != options.peers_at:
         return
     copier.clear()
-    facts.update(memcpy_s=statistics.median(copies), async_save_pause_s=async_save(rank, size))
+    facts.update(memcpy_s=copies, async_save_pause_s=async_save(rank, size))
     if rank == 0:
         path = options.folder / "torch.save"
         facts["torch_save_s"] = timed(lambda: torch.save(state_dict(), path))
@@ -144,11 +143,14 @@ def after_step(step: int) -> None:
 def listen(event: str, about: dict[str, Any]) -> None:
     if event == "world.generation_entered":
         place.update(rank=about["rank"], size=about["size"])
+    if event == "state.share_begun":
+        with open(options.folder / f"pauses-{place['rank']}", "a") as file:
+            print(about["pause_s"], file=file)
 
 
 torch.manual_seed(0)
 place = {"rank": 0, "size": 1}
-facts: dict[str, float] = {}
+facts: dict[str, Any] = {}
 copier: list[Any] = []
 copies: list[float] = []
 model = Model()

@@ -1,0 +1,97 @@
+"""Horovod as deploy/install.sh mends it: its background thread wakes when a tensor arrives, or when it is to end, and an
+exchange ends when its connections do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from netlab import wait_for
+
+from elastic_trainer.world import IDLE_CYCLE_MS, cycle_ms, wakes_on_arrival
+
+HOROVODRUN = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds", "600",
+              sys.executable, "-c"]
+OPERATIONS = """
+import torch, horovod.torch as hvd
+hvd.init()
+for number in range(4):
+    assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"sum.{number}")) == hvd.size()
+hvd.shutdown()
+print("all done")
+"""
+EXCHANGE = """
+import os, signal, socket, struct, time
+from contextlib import suppress
+from pathlib import Path
+import torch, horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from elastic_trainer.world import _open_sockets
+BYTES_RECEIVED = struct.Struct("128xQ")  # linux/tcp.h, tcp_info
+hvd.init()
+rank = hvd.rank()
+sockets = [socket.socket(fileno=os.dup(descriptor)) for descriptor, _ in _open_sockets()]
+
+def received():
+    return [BYTES_RECEIVED.unpack(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136))[0] for s in sockets]
+
+def is_frozen():
+    pid = Path("frozen").read_text() if Path("frozen").exists() else ""
+    return pid and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+
+# Between rank 3 and each of the others 32 MB, more than the kernel's buffers hold; the others have nothing for each other.
+splits = torch.tensor([(rank == 3) != (peer == 3) for peer in range(4)], dtype=torch.int32) * (8 << 20)
+values = torch.ones(int(splits.sum()))
+while True:
+    before = received()
+    handle = hvd.alltoall_async(values, splits=splits, name="exchange")
+    while not hvd.poll(handle):
+        if rank == 3 and sum(now - then > 1 << 20 for now, then in zip(received(), before)) == 3:
+            Path("frozen.new").write_text(str(os.getpid()))
+            Path("frozen.new").rename("frozen")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if is_frozen():
+            for ours in sockets:
+                with suppress(OSError):
+                    ours.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.001)
+    try:
+        hvd.synchronize(handle)
+    except HorovodInternalError:
+        break
+hvd.shutdown()
+Path(f"ended-{rank}").touch()
+"""
+
+
+@pytest.mark.usefixtures("turn")
+def test_operations_and_the_end_do_not_wait_for_a_cycle() -> None:
+    """With cycles of a minute four operations and the shutdown end within one; unmended they take more than five."""
+    assert wakes_on_arrival()
+    done = subprocess.run([*HOROVODRUN, OPERATIONS], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"HOROVOD_CYCLE_TIME": "60000"})
+    assert done.stdout.count("all done") == 4, done.stderr
+
+
+@pytest.mark.usefixtures("turn")
+def test_an_exchange_that_was_half_done_ends_with_its_connections(tmp_path: Path) -> None:
+    """One freezes in the middle of it, and the others shut their sockets: unmended they wait for Gloo's time-out."""
+    with open(tmp_path / "output.log", "wb") as output:
+        run = subprocess.Popen([*HOROVODRUN, EXCHANGE], cwd=tmp_path, stdout=output, stderr=output)
+    try:
+        wait_for("end of the exchange", lambda: len(list(tmp_path.glob("ended-*"))) == 3, 60)
+    finally:
+        if (tmp_path / "frozen").exists():
+            os.kill(int((tmp_path / "frozen").read_text()), 9)
+        run.terminate()
+        run.wait(60)
+
+
+def test_cycles_are_long_only_where_the_thread_wakes() -> None:
+    """A Horovod that somebody else has built delays each operation by half a cycle: there they follow the step."""
+    assert cycle_ms(0.3, wakes=True) == IDLE_CYCLE_MS
+    assert [cycle_ms(step_s, wakes=False) for step_s in (0.001, 0.1, 10.0)] == [1.0, 2.0, 5.0]
