@@ -65,7 +65,8 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         steps = cluster.events("worker.step_committed")
         checkpoints = cluster.events("state.checkpoint_published")
         peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
-        first_pauses, *pauses = zip(*(map(float, path.read_text().split()) for path in sorted(folder.glob("pauses-*"))), strict=False)
+        by_worker = [map(float, path.read_text().split()) for path in sorted(folder.glob("pauses-*"))]
+        first_pauses, *pauses = zip(*by_worker, strict=False)  # the next one may have begun on some
         cluster.kill_everyone()
         killed_at = time.time()
         cluster.start()
