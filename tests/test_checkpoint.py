@@ -147,6 +147,28 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.parametrize("by", ["vote", "time", "end"])
+def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """At the next vote, where all have; some time after the copy if there is none; at once if somebody waits for it."""
+    monkeypatch.setattr("state.checkpoint.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    [worker] = fleet.workers
+    worker.begin(fleet.states[0], 0, 1)
+    share, uploaders = worker.share, worker._uploaders
+    assert share
+    match by:
+        case "vote":
+            uploaders[0].join(0.3)
+            assert not share.done and not files(tmp_path, PARTS)
+            worker.progress()
+        case "end":
+            worker.wait()
+    for thread in uploaders:
+        thread.join(60)
+    assert len(share.done) == len(share.pieces) == len(files(tmp_path, PARTS))
+
+
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:
     """The snapshot is a copy: what changes after the pause is not in the checkpoint."""
     fleet = Fleet(tmp_path)
