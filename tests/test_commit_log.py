@@ -406,6 +406,7 @@ def outcome(seeds: range) -> tuple[int, int, int]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No niceness for threads of the test, none that reads, no pauses, and no proof that the simulated store is one."""
+    monkeypatch.setattr(checkpoint_module, "OTHERS_COPY_S", 0.0)  # the scheduler says when an upload begins
     monkeypatch.setattr(checkpoint_module, "_yield_to_training", lambda: None)
     monkeypatch.setattr(checkpoint_module, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(checkpoint_module, "prove_put_if_absent", lambda store: None)
