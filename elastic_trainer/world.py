@@ -5,7 +5,8 @@ hvd.shutdown() → next place
 
 What always holds:
 1. After an error this process's own Gloo sockets are shut first, so that everybody notices within milliseconds
-   (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait for the whole time-out).
+   (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait for the whole time-out). What is
+   half sent or half received ends with its socket only in a Gloo that deploy/install.sh has mended.
 2. `hvd.init()` is entered only with a place that all members have accepted (F1).
 3. The first collective of a generation is the reconcile. Survivors never receive state; newcomers, and only they,
    receive all of it into scratch memory, check it, and then take it over.
