@@ -20,12 +20,15 @@ if "ELASTIC_TEST_PLAN" in os.environ:
     injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
     injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
-import torch  # noqa: E402
+if injector:  # torch's compiler and exporter are half of what a worker needs to boot, and nothing here uses them
+    for unused in ("torch._meta_registrations", "torch.export"):
+        sys.modules[unused] = types.ModuleType(unused)
+    compiler = types.ModuleType("torch._dynamo")  # imported by the first optimizer, to be left alone by it
+    compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
+    sys.modules["torch._dynamo"] = compiler
 
-if injector:  # the first optimizer imports torch._dynamo (2 of the 5 s that a worker needs to boot) to be left alone by it
-    off = types.ModuleType("torch._dynamo")
-    off.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
-    sys.modules["torch._dynamo"] = torch._dynamo = off
+import torch  # noqa: E402
+import torch._prims.rng_prims  # noqa: E402 (a generator needs it, and one of the modules that are left out imports it)
 
 from elastic_trainer import cosine, train  # noqa: E402
 
