@@ -68,6 +68,8 @@ WARM_GRADIENTS = 5
 Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
+LAST_WORDS_RATE = 100e6
+"""Bytes a second of a checkpoint that one worker makes alone: so long the next one leaves it before it tries itself."""
 
 
 class PeerFailed(RuntimeError):
@@ -341,7 +343,7 @@ class Trainer:
             self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
             self.timing.step(time.monotonic() - started, self._is_uploading())
             if control.stop or control.all_drain:
-                self._checkpoint_now()                                          # nothing may be lost
+                self._checkpoint_now(instead=not control.uploaded)              # nothing may be lost
             if control.stop:
                 raise RunOver("interrupted", f"stopped after step {state.committed}")
             if control.change:
@@ -470,9 +472,12 @@ class Trainer:
         if not self.checkpoints or not state.has_state or state.is_applying:
             return
         started = time.monotonic()
-        while not self.checkpoints.is_published(state.committed, state.lineage):
-            if self.driver.is_writer(self.world.rank, time.monotonic() - started):
-                return self.checkpoints.write_alone(state)
+        turn_s = max(1.0, state.packed().payload_bytes / LAST_WORDS_RATE)  # those before this worker may be writing
+        tries = 0
+        while tries < LAST_TRIES and not self.checkpoints.is_published(state.committed, state.lineage):
+            if self.driver.is_writer(self.world.rank, (time.monotonic() - started) / turn_s):
+                tries += 1
+                self.checkpoints.write_alone(state)
             time.sleep(0.05)
 
     def _write_while_waiting(self) -> None:
@@ -550,19 +555,19 @@ class Trainer:
             self._leave_seen = self.state.committed
         return self.checkpoints.newest_step < self._leave_seen and not self._leave_saved
 
-    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], int, int]:
+    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], bool, int]:
         """Return what the vote says of checkpoints: (my share is up, it has failed), rank 0's wish after `step`, and the
         newest step that it knows to be published.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
-            return (False, False), 0, -1
+            return (False, False), False, -1
         is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events)
         if self._is_uploading():
             is_due = False
         elif self.driver.wants_change():
             is_due = self.world.rank == 0 and self._is_leave_unsaved()
-        return checkpoints.progress(), is_due * checkpoints.wish(), checkpoints.newest_step
+        return checkpoints.progress(), is_due, checkpoints.newest_step
 
     def _mind_checkpoints(self, control: Control) -> None:
         """Go one step further with the checkpoint in flight: everybody here does the same, by the vote's word."""
@@ -575,16 +580,21 @@ class Trainer:
         elif control.uploaded == world.size:
             checkpoints.collect(world.gather_texts(checkpoints.parts_up()), state.lineage, publish=world.rank == 0)
         if control.checkpoint:
-            checkpoints.begin(state, world.rank, world.size, reuse=control.checkpoint == 2)
+            checkpoints.begin(state, world.rank, world.size)
             self.timing.begun(state.committed, checkpoints)
             self._leave_saved = world.rank == 0 and self._leave_seen is not None
             self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)
 
-    def _checkpoint_now(self) -> None:
-        """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without."""
+    def _checkpoint_now(self, *, instead: bool = False) -> None:
+        """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without.
+
+        `instead`: drop what is in flight of an older one, because the seconds that are left may not do for both.
+        """
         checkpoints, state, world = self.checkpoints, self.state, self.world
         if checkpoints is None:
             return
+        if instead and checkpoints.share and checkpoints.share.step < state.committed:
+            checkpoints.drop("a newer one is made at once")
         tries = 0
         while True:
             checkpoints.wait()                                                  # the store
@@ -592,7 +602,7 @@ class Trainer:
                 checkpoints.newest_step < state.committed and tries < LAST_TRIES and not checkpoints.fenced)
             self.error = checkpoints.fenced
             control = world.vote(state.committed, 0, 0, self.error is not None, checkpoints.progress(),
-                                 is_due * checkpoints.wish(), checkpoints.newest_step)
+                                 is_due, checkpoints.newest_step)
             self._raise_if_failed(control.failed_rank)
             had_share = checkpoints.share is not None
             self._mind_checkpoints(control)

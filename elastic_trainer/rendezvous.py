@@ -9,7 +9,8 @@ What always holds:
 
 Everybody waits for these requests whenever the world changes: 5 members send 190. Horovod's server takes
 1 ms of a core for each (a thread, the date, an e-mail parser for three headers), and its client asks again every 10 ms for
-what is not there yet (http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there.
+what is not there yet (http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there. N members send about
+5 N² of them (computed for more than 5): 6 s of pause for 64 members.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import threading
 from collections.abc import Callable
 
 MAX_VALUE_BYTES = 1 << 18
-"""A member's address is 136 bytes for each other member (gloo, tcp/address.h), so this is room for 1,900 of them."""
+"""A member's address is 136 bytes for each other member (gloo, tcp/address.h), so this is room for 1,900 of them:
+the store is not what bounds a world, its requests are."""
 MAX_HEAD_BYTES = 8192
 MAX_STRANGERS = 256
 """So many connections may be open before those of strangers are dropped unheard."""

@@ -53,6 +53,9 @@ TRANSFER_BYTES = 16 << 20
 POLL_S = 0.0005
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
+PAIR_S = 0.002
+"""The rendezvous store takes about 0.3 ms for each of some 5 requests for each pair of members: 64 need 6 s to find each
+other, 128 need 25 s, and Gloo's time-out must be longer."""
 UPLOAD_FIRST_S = 60.0
 """A planned change of the world waits so long for a checkpoint whose shares are on their way to the store: a leaver has
 its two minutes for it, nobody pauses meanwhile, and a share that is not up is lost with the change."""
@@ -82,8 +85,8 @@ class Control:
     uploaded: int
     """How many workers have their share of the checkpoint in flight in the store."""
     upload_failed: bool
-    checkpoint: int
-    """What rank 0 wants after this step: 0 nothing, 1 a checkpoint, 2 one that may name the last one's parts."""
+    checkpoint: bool
+    """Rank 0 wants a checkpoint after this step."""
     published: int
     """The newest step that rank 0 knows to be published; -1: it knows of none."""
     all_drain: bool
@@ -170,8 +173,8 @@ class World:
             HOROVOD_LOCAL_RANK="0", HOROVOD_LOCAL_SIZE="1", HOROVOD_CROSS_RANK="0", HOROVOD_CROSS_SIZE="1",
             HOROVOD_CYCLE_TIME=self._asked.get("HOROVOD_CYCLE_TIME", f"{own_cycle_ms:.2f}"),
             HOROVOD_CACHE_CAPACITY=self._asked.get("HOROVOD_CACHE_CAPACITY", "0"),
-            HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get("HOROVOD_GLOO_TIMEOUT_SECONDS",
-                                                         str(round(self.launch.limits.gloo_s))),
+            HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get(
+                "HOROVOD_GLOO_TIMEOUT_SECONDS", str(round(max(self.launch.limits.gloo_s, PAIR_S * self.size**2)))),
             HOROVOD_AUTOTUNE="0", HOROVOD_ENABLE_ASYNC_COMPLETION="0",  # wrong under elastic, whoever has asked for them
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves.
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
@@ -262,7 +265,7 @@ class World:
         return self.wait(hvd.allgather_async(tensor, name=name))
 
     def vote(self, step: int, samples: int, digest: int, has_failed: bool,
-             upload: tuple[bool, bool] = (False, False), checkpoint: int = 0, published: int = -1) -> Control:
+             upload: tuple[bool, bool] = (False, False), checkpoint: bool = False, published: int = -1) -> Control:
         """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
 
         `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). It
@@ -282,7 +285,7 @@ class World:
             failed_rank = int(ranks.min())
         return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
                        stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
-                       upload_failed=bool(word[7]), checkpoint=int(word[8]), published=int(word[9]) - 1,
+                       upload_failed=bool(word[7]), checkpoint=bool(word[8]), published=int(word[9]) - 1,
                        all_drain=int(word[10]) == self.size)
 
     def _wants_change(self, now: float) -> bool:

@@ -45,7 +45,7 @@ from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checke
 
 PART_BYTES = 16 << 20
 UPLOAD_S = 900.0
-"""A share that is not up by then has failed: a folder's file system may hang without an error."""
+"""A share of which nothing more came up for so long has failed: a folder's file system may hang without an error."""
 RESTORE_S = 3600.0
 """How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
@@ -110,6 +110,8 @@ class Share:
     """Part number → its bytes, in the memory that is reused."""
     started: float
     done: list[Part]
+    moved: float = 0.0
+    """When a part of it was done last."""
     error: str = ""
     is_dropped: bool = False
     pause_s: float = 0.0
@@ -139,33 +141,33 @@ class Checkpoints:
         self._publishing = (-1, 0.0)
         """The step of the publisher's checkpoint, and when its record went on its way."""
         self._last_parts: dict[int, Part] = {}
-        """The parts of the last checkpoint that all workers have collected or restored."""
+        """The parts of the last checkpoint that all workers have collected or restored; and its step."""
+        self._last_step = -1
         self._names: dict[int, frozenset[str]] = {}
 
     # --- at a step's end, on every worker alike -----------------------------------------------------------------------
 
-    def begin(self, state: ElasticState, rank: int, size: int, *, reuse: bool = False) -> None:
-        """Copy my share of the state (the only pause) and send it up behind the training.
-
-        `reuse` says that the checkpoint collected last is published, so that its parts may be named again.
-        """
-        share = Share(step=state.committed, header=b"", total=0, count=0, pieces={}, started=time.monotonic(), done=[])
+    def begin(self, state: ElasticState, rank: int, size: int) -> None:
+        """Copy my share of the state (the only pause) and send it up behind the training."""
+        now = time.monotonic()
+        share = Share(step=state.committed, header=b"", total=0, count=0, pieces={}, started=now, done=[], moved=now)
         self.share = share
         try:
             if any(thread.is_alive() for thread in self._uploaders):
                 raise StoreUnavailable("the upload before it still holds the memory")
-            self._begin(share, state, rank, size, reuse)
+            self._begin(share, state, rank, size)
         except Exception as error:  # no memory, no thread, a value that cannot be kept: the training goes on
             share.error = f"{type(error).__name__}: {error}"
 
-    def _begin(self, share: Share, state: ElasticState, rank: int, size: int, reuse: bool) -> None:
+    def _begin(self, share: Share, state: ElasticState, rank: int, size: int) -> None:
         packed = state.packed()
         cuts = range(0, packed.payload_bytes, self.plan.part_bytes)
         mine = [(index, start, min(start + self.plan.part_bytes, packed.payload_bytes))
                 for index, start in enumerate(cuts) if index % size == rank]
         share.header, share.total, share.count = packed.header, packed.payload_bytes, len(cuts)
         need = sum(stop - start for _, start, stop in mine)
-        if self._memory.numel() < need:
+        if not need <= self._memory.numel() <= 2 * need:  # more: of a checkpoint that this worker has made alone
+            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
             self._memory = torch.empty(need, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         at = 0
         for index, start, stop in mine:
@@ -175,7 +177,7 @@ class Checkpoints:
         for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # pinned memory is copied to asynchronously, and by each device for itself
         share.pause_s = time.monotonic() - share.started
-        base = self._last_parts if reuse else {}
+        base = self._reusable()
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in share.pieces:
             waiting.put(index)
@@ -196,8 +198,8 @@ class Checkpoints:
         if self.share is None:
             return False, False
         self.share.may_go.set()
-        if time.monotonic() - self.share.started > UPLOAD_S and not self.share.error:
-            self.share.error = f"it was not up after {UPLOAD_S:.0f} s"
+        if time.monotonic() - self.share.moved > UPLOAD_S and not self.share.error:
+            self.share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
         return len(self.share.done) == len(self.share.pieces) and not self.share.error, bool(self.share.error)
 
     def know(self, published: int) -> None:
@@ -205,9 +207,11 @@ class Checkpoints:
         if published > self.newest_step or self.published_at is None:
             self.newest_step, self.published_at = max(published, self.newest_step), time.monotonic()
 
-    def wish(self) -> int:
-        """Return rank 0's word for a checkpoint: 2 if the one collected last is published, so that its parts stay."""
-        return 2 if self._last_parts and not self.failures else 1
+    def _reusable(self) -> dict[int, Part]:
+        """Return the parts that the next checkpoint may name again: none unless the last one collected is the newest one
+        published, as rank 0 says it. Its parts stay until a later one is.
+        """
+        return self._last_parts if self._last_step == self.newest_step else {}
 
     def parts_up(self) -> str:
         """Return the list of my parts, as JSON, for `collect`."""
@@ -220,7 +224,8 @@ class Checkpoints:
         assert share
         parts = sorted((Part(**entry) for text in texts for entry in json.loads(text)), key=lambda part: part.index)
         assert [part.index for part in parts] == list(range(share.count)), "a part is missing"
-        self._last_parts = {part.index: part for part in parts}
+        self._last_parts, self._last_step = {part.index: part for part in parts}, share.step
+        share.pieces = {}  # their memory may be given up before the record stands
         if not publish:
             self.failures = 0
         else:
@@ -244,13 +249,16 @@ class Checkpoints:
         return self._publisher is not None and self._publisher.is_alive()
 
     def wait(self) -> None:
-        """Wait until my share is up or has failed, and what I publish is published or has failed."""
-        deadline = time.monotonic() + UPLOAD_S
+        """Wait until my share is up or has failed, and what I publish is published or has failed, or until it hangs."""
+        began = time.monotonic()
         if self.share:
             self.share.may_go.set()
         for thread in [*self._uploaders, self._publisher]:
-            if thread:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            while thread and thread.is_alive():
+                left_s = max(began, self.share.moved if self.share else began) + UPLOAD_S - time.monotonic()
+                if left_s <= 0:
+                    break
+                thread.join(min(1.0, left_s))
 
     def write_alone(self, state: ElasticState) -> None:
         """Make a checkpoint without any peers, and wait for it. Used when this worker is the last that can."""
@@ -290,10 +298,12 @@ class Checkpoints:
                 old = base.get(index)
                 if old and (old.sha256, old.bytes) == (digest, len(piece)):
                     share.done.append(old)
+                    share.moved = time.monotonic()
                     continue
                 name = f"{PARTS}/{lineage:012d}-{share.step:012d}/{index:06d}-{digest}.bin"
                 self.store.put(name, piece)  # network or disk
                 share.done.append(Part(index, name, len(piece), digest))
+                share.moved = time.monotonic()
         except queue.Empty:
             pass
         except Exception as error:  # whatever it was, the training goes on, and the vote tells the others
@@ -321,6 +331,9 @@ class Checkpoints:
                 self.emit("state.rubbish_kept", step=share.step, error=str(error))
         except Fenced as fenced:
             if fenced.found.lineage == lineage:
+                self.newest_step = max(self.newest_step, fenced.found.step)
+                if fenced.found.step < share.step:  # by one that had lost its way to the driver, and us
+                    self.failures, self._last_parts = self.failures + 1, {}
                 self.emit("state.publisher_replaced", step=share.step, record=fenced.found.sequence)
             else:
                 self.emit("state.fenced", step=share.step, error=str(fenced))
@@ -409,7 +422,7 @@ class Checkpoints:
             loading = time.monotonic()
             state.load(unpack(room))
             state.lineage, self.newest_step = facts["lineage"], record.step
-            self._last_parts = {part.index: part for part in parts}
+            self._last_parts, self._last_step = {part.index: part for part in parts}, record.step
             if peers.rank == 0:
                 self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=room.payload_bytes,
                           list_s=round(reading - started, 4), read_s=round(read_s, 4), verify_s=round(verify_s, 4),
@@ -442,7 +455,7 @@ class Checkpoints:
         """True if the newest record is of this lineage and names a checkpoint of this step or a later one."""
         try:
             tail = self.log.tail()
-        except (Damaged, StoreUnavailable):
+        except (Damaged, FileNotFoundError, StoreUnavailable):
             return False
         return tail.lineage == lineage and tail.step >= step
 

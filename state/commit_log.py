@@ -164,7 +164,7 @@ class CommitLog:
         for _ in range(TRIES):
             try:
                 before = self.tail()
-            except Damaged as error:  # whose it is cannot be known
+            except (Damaged, FileNotFoundError) as error:  # whose it is cannot be known
                 raise StoreUnavailable(str(error)) from error
             if before.lineage > lineage:
                 raise Fenced(self.store.where, before)

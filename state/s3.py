@@ -173,7 +173,9 @@ class S3Store:
                 **self._owner))
             if answer.get("Errors"):
                 first = answer["Errors"][0]
-                raise StoreUnavailable(f"{self.where} did not delete {first.get('Key')}: {first.get('Code')}")
+                said, code = f"{self.where} did not delete {first.get('Key')}", first.get("Code", "")
+                remedy = REMEDIES.get(code, first.get("Message", ""))
+                raise StoreUnavailable(f"{said}: {code}. {remedy}".rstrip(". ") + ".")
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)

@@ -99,7 +99,8 @@ def prove_put_if_absent(store: Store) -> None:
     name = f"probe/{secrets.token_hex(16)}"
     store.put_if_absent(name, b"first")  # says False when its answer was lost and it was tried again
     seen = [store.get(name), store.put_if_absent(name, b"second"), store.get(name)]
-    store.delete([name])
+    with suppress(StoreUnavailable):  # who may not delete can keep checkpoints: each says that its rubbish stays
+        store.delete([name])
     if seen != [b"first", False, b"first"]:
         raise StoreRefused(f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could write over "
                            f"each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use another endpoint.")

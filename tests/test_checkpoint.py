@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,13 @@ class Fleet:
                         parameter.add_(1)
                 state.commit(8, 1)
 
-    def checkpoint(self, *, without: int | None = None, reuse: bool | None = None) -> None:
+    def checkpoint(self, *, without: int | None = None) -> None:
         """Publish a checkpoint; worker `without` dies before its share is up."""
-        wish = self.workers[0].wish() == 2 if reuse is None else reuse
+        for worker in self.workers:
+            worker.know(self.workers[0].newest_step)  # as each vote tells it
         for rank, (worker, state) in enumerate(zip(self.workers, self.states, strict=True)):
             if rank != without:
-                worker.begin(state, rank, self.size, reuse=wish)
+                worker.begin(state, rank, self.size)
         for rank, worker in enumerate(self.workers):
             if rank != without:
                 worker.wait()
@@ -195,7 +197,9 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     fleet.restore()
     for _ in range(9):
         fleet.train()
-        fleet.checkpoint(reuse=False)
+        for worker in fleet.workers:
+            worker._last_parts = {}
+        fleet.checkpoint()
     kept = [4, 8, 9] if keep_every else [8, 9]
     assert {int(p.name.split("-")[1]) for p in (tmp_path / PARTS).iterdir()} == set(kept)
     tail = CommitLog(FolderStore(tmp_path)).tail()
@@ -217,6 +221,36 @@ def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
     assert reader.restore() == [4, 4, 4]
 
 
+def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Path) -> None:
+    """Rank 0 dies before its record: the next checkpoint of those who stay is whole, and not thrown away."""
+    plan = Plan(part_bytes=64, keep_last=1)
+    fleet = Fleet(tmp_path, 3, plan, steps=0, optimizer="SGD", width=64)
+    fleet.restore()
+    fleet.train()
+    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
+        worker.begin(state, rank, 3)
+        worker.wait()
+    texts = [worker.parts_up() for worker in fleet.workers]
+    for worker in fleet.workers[1:]:
+        worker.collect(texts, fleet.states[0].lineage, publish=False)
+    for kept in (fleet.stores, fleet.workers, fleet.states):
+        del kept[0]
+    fleet.size = 2
+    fleet.train(frozen=2)
+    fleet.checkpoint()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [2]
+    assert not fleet.events.facts("state.checkpoint_failed")
+    for worker, state in zip(fleet.workers, fleet.states, strict=True):  # a share that is dropped changes nothing of that
+        worker.begin(state, 0, 1)
+        worker.drop("the world has changed")
+        worker.wait()
+    fleet.train(frozen=2)
+    fleet.checkpoint()
+    first, second = fleet.events.facts("state.checkpoint_published")
+    assert 0 < second["uploaded_bytes"] < first["uploaded_bytes"] / 2
+    assert Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64).restore() == [3]
+
+
 def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) -> None:
     """A new publisher that missed a checkpoint must not name what that one's retention has deleted."""
     plan = Plan(part_bytes=64, keep_last=1)
@@ -233,7 +267,7 @@ def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) 
             parameter.copy_(old)
     state.commit(8, 1)
     worker._last_parts = stale
-    fleet.checkpoint(reuse=True)
+    fleet.checkpoint()
     assert "not kept any more" in fleet.events.facts("state.checkpoint_failed")[0]["error"]
     fleet.train()
     fleet.checkpoint()
@@ -387,7 +421,7 @@ def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str, mo
     monkeypatch.setattr(ManyFaults, "failing", {where})
     fleet.checkpoint()
     assert fleet.events.facts("state.checkpoint_failed")
-    assert fleet.workers[0].failures > 0 and fleet.workers[0].wish() == 1
+    assert fleet.workers[0].failures > 0 and not fleet.workers[0]._reusable()
     monkeypatch.setattr(ManyFaults, "failing", set())
     fleet.train()
     fleet.checkpoint()
@@ -480,7 +514,7 @@ def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path, 
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
     assert fleet.events.facts("state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
-    assert fleet.workers[0].failures == 0 and fleet.workers[0].wish() == 2
+    assert fleet.workers[0].failures == 0 and fleet.workers[0]._reusable()
 
 
 class Hanging(FolderStore):
@@ -496,6 +530,52 @@ class Hanging(FolderStore):
             self.is_in.set()
             assert self.go.wait(60)
         return super().put_if_absent(name, body)
+
+
+class Slow(FolderStore):
+    """A folder whose every part takes as long as the test says."""
+
+    turns: threading.Semaphore
+
+    def put(self, name: str, body: Any) -> None:
+        assert self.turns.acquire(timeout=60)
+        super().put(name, body)
+
+
+def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp_path: Path,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the state: each part that came up begins the time anew."""
+    monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
+    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 30.0)
+    fleet = Fleet(tmp_path, store=Slow)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    worker.begin(state, 0, 1)
+    share = worker.share
+    assert share and len(share.pieces) > 3
+    for count in range(1, len(share.pieces) + 1):
+        share.started -= 31.0
+        share.moved -= 31.0
+        Slow.turns.release()
+        arrived(lambda n=count: len(share.done) >= n)
+        assert worker.progress()[1] is False
+    arrived(lambda: worker.progress() == (True, False))
+    worker.drop("as planned")
+    worker.wait()
+    worker.begin(state, 0, 1)
+    assert worker.share
+    worker.share.moved -= 31.0
+    worker.wait()  # not for ever
+    assert worker.progress() == (False, True) and "has not moved" in worker.share.error
+    Slow.turns.release(1000)
+
+
+def arrived(is_there: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
@@ -545,7 +625,7 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr("state.checkpoint.UPLOAD_S", 0.0)
         worker.progress()
-    assert not worker.is_publishing() and worker.wish() == 1
+    assert not worker.is_publishing() and not worker._reusable()
     (failed,) = fleet.events.facts("state.checkpoint_failed")
     assert failed["step"] == 3 and "not there after" in failed["error"]
     fleet.train()
@@ -710,6 +790,39 @@ def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path
     assert published == sorted(published)
 
 
+def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -> None:
+    """One that had lost its way to the driver wrote what it held; those who go on try again at once, and it stands."""
+    fleet = Fleet(tmp_path, 3)
+    fleet.restore()
+    fleet.checkpoint()
+    cut_off, its_state = fleet.workers.pop(), fleet.states.pop()
+    fleet.size = 2
+    its_state.commit(8, 1)
+    cut_off.write_alone(its_state)
+    fleet.train(steps=2)
+    fleet.checkpoint()
+    assert fleet.events.names().count("state.publisher_replaced") == 1 and fleet.workers[0].failures == 1
+    fleet.checkpoint()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4, 5]
+    assert fleet.workers[0].failures == 0 and fleet.workers[0].fenced is None
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> None:
+    """A share of the next one, together with the others, takes no more than a share."""
+    fleet = Fleet(tmp_path, 4)
+    fleet.restore()
+    fleet.checkpoint()
+    alone, share_bytes = fleet.workers[0], fleet.workers[0]._memory.numel()
+    fleet.train()
+    alone.write_alone(fleet.states[0])
+    assert alone._memory.numel() > 2 * share_bytes
+    fleet.train()
+    fleet.checkpoint()
+    assert alone._memory.numel() <= 2 * share_bytes
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
     """It drops what the world had in flight, never waits, tries again after a failure, and has an end."""
     fleet = Fleet(tmp_path, 2)
@@ -735,6 +848,25 @@ def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
     fleet.workers[1].write_alone(fleet.states[1])
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
     assert fleet.workers[1].newest_step == 3
+
+
+def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk may list what it cannot open."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderStore, "get", lambda self, name: (_ for _ in ()).throw(FileNotFoundError(name)))
+        assert not fleet.workers[0].is_published(3, fleet.states[0].lineage)
+        with pytest.raises(StoreUnavailable):
+            CommitLog(fleet.stores[0]).take_over(fleet.states[0].lineage)
+    assert fleet.workers[0].is_published(3, fleet.states[0].lineage)
+
+
+def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retention lock, or a policy without s3:DeleteObject."""
+    monkeypatch.setattr(ManyFaults, "failing", {"delete"})
+    prove_put_if_absent(ManyFaults(tmp_path))
 
 
 class Careless(FolderStore):

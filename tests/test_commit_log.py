@@ -7,7 +7,8 @@ crashes and which answers are lost. After every single effect on the store the l
 2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a kept one that is
    restored), and steps of a lineage grow;
 3. no acknowledged checkpoint is lost: its record stands for ever, with the same bytes;
-4. nobody is fenced when there is nobody else.
+4. nobody is fenced when there is nobody else;
+5. a checkpoint that has not failed is published, or a later one of its lineage is.
 
 Then the protocol is broken in six ways, and the same test must see each of them.
 """
@@ -92,9 +93,9 @@ class World:
         """Let actors start, move, crash; and at last one alone finish."""
         threads: dict[str, threading.Thread] = {}
 
-        def start() -> None:
-            self.actors_ever += 1
-            name = f"actor {self.actors_ever}"
+        def start(actor: Callable[[World, str], None] = actor, name: str = "") -> None:
+            self.actors_ever += not name
+            name = name or f"actor {self.actors_ever}"
             self.gates[name] = closed()
 
             def body() -> None:
@@ -117,6 +118,7 @@ class World:
             self.back.acquire()
             self.check()
 
+        self.start = start
         start()
         for _ in range(MOVES):
             dice = self.chance.random()
@@ -318,12 +320,10 @@ class AtOnce:
 
 def attempt(world: World, name: str) -> None:
     """One attempt: takes the log over, restores, trains, publishes; now and then a peer becomes its publisher."""
-    store = SimulatedStore(world, name)
-    told: list[str] = []
     plan = Plan(every=Cadence(steps=1), keep_last=1 + world.chance.randrange(2), part_bytes=8)
 
     def worker() -> Checkpoints:
-        return Checkpoints(store, lambda event, **facts: told.append(event), plan)  # type: ignore[arg-type]
+        return Checkpoints(SimulatedStore(world, name), lambda event, **facts: None, plan)  # type: ignore[arg-type]
 
     me, state = worker(), State()
     while True:
@@ -340,34 +340,54 @@ def attempt(world: World, name: str) -> None:
     for _ in range(6):
         world.pause(name)
         if world.chance.random() < 0.15:
-            me, before = worker(), me  # another rank 0 of the same attempt; the old one may still be at it
-            me._last_parts = before._last_parts if world.chance.random() < 0.5 else {}
+            me = another(worker, me, world)
         before_step = state.content
         state.committed += 1
         state.content = f"{name}/{state.committed}/{state.lineage}"
         world.parent[state.content] = before_step
-        reuse = me.wish() == 2
-        share = begin(me, state, reuse)
-        if share is None:
-            continue
-        upload(me, share, state, reuse)
+        share = begin(me, state)
+        upload(me, share, state)
         if share.error:
             me.drop()
             continue
-        texts = [me.parts_up()]
-        parts = [checkpoint_module.Part(**entry) for entry in json.loads(texts[0])]
-        me._last_parts, me.share = {part.index: part for part in parts}, None
-        me._publish(share, sorted(parts, key=lambda part: part.index), state.lineage)
-        last = me.log.last
-        if last and last.kind == "checkpoint" and last.step == state.committed and told[-1:] != ["state.checkpoint_failed"]:
-            world.acknowledged[last.sequence] = last.to_bytes()
+        parts = sorted((checkpoint_module.Part(**entry) for entry in json.loads(me.parts_up())), key=lambda p: p.index)
+        me._last_parts, me._last_step, me.share = {part.index: part for part in parts}, share.step, None
+        if world.chance.random() < 0.2:  # it loses its way to the others with its record on its way, and they go on
+            old, me = me, another(worker, me, world)
+            old.store.name = f"{name}, published before step {state.committed + 1}"  # type: ignore[attr-defined]
+            world.start(functools.partial(publish, old, share, parts, state.lineage), old.store.name)  # type: ignore[attr-defined]
+            continue
+        publish(me, share, parts, state.lineage, world, name)
         if me.fenced:
             if first_actor_alone and world.actors_ever == 1:
                 raise LawBroken("fenced although nobody else was there")
             return
 
 
-def begin(me: Checkpoints, state: State, reuse: bool) -> Any:
+def another(worker: Callable[[], Checkpoints], before: Checkpoints, world: World) -> Checkpoints:
+    """Return another rank 0 of the same attempt; it may have collected with the one before."""
+    me = worker()
+    if world.chance.random() < 0.5:
+        me._last_parts, me._last_step = before._last_parts, before._last_step
+        me.newest_step = before.newest_step
+    return me
+
+
+def publish(me: Checkpoints, share: Any, parts: Any, lineage: int, world: World, name: str) -> None:
+    """Publish in this thread, with the same code; what it says must be so."""
+    failures = me.failures
+    me._publish(share, parts, lineage)
+    if me.failures > failures or me.fenced:
+        return
+    newest = max((r.step for r in world.records() if r.lineage == lineage), default=-1)
+    if newest < share.step:
+        raise LawBroken(f"step {share.step} did not fail and is not published: {newest} is the newest")
+    last = me.log.last
+    if last and last.kind == "checkpoint" and last.step == share.step:
+        world.acknowledged[last.sequence] = last.to_bytes()
+
+
+def begin(me: Checkpoints, state: State) -> Any:
     """Take the snapshot without a thread."""
     packed = state.packed()
     share = checkpoint_module.Share(step=state.committed, header=packed.header, total=packed.payload_bytes, count=2,
@@ -378,14 +398,14 @@ def begin(me: Checkpoints, state: State, reuse: bool) -> Any:
     return share
 
 
-def upload(me: Checkpoints, share: Any, state: State, reuse: bool) -> None:
+def upload(me: Checkpoints, share: Any, state: State) -> None:
     """Upload in this thread, with the same code."""
     import queue
 
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in share.pieces:
         waiting.put(index)
-    me._upload(share, waiting, state.lineage, me._last_parts if reuse else {})
+    me._upload(share, waiting, state.lineage, me._reusable())
 
 
 def outcome(seeds: range) -> tuple[int, int, int]:
