@@ -38,6 +38,7 @@ import json
 import os
 import queue
 import re
+import resource
 import secrets
 import signal
 import subprocess
@@ -71,6 +72,8 @@ DISCOVERY_EVERY_S = 1.0
 DISCOVERY_TIMEOUT_S = 10.0
 FIRST_DISCOVERY_S = 60.0
 """A discovery that has never answered for this long is a mistake in the command, not a fault of the world."""
+DESCRIPTORS = 65536
+"""So many the driver opens where the host allows it: three for each worker, and room for strangers, who cost one each."""
 STOP_S = 30.0
 """How long workers have for their last step and checkpoint when the attempt is stopped from outside."""
 SSH_CONNECTION_LOST = 255
@@ -140,7 +143,8 @@ class WorkerProcess:
             line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
             if line or not mark:
                 with suppress(OSError):  # whoever does not take our output: the worker must not wait until we read on
-                    print(f"[{self.host}]<{kind}>: {line}", file=output, flush=True)
+                    output.write(f"[{self.host}]<{kind}>: {line}\n")  # at once, or another worker's line gets in between
+                    output.flush()
             if mark and self.is_remote and kind == "stdout" and re.fullmatch("-?[0-9]{1,3}", code):
                 self.exit_code = int(code)
                 self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
@@ -369,7 +373,7 @@ class MendedDriver:
     def _told(self, name: str) -> dict[str, Any]:
         told = self.membership.told(name, time.monotonic())
         if "place" in told:
-            told["place"] |= self.places[name]
+            told["place"] |= self.places.get(name, {})
         told["reach"] = {peer: [self.addresses[peer], self.doors[peer]] for peer in told.get("reach", ())
                          if self.doors.get(peer)}
         told["version"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
@@ -440,7 +444,12 @@ class MendedDriver:
 
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
         workers = [self.membership.workers[name] for name in members]
-        store = Rendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
+        try:
+            store = Rendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
+        except OSError as error:
+            self.membership.verdict = self.ended = End("failed", f"members cannot find each other: {error}. Raise what "
+                                                       f"this host lets the driver have of it (ulimit -n)")
+            return
         self.rendezvous.append(store)
         while len(self.rendezvous) > 2:  # nobody can still be in the init of the one before the last
             threading.Thread(target=self.rendezvous.pop(0).close, daemon=True).start()
@@ -541,6 +550,8 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     outlive_readers()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most if 0 <= most < DESCRIPTORS else DESCRIPTORS, most))
     result = main()
     sys.stdout.flush()
     os._exit(result)  # threads that hold a dead worker's output must not keep us

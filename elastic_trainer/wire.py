@@ -6,7 +6,8 @@ What always holds:
 1. A body is JSON under an HMAC-SHA256 of the run's key, checked before it is parsed; no pickle on either side (F10).
 2. A reply is signed together with the asker's nonce, so an old reply cannot be played back.
 3. A word counts once, and one that comes again from another address is refused.
-4. Bodies are at most MAX_BODY_BYTES; a connection that does not speak is dropped after SOCKET_TIMEOUT_S.
+4. Bodies are at most MAX_BODY_BYTES; a connection that does not speak is dropped after SOCKET_TIMEOUT_S, and one from an
+   address that holds MAX_FROM_ONE already at once.
 
 What it does not do: hide the words (they hold no secret: ranks, steps, ports), or protect Gloo's own traffic.
 """
@@ -19,6 +20,8 @@ import http.client
 import json
 import secrets
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +29,8 @@ from typing import Any
 
 MAX_BODY_BYTES = 1 << 20
 SOCKET_TIMEOUT_S = 30.0
+MAX_FROM_ONE = 512
+"""Each worker of a host holds three."""
 SIGNATURE = "X-Elastic-Signature"
 NONCE = "X-Elastic-Nonce"
 
@@ -106,7 +111,27 @@ class WordServer(ThreadingHTTPServer):
     def __init__(self, bind: str, key: bytes, answer: Callable[[dict[str, Any], str], dict[str, Any]],
                  refused: Callable[[str, str], None]):
         self.key, self.answer, self.refused = key, answer, refused
+        self.open: Counter[str] = Counter()
+        """How many connections each address holds."""
+        self._lock = threading.Lock()
         super().__init__((bind, 0), _WordHandler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a connection, unless its address holds too many: descriptors that strangers have, workers lack."""
+        with self._lock:
+            is_taken = self.open[client_address[0]] < MAX_FROM_ONE
+            self.open[client_address[0]] += is_taken
+        if not is_taken:
+            self.refused(client_address[0], "too many connections")
+        return is_taken
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self.open[client_address[0]] -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that dies in mid-word is its own death's business, not a traceback of ours."""

@@ -38,3 +38,24 @@ def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (3, "")
+
+
+MANY_WORKERS = """
+import io, sys, threading
+from elastic_trainer.driver import WorkerProcess
+from elastic_trainer.output import outlive_readers
+outlive_readers()
+def forward(host):
+    process = WorkerProcess.__new__(WorkerProcess)
+    process.host, process.is_remote = host, False
+    process._forward("stdout", io.BytesIO(b"a line\\n" * 500), sys.stdout)
+threads = [threading.Thread(target=forward, args=(f"host-{n}",)) for n in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_lines_of_different_workers_stay_lines() -> None:
+    """However many of them speak at once."""
+    told = subprocess.run([sys.executable, "-c", MANY_WORKERS], capture_output=True, text=True, check=True)
+    assert sorted(told.stdout.splitlines()) == [f"[host-{n}]<stdout>: a line" for n in range(4) for _ in range(500)]

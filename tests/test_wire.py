@@ -7,6 +7,7 @@ import json
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,27 @@ def test_nobody_is_a_stranger_who_dies_in_the_middle_of_a_word(ear: Ear) -> None
     whole = signed(b'{"worker": "a"}')
     assert send(ear.address, whole[:-3]) == b""
     assert not ear.refused and not ear.heard
+
+
+def test_a_stranger_cannot_take_all_descriptors(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One address gets so many connections, and its next one when one of them has ended."""
+    monkeypatch.setattr("elastic_trainer.wire.MAX_FROM_ONE", 3)
+    host, _, port = ear.address.rpartition(":")
+    held = [socket.create_connection((host, int(port)), timeout=TIMEOUT_S) for _ in range(3)]
+    deadline = time.monotonic() + TIMEOUT_S
+    while ear.server.open[host] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(DriverUnreachable):
+        ear.client().ask({"a": 1})
+    assert ear.refused == [("127.0.0.1", "too many connections")] * len(ear.refused) and ear.refused
+    held.pop().close()
+    while ear.server.open[host] > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
+    for connection in held:
+        connection.close()
 
 
 def test_rubbish_is_refused_and_told(ear: Ear) -> None:
