@@ -101,6 +101,8 @@ class Past:
     doomed: str = ""
     stopped: str = ""
     """The life of its agent that was told to stop; "" if none was, or another one has begun."""
+    sick: str = ""
+    """What its agent last found wrong with it; "" if nothing. A sick host may well fall silent, and is sick still."""
     is_listed: bool = False
     heard_at: float | None = None
     """When its agent last said something by the right time."""
@@ -146,7 +148,7 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
            policy: Policy) -> Decision:
     """Decide who is on the list. `health` is by instance id; `now` is any clock that only goes forward, in seconds."""
     past = {i.id: _listen(history.past.get(i.id, Past()), health.get(i.id), now) for i in instances}
-    reasons = {i.id: _forbidden(i, health.get(i.id), past[i.id], policy) for i in instances}
+    reasons = {i.id: _forbidden(i, past[i.id], policy) for i in instances}
     unheard = _unheard([past[i] for i, why in reasons.items() if not why], history, now, policy)
     if history.unheard and not unheard:  # who is silent still gets some more time: we have only just begun to hear
         past = {i: replace(p, heard_at=max(p.heard_at, now - policy.silence_s / 2))
@@ -185,6 +187,8 @@ def _listen(past: Past, says: Health | None, now: float) -> Past:
         return past
     if not says.is_clock_off:
         past = replace(past, heard_at=says.heard_at)
+    if not (says.is_clock_off and past.is_listed):
+        past = replace(past, sick=f"sick: {says.why}" if says.state == "sick" else "")
     if says.state != "draining":
         return replace(past, stopped="") if says.life != past.stopped else past
     if not says.for_good:
@@ -197,7 +201,7 @@ def _leaves(past: Past) -> bool:
     return bool(past.doomed or past.stopped)
 
 
-def _forbidden(instance: Instance, says: Health | None, past: Past, policy: Policy) -> str:
+def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
     """Return what the cloud or the host's own word has against it; "" if nothing."""
     ending = [code for code, in_s in instance.events if code in ENDING and in_s <= policy.horizon_s]
     if instance.state != "running":
@@ -216,9 +220,7 @@ def _forbidden(instance: Instance, says: Health | None, past: Past, policy: Poli
         return f"scheduled: {ending[0]}"
     if instance.slots < 1:
         return "no slots"
-    if policy.agents and says is not None and says.state == "sick" and not (says.is_clock_off and past.is_listed):
-        return f"sick: {says.why}"
-    return ""
+    return past.sick if policy.agents else ""
 
 
 def _unheard(fit: Sequence[Past], history: History, now: float, policy: Policy) -> int:

@@ -257,6 +257,20 @@ def test_a_newcomer_with_another_clock_stays_out() -> None:
     assert names(decide(fleet, {"i-1": ready, "i-2": off}, waits.history, 9.5, policy)) == ["host-1"]
 
 
+def test_a_sick_host_is_sick_still_when_it_falls_silent() -> None:
+    """Without memory or disk its agent may miss its seconds; no worker is started on it for that."""
+    policy, history = replace(QUICK, agents=True), History()
+    for now in range(100):
+        health = {"i-1": Health("ready", heard_at=now)}
+        if now < 10 or now > 50:
+            health["i-2"] = Health("ready", heard_at=now)
+        elif now < 20:
+            health["i-2"] = Health("sick", why="no memory", heard_at=now)
+        decision = decide([instance(1), instance(2)], health, history, float(now), policy)
+        assert ("host-2" in names(decision)) == ("i-2" in health and health["i-2"].state == "ready"), now
+        history = decision.history
+
+
 def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() -> None:
     """Silence does not bring it back, nor the same agent's word; the cloud's notice is for good all the same."""
     fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
