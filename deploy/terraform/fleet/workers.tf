@@ -63,9 +63,10 @@ resource "aws_launch_template" "worker" {
 
   lifecycle {
     # Other boot scripts are for the next coordinator's workers: a change of the template renews all of them at once.
-    ignore_changes        = [user_data]
-    replace_triggered_by  = [aws_instance.coordinator.id]
-    create_before_destroy = true
+    # No create_before_destroy: Terraform would force it upon the coordinator too, and two of them would give the group
+    # their orders for a while.
+    ignore_changes       = [user_data]
+    replace_triggered_by = [aws_instance.coordinator.id]
   }
 }
 
