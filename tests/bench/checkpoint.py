@@ -83,12 +83,16 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         formed = [e["time"] for e in cluster.events("driver.generation_formed") if e["time"] > killed_at][0]
     # The first checkpoint's memory is new; its pages cost more than its copy.
     later = checkpoints[1:]
-    during = [(e["time"] - e["duration_s"], e["time"]) for e in later]
-    beside, alone = [], []
+    during = [(e["time"] - e["duration_s"], e["time"]) for e in checkpoints]
+    beside, alone, was_beside = [], [], False
     for step in steps:
-        if step["step"] > PEERS_AT and step["time"] > checkpoints[0]["time"]:
-            is_beside = any(step["time"] - step["step_s"] < end and step["time"] > start for start, end in during)
-            (beside if is_beside else alone).append(step["step_s"])
+        is_beside = any(step["time"] - step["step_s"] < end and step["time"] > start for start, end in during)
+        if is_beside and step["time"] > checkpoints[0]["time"]:
+            beside.append(step["step_s"])
+        elif step["step"] > PEERS_AT and not is_beside and not was_beside:  # the old one's parts are deleted after it
+            alone.append(step["step_s"])
+        was_beside = is_beside
+    assert min(len(alone), len(beside)) >= 10, (len(alone), len(beside))
     pause = statistics.median(seconds for workers in pauses for seconds in workers)
     copy = statistics.median(seconds for p in peers for seconds in p["memcpy_s"])
     read = {name: restored[name] for name in ("list_s", "read_s", "verify_s", "transfer_s", "load_s")}
