@@ -290,7 +290,7 @@ class Trainer:
         self.world.is_saving = self._is_saving
         self._leave_seen: int | None = None
         """How many steps were finished when this worker heard that a member of this generation leaves."""
-        self._leave_saved = False
+        self._leave_saved = self._has_room = False
         self.error: BaseException | None = None
 
     def run(self) -> Result:
@@ -321,7 +321,7 @@ class Trainer:
         """Do all steps that are left; entered again in every generation."""
         job, state, world = self.job, self.state, self.world
         self._say_where_we_are()
-        self._leave_seen, self._leave_saved = None, False
+        self._leave_seen, self._leave_saved, self._has_room = None, False, False
         if self.checkpoints:
             self.checkpoints.drop("the world has changed")  # a share of it may be gone with its worker
         for step in range(state.committed, job.schedule.steps):
@@ -575,6 +575,9 @@ class Trainer:
         if checkpoints is None:
             return
         checkpoints.know(control.published)
+        if not self._has_room:
+            self._has_room = True
+            checkpoints.make_room(state, world.size)
         if control.upload_failed:
             checkpoints.drop()
         elif control.uploaded == world.size:

@@ -823,6 +823,25 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
+def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
+    """The first pause, and the first in a smaller world, are as short as the others."""
+    fleet = Fleet(tmp_path, 4)
+    fleet.restore()
+    for size in (4, 3):
+        del fleet.workers[size:], fleet.states[size:]
+        fleet.size = size
+        rooms = []
+        for worker, state in zip(fleet.workers, fleet.states, strict=True):
+            worker.make_room(state, size)
+            assert worker._room
+            rooms.append(worker._room.result(60).data_ptr())
+        fleet.train()
+        fleet.checkpoint()
+        assert [worker._memory.data_ptr() for worker in fleet.workers] == rooms
+        assert all(worker._room is None for worker in fleet.workers)
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
     """It drops what the world had in flight, never waits, tries again after a failure, and has an end."""
     fleet = Fleet(tmp_path, 2)

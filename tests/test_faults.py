@@ -92,12 +92,14 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: 
 
 
 def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
-    """SIGTERM is a wish to leave: no step is done again, and the exit code is 75."""
-    with Cluster(tmp_path, job=FEW, plan=Plan().add("terminate", host=host(0), at="step.prepared", step=12)) as cluster:
+    """SIGTERM is a wish to leave, of rank 0 and of another: no step is done again, and the exit code is 75."""
+    plan = Plan().add("terminate", host=host(0), at="step.prepared", step=12)
+    plan.add("terminate", host=host(2), at="step.prepared", step=24)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
         left = [e for e in cluster.events("driver.worker_gone") if e["reason"] == "left"]
-    assert [e["exit_code"] for e in left] == [75]
+    assert [e["exit_code"] for e in left] == [75, 75]
     assert result["steps_redone"] == 0
 
 
@@ -141,7 +143,9 @@ def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of:
 @pytest.mark.parametrize("generation", [1, 2])
 def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path, twin_of: Twin, generation: int) -> None:
     """Horovod aborts all who are in `hvd.init()` (F1); they come back with the same pid and their live state."""
-    plan = Plan().add("kill_in_init", host=host(2), at="world.init_entered", generation=generation)
+    rank_0 = host(1)  # of the second generation
+    plan = Plan().add("kill_in_init", host=host(2) if generation == 1 else rank_0, at="world.init_entered",
+                      generation=generation)
     plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)  # else init may be faster
     if generation == 2:
         plan.kill(host=host(0), at="step.voted", step=12)

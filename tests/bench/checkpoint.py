@@ -32,7 +32,7 @@ import s3_servers  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
 PEERS_AT = 7
-CHECKPOINTS = 5
+CHECKPOINTS = 8
 DEADLINE_S = 900.0
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     """Run the job, kill it, resume it, and print the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--every", type=int, default=15)
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
@@ -65,8 +65,8 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         steps = cluster.events("worker.step_committed")
         checkpoints = cluster.events("state.checkpoint_published")
         peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
-        by_worker = [map(float, path.read_text().split()) for path in sorted(folder.glob("pauses-*"))]
-        first_pauses, *pauses = zip(*by_worker, strict=False)  # the next one may have begun on some
+        first_pauses, *pauses = noted(folder, "pause")
+        _, *copies = noted(folder, "memcpy")
         cluster.kill_everyone()
         killed_at = time.time()
         cluster.start()
@@ -94,13 +94,13 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         was_beside = is_beside
     assert min(len(alone), len(beside)) >= 10, (len(alone), len(beside))
     pause = statistics.median(seconds for workers in pauses for seconds in workers)
-    copy = statistics.median(seconds for p in peers for seconds in p["memcpy_s"])
+    copy = statistics.median(seconds for workers in copies for seconds in workers)
     read = {name: restored[name] for name in ("list_s", "read_s", "verify_s", "transfer_s", "load_s")}
     return {
         "pause_s": round(pause, 5), "memcpy_s": round(copy, 5), "pause_over_memcpy": round(pause / copy, 3),
         "first_pause_s": max(first_pauses),
         "slowest_pauses_s": [round(max(workers), 4) for workers in pauses],
-        "slowest_memcpys_s": [round(max(workers), 4) for workers in zip(*(p["memcpy_s"] for p in peers), strict=True)],
+        "slowest_memcpys_s": [round(max(workers), 4) for workers in copies],
         "torch_save_s": round(peers[0]["torch_save_s"], 4),
         "async_save_pause_s": round(statistics.median(p["async_save_pause_s"] for p in peers), 4),
         "step_s": round(statistics.median(alone), 4), "step_s_beside_upload": round(statistics.median(beside), 4),
@@ -114,6 +114,12 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
                            "places_s": round(formed - max(ready), 3), **read,
                            "first_step_s": round(first["time"] - restored["time"], 3),
                            "together_s": round(first["time"] - killed_at, 3)}}
+
+
+def noted(folder: Path, what: str) -> list[tuple[float, ...]]:
+    """Return what every worker has noted, checkpoint by checkpoint; the next one may have begun on some."""
+    by_worker = [map(float, path.read_text().split()) for path in sorted(folder.glob(f"{what}-*"))]
+    return list(zip(*by_worker, strict=False))
 
 
 def after(cluster: Cluster, moment: float) -> list[dict[str, Any]]:

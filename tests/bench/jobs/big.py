@@ -1,8 +1,9 @@
 """A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's pause is, beside its peers'.
 
-At the steps that --peers-at names, every worker times, at the same time as the others: a bare copy of its share of the
-state into memory that is there already, `torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0
-alone, the others wait, as they would) `torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others.
+At the end of the step before each checkpoint every worker times, at the same time as the others, a bare copy of its share
+of the state into memory that is there already. At the step that --peers-at names it times
+`torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0 alone, the others wait, as they would)
+`torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others.
 """
 
 import argparse
@@ -28,7 +29,6 @@ parser.add_argument("--work", type=int, default=8, help="how much arithmetic a s
 options = parser.parse_args()
 
 BLOCKS = 16
-COPIES = 5
 WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)  # 12 bytes a parameter: itself and Adam's two moments
 
 
@@ -127,12 +127,13 @@ def to_s3(rank: int) -> tuple[float, float]:
 
 def after_step(step: int) -> None:
     rank, size = place["rank"], place["size"]
-    if options.peers_at - COPIES <= step + 1 < options.peers_at:  # once at a step's end, as the snapshot is
-        copies.append(timed(copier[0])) if copier else copier.append(bare_copy(size))
+    if step == 0:
+        copier.append(bare_copy(size))
+    elif (step + 2) % options.every == 0:  # at a step's end, as the snapshot is, and with no upload in flight
+        note("memcpy", timed(copier[0]))
     if step + 1 != options.peers_at:
         return
-    copier.clear()
-    facts.update(memcpy_s=copies, async_save_pause_s=async_save(rank, size))
+    facts.update(async_save_pause_s=async_save(rank, size))
     if rank == 0:
         path = options.folder / "torch.save"
         facts["torch_save_s"] = timed(lambda: torch.save(state_dict(), path))
@@ -144,15 +145,18 @@ def listen(event: str, about: dict[str, Any]) -> None:
     if event == "world.generation_entered":
         place.update(rank=about["rank"], size=about["size"])
     if event == "state.share_begun":
-        with open(options.folder / f"pauses-{place['rank']}", "a") as file:
-            print(about["pause_s"], file=file)
+        note("pause", about["pause_s"])
+
+
+def note(what: str, seconds: float) -> None:
+    with open(options.folder / f"{what}-{place['rank']}", "a") as file:
+        print(seconds, file=file)
 
 
 torch.manual_seed(0)
 place = {"rank": 0, "size": 1}
 facts: dict[str, Any] = {}
 copier: list[Any] = []
-copies: list[float] = []
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 points = torch.randn(64, WIDTH)
