@@ -104,6 +104,12 @@ class Cloud:
         """Return terraform's state of the fleet."""
         return self._fleet.state()
 
+    def replace_coordinator(self) -> str:
+        """Do what the README says to start anew, but for the group: moto knows no StartInstanceRefresh, and the provider
+        asks for it for minutes. Returns what terraform said.
+        """
+        return self._fleet.replace("aws_instance.coordinator", "aws_launch_template.worker")
+
     def destroy(self) -> None:
         """Have terraform destroy the fleet, not the bucket."""
         self.is_destroyed = True

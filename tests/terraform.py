@@ -99,6 +99,10 @@ class Root:
         outputs = json.loads(self.state())["outputs"]
         return {name: output["value"] for name, output in outputs.items()}
 
+    def replace(self, address: str, up_to: str) -> str:
+        """Apply it with one resource made anew, up to another one that follows from it; returns what terraform said."""
+        return self._terraform("apply", f"-replace={address}", f"-target={up_to}", *QUIETLY)
+
     def destroy(self) -> None:
         """Destroy what `apply` made, or the part that it made before it failed."""
         self._terraform("destroy", "-refresh=false", *QUIETLY)
@@ -110,13 +114,14 @@ class Root:
     def _aws(self) -> dict[str, str]:
         return {"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": self.endpoint}
 
-    def _terraform(self, *arguments: str) -> None:
+    def _terraform(self, *arguments: str) -> str:
         env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)} | self._aws() | {
             "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1",
             "TF_REATTACH_PROVIDERS": self._attach}
         done = subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
                               timeout=LIMIT_S)
         assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
 
 
 def rendered(template: Path, **values: Any) -> str:

@@ -244,6 +244,19 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
     assert result["attempts"] == 2
 
 
+def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None:
+    """Two of them would give the group their orders. Its workers are to be renewed: they have the old one's keys."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+
+    (old_template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
+    said = cloud.replace_coordinator()
+    assert said.index("aws_instance.coordinator: Destruction complete") < said.index("aws_instance.coordinator: Creating")
+    assert cloud.outputs["coordinator"] not in [i["InstanceId"] for i in cloud.instances()]
+    (template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
+    assert template["LaunchTemplateId"] != old_template["LaunchTemplateId"]
+
+
 # --- its end ---------------------------------------------------------------------------------------------------------
 
 
