@@ -68,8 +68,6 @@ WARM_GRADIENTS = 5
 Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
-LAST_WORDS_RATE = 100e6
-"""Bytes a second of a checkpoint that one worker makes alone: so long the next one leaves it before it tries itself."""
 
 
 class PeerFailed(RuntimeError):
@@ -472,10 +470,9 @@ class Trainer:
         if not self.checkpoints or not state.has_state or state.is_applying:
             return
         started = time.monotonic()
-        turn_s = max(1.0, state.packed().payload_bytes / LAST_WORDS_RATE)  # those before this worker may be writing
         tries = 0
         while tries < LAST_TRIES and not self.checkpoints.is_published(state.committed, state.lineage):
-            if self.driver.is_writer(self.world.rank, (time.monotonic() - started) / turn_s):
+            if self.driver.is_writer(self.world.rank, time.monotonic() - started):
                 tries += 1
                 self.checkpoints.write_alone(state)
             time.sleep(0.05)

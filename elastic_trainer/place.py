@@ -35,7 +35,7 @@ REACH_AGAIN_S = 2.0
 """Between two tries of a newcomer that does not reach all members."""
 KNOCKS = 64
 """How many connections are let go at each beat."""
-NAMED_TURNS = 10.0
+NAMED_S = 10.0
 """So long a worker waits for the driver to say who writes down what only memory holds."""
 
 
@@ -75,7 +75,7 @@ class Driver(Protocol):
     def drains(self) -> bool: ...
     def must_hurry(self) -> bool: ...
     def somebody_leaves(self) -> bool: ...
-    def is_writer(self, rank: int, waited_turns: float) -> bool: ...
+    def is_writer(self, rank: int, waited_s: float) -> bool: ...
     def is_broken(self) -> bool: ...
     def is_finished(self) -> bool: ...
     def note(self, phase: str, step: int) -> None: ...
@@ -96,7 +96,7 @@ class Alone:
 
     wants_stop = drains = must_hurry = somebody_leaves = is_broken = is_finished = wants_change
 
-    def is_writer(self, rank: int, waited_turns: float) -> bool:
+    def is_writer(self, rank: int, waited_s: float) -> bool:
         """Always: there is nobody else."""
         return True
 
@@ -313,13 +313,12 @@ class OurDriver:
         """True when the host of a member of this generation has left the list."""
         return self._news.get("notice") == "leave"
 
-    def is_writer(self, rank: int, waited_turns: float) -> bool:
+    def is_writer(self, rank: int, waited_s: float) -> bool:
         """True when this worker is to write down what only memory holds, now that the attempt is over.
 
-        The driver names one, and another one when that is gone. Without its word each rank gives those before it a turn:
-        as long as one takes to write, and a second at least.
+        The driver names one, and another one when that is gone. Without its word each rank gives those before it a second.
         """
-        return bool(self._news.get("writes")) or waited_turns >= rank + (0.0 if self._lost else NAMED_TURNS)
+        return bool(self._news.get("writes")) or waited_s >= rank + (0.0 if self._lost else NAMED_S)
 
     def is_broken(self) -> bool:
         """True when a member of our generation is gone (or we ourselves are, for the driver)."""
@@ -469,9 +468,9 @@ class PlainDriver:
 
     is_broken = is_finished = somebody_leaves = wants_stop
 
-    def is_writer(self, rank: int, waited_turns: float) -> bool:
-        """Return whether the ranks before this one have had a turn each."""
-        return waited_turns >= rank
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """Return whether the ranks before this one have had a second each."""
+        return waited_s >= rank
 
     def drains(self) -> bool:
         """True when this worker was told to leave."""

@@ -125,6 +125,15 @@ class WordServer(ThreadingHTTPServer):
             self.refused(client_address[0], "too many connections")
         return is_taken
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin to serve a connection."""
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread to be had: it will not end there
+            with self._lock:
+                self.open[client_address[0]] -= 1
+            raise
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection to its end."""
         try:

@@ -53,6 +53,8 @@ TRANSFER_BYTES = 16 << 20
 POLL_S = 0.0005
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
+FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS")
+"""What is set for Horovod by the size of a generation's world."""
 PAIR_S = 0.002
 """The rendezvous store takes about 0.3 ms for each of some 5 requests for each pair of members: 64 need 6 s to find each
 other, 128 need 25 s, and Gloo's time-out must be longer."""
@@ -208,6 +210,9 @@ class World:
             driver.revive_soon()
             self.events.emit("worker.revives", where="init" if self._init_since else "training", error=error)
             self.events.flush()
+            for name in FOR_THIS_WORLD:  # else the next life takes them for the user's
+                os.environ.pop(name, None)
+            os.environ.update({name: self._asked[name] for name in FOR_THIS_WORLD if name in self._asked})
             revive.start_anew(self._live_state(), self.generation, driver.count + 1)
 
         def on_broken() -> None:

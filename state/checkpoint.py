@@ -155,11 +155,15 @@ class Checkpoints:
         (1 GB, 4 workers, 2 cores: the first pause was 1.7 s, the later ones 0.08.) After a step: an optimizer has its
         state then.
         """
-        need = self._share_bytes(state.packed().payload_bytes, size)
-        if not _is_room(self._memory, need):
-            maker = ThreadPoolExecutor(1, "room")
-            self._room = maker.submit(_made_room, need, torch.cuda.current_device() if torch.cuda.is_available() else None)
-            maker.shutdown(wait=False)
+        try:
+            need = self._share_bytes(state.packed().payload_bytes, size)
+            if not _is_room(self._memory, need):
+                maker = ThreadPoolExecutor(1, "room")
+                device = torch.cuda.current_device() if torch.cuda.is_available() else None
+                self._room = maker.submit(_made_room, need, device)
+                maker.shutdown(wait=False)
+        except Exception:  # no thread, a value that cannot be kept: `begin` makes the memory itself, or says what is wrong
+            self._room = None
 
     def _share_bytes(self, total: int, size: int) -> int:
         """Return how many bytes a worker's share has at most."""
@@ -219,9 +223,10 @@ class Checkpoints:
         if self.share is None:
             return False, False
         self.share.may_go.set()
-        if time.monotonic() - self.share.moved > UPLOAD_S and not self.share.error:
+        is_up = len(self.share.done) == len(self.share.pieces)
+        if not is_up and time.monotonic() - self.share.moved > UPLOAD_S and not self.share.error:
             self.share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
-        return len(self.share.done) == len(self.share.pieces) and not self.share.error, bool(self.share.error)
+        return is_up and not self.share.error, bool(self.share.error)
 
     def know(self, published: int) -> None:
         """Take over what rank 0 knows to be published."""
@@ -318,13 +323,13 @@ class Checkpoints:
                 digest = hashlib.sha256(piece).hexdigest()
                 old = base.get(index)
                 if old and (old.sha256, old.bytes) == (digest, len(piece)):
-                    share.done.append(old)
                     share.moved = time.monotonic()
+                    share.done.append(old)
                     continue
                 name = f"{PARTS}/{lineage:012d}-{share.step:012d}/{index:06d}-{digest}.bin"
                 self.store.put(name, piece)  # network or disk
-                share.done.append(Part(index, name, len(piece), digest))
                 share.moved = time.monotonic()
+                share.done.append(Part(index, name, len(piece), digest))
         except queue.Empty:
             pass
         except Exception as error:  # whatever it was, the training goes on, and the vote tells the others

@@ -560,12 +560,15 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
         arrived(lambda n=count: len(share.done) >= n)
         assert worker.progress()[1] is False
     arrived(lambda: worker.progress() == (True, False))
+    share.moved -= 31.0
+    assert worker.progress() == (True, False)  # it waits for the others' shares, which move
     worker.drop("as planned")
     worker.wait()
     worker.begin(state, 0, 1)
     assert worker.share
-    worker.share.moved -= 31.0
+    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 0.5)
     worker.wait()  # not for ever
+    worker.share.moved -= 1.0
     assert worker.progress() == (False, True) and "has not moved" in worker.share.error
     Slow.turns.release(1000)
 
@@ -821,6 +824,17 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
     fleet.checkpoint()
     assert alone._memory.numel() <= 2 * share_bytes
     assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
+    """Neither when memory is made, nor when the checkpoint is: that one says so."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    state.optimizer.state[next(state.model.parameters())]["odd"] = object()
+    worker.make_room(state, 1)
+    worker.begin(state, 0, 1)
+    assert worker.progress() == (False, True) and worker.share and "cannot be kept" in worker.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:

@@ -322,6 +322,13 @@ def test_a_stranger_cannot_take_all_descriptors(ear: Ear, monkeypatch: pytest.Mo
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
+    with monkeypatch.context() as patch:  # a flood takes the threads, too
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        with pytest.raises(DriverUnreachable):
+            ear.client().ask({"a": 1})
+    while ear.server.open[host] > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     for connection in held:
         connection.close()
 

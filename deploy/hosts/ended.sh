@@ -3,7 +3,10 @@
 # resumes, or another coordinator, only the words go. systemd → here, with EXIT_STATUS; by elastic-ended.service,
 # without, when it has given up.
 set -euo pipefail
-/opt/elastic-trainer/deploy/hosts/diary.sh || [[ ${EXIT_STATUS:-0} != 0 ]]
-[[ ${EXIT_STATUS:-0} == 0 ]] || exit 0
+if [[ ${EXIT_STATUS:-0} != 0 ]]; then
+    timeout 60 /opt/elastic-trainer/deploy/hosts/diary.sh || true  # less than TimeoutStopSec: that would be a failure
+    exit 0
+fi
+/opt/elastic-trainer/deploy/hosts/diary.sh
 aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0
 touch /var/lib/elastic-trainer/ended
