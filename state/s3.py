@@ -173,12 +173,15 @@ class S3Store:
                 **self._owner))
             if answer.get("Errors"):
                 first = answer["Errors"][0]
-                said, code = f"{self.where} did not delete {first.get('Key')}", first.get("Code", "")
-                remedy = REMEDIES.get(code, first.get("Message", ""))
-                raise StoreUnavailable(f"{said}: {code}. {remedy}".rstrip(". ") + ".")
+                raise StoreUnavailable(self._refusal(f"delete {first.get('Key')}", first))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)
+
+    def _refusal(self, what: str, answer: dict[str, Any]) -> str:
+        """Return what the server has said to a request that it refused, with the remedy."""
+        code = str(answer.get("Code", ""))
+        return f"{self.where} did not {what}: {code}. {REMEDIES.get(code, answer.get('Message', ''))}".rstrip(". ") + "."
 
     def _tried(self, what: str, act: Callable[[], T]) -> T:
         """Do it, again and again within the bounds while the fault is the world's."""
@@ -197,9 +200,9 @@ class S3Store:
             raise StoreRefused(f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or give the "
                                f"instance a role.") from error
         except ClientError as error:
-            code, said = _code(error), error.response.get("Error", {}).get("Message", "")
+            code = _code(error)
             kind = StoreUnavailable if code in MENDED_OUTSIDE or _may_pass(error) else StoreRefused
-            raise kind(f"{self.where} did not {what}: {code}. {REMEDIES.get(code, said)}".rstrip(". ") + ".") from error
+            raise kind(self._refusal(what, error.response.get("Error", {}))) from error
         except ParamValidationError as error:
             raise StoreRefused(f"{self.where} cannot be asked: {error}. Correct --store.") from error
         except WORLDS_FAULTS as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from netlab import wait_for
 from simulated import Hub, Member
 from test_state import bytes_of, trained
 
@@ -557,9 +557,9 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
         share.started -= 31.0
         share.moved -= 31.0
         Slow.turns.release()
-        arrived(lambda n=count: len(share.done) >= n)
+        wait_for("part", lambda n=count: len(share.done) >= n, 60)
         assert worker.progress()[1] is False
-    arrived(lambda: worker.progress() == (True, False))
+    wait_for("share", lambda: worker.progress() == (True, False), 60)
     share.moved -= 31.0
     assert worker.progress() == (True, False)  # it waits for the others' shares, which move
     worker.drop("as planned")
@@ -571,14 +571,6 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     worker.share.moved -= 1.0
     assert worker.progress() == (False, True) and "has not moved" in worker.share.error
     Slow.turns.release(1000)
-
-
-def arrived(is_there: Callable[[], bool]) -> None:
-    """Wait for what other threads do."""
-    deadline = time.monotonic() + 60
-    while not is_there():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:

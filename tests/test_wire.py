@@ -7,12 +7,12 @@ import json
 import pickle
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from netlab import wait_for
 from ports import free_port
 
 from elastic_trainer.wire import (
@@ -310,25 +310,18 @@ def test_a_stranger_cannot_take_all_descriptors(ear: Ear, monkeypatch: pytest.Mo
     monkeypatch.setattr("elastic_trainer.wire.MAX_FROM_ONE", 3)
     host, _, port = ear.address.rpartition(":")
     held = [socket.create_connection((host, int(port)), timeout=TIMEOUT_S) for _ in range(3)]
-    deadline = time.monotonic() + TIMEOUT_S
-    while ear.server.open[host] < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for("connections", lambda: ear.server.open[host] == 3, TIMEOUT_S)
     with pytest.raises(DriverUnreachable):
         ear.client().ask({"a": 1})
     assert ear.refused == [("127.0.0.1", "too many connections")] * len(ear.refused) and ear.refused
     held.pop().close()
-    while ear.server.open[host] > 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for("end of a connection", lambda: ear.server.open[host] == 2, TIMEOUT_S)
     assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
     with monkeypatch.context() as patch:  # a flood takes the threads, too
         patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         with pytest.raises(DriverUnreachable):
             ear.client().ask({"a": 1})
-    while ear.server.open[host] > 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for("end of a connection", lambda: ear.server.open[host] == 2, TIMEOUT_S)
     for connection in held:
         connection.close()
 
