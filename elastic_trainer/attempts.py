@@ -185,15 +185,19 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
     On another host its own end of an ssh does it. Where no ssh gets through, nobody of this attempt will work either.
     """
     started: dict[tuple[int, str], dict[str, Any]] = {}
+    written: set[tuple[str, str]] = set()
     for event in events:
         key = (event.get("attempt", 0), event.get("worker", ""))
         if event["event"] == "driver.worker_started":
             started[key] = event
+            written.add((str(key[0]), key[1]))
         elif event["event"] == "driver.worker_ready" and key in started and "pid" in event:
             started[key] = started[key] | {"pid": event["pid"]}  # the one behind a shim
         elif event["event"] == "driver.worker_gone":
             started.pop(key, None)
-    here = [(e["pid"], e["worker"]) for e in started.values()]
+    # A driver may have died before it could write down whom it had just started.
+    here = [(e["pid"], e["worker"]) for e in started.values()] + [
+        (pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items() if (attempt, name) not in written]
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
     deadline = time.monotonic() + remote.ORPHANS_S
     while (here := [one for one in here if is_worker(*one)]) and time.monotonic() < deadline:

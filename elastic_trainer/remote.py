@@ -118,15 +118,14 @@ def end_run(run_dir: str) -> int:
     return 0
 
 
-def workers_of(run_dir: str) -> list[int]:
-    """Return the pids of a run's workers on this host, by their environment."""
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-            if f"ELASTIC_TRAINER_RUN_DIR={run_dir}".encode() in variables and any(
-                    v.startswith(b"ELASTIC_TRAINER_WORKER=") for v in variables):
-                found.append(int(name))
+def workers_of(run_dir: str) -> dict[int, tuple[str, str]]:
+    """Return a run's workers on this host, by their environment: pid → attempt and name. Their children count, too."""
+    found = {}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            variables = dict(v.partition("=")[::2] for v in os.fsdecode(file.read()).split("\0"))
+            if variables.get("ELASTIC_TRAINER_RUN_DIR") == run_dir and "ELASTIC_TRAINER_WORKER" in variables:
+                found[int(pid)] = variables.get("ELASTIC_TRAINER_ATTEMPT", ""), variables["ELASTIC_TRAINER_WORKER"]
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from netlab import wait_for
 
 from elastic_trainer import remote
 from elastic_trainer.attempts import (
@@ -88,9 +89,16 @@ def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is
     assert has_progressed(before, before + told(*more)) is is_progress
 
 
+def sleeper(seconds: float, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a process with these variables; the kernel shows them a moment after exec has let its parent go on."""
+    process = subprocess.Popen(["sleep", str(seconds)], env={"PATH": os.defpath, **variables})
+    wait_for("environment", Path(f"/proc/{process.pid}/environ").read_bytes)
+    return process
+
+
 @pytest.fixture
 def worker(turn: None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "1000"], env={"PATH": os.defpath, "ELASTIC_TRAINER_WORKER": "a/0/1"})
+    process = sleeper(1000, ELASTIC_TRAINER_WORKER="a/0/1")
     yield process
     process.kill()
     process.wait()
@@ -223,8 +231,26 @@ else:
 
 def orphan(run_dir: Path, seconds: float) -> subprocess.Popen[bytes]:
     """Start a process that is a worker of a run, by its environment."""
-    env = {"PATH": os.defpath, "ELASTIC_TRAINER_WORKER": "far/0/1", "ELASTIC_TRAINER_RUN_DIR": str(run_dir)}
-    return subprocess.Popen(["sleep", str(seconds)], env=env)
+    return sleeper(seconds, ELASTIC_TRAINER_WORKER="far/0/1", ELASTIC_TRAINER_RUN_DIR=str(run_dir),
+                   ELASTIC_TRAINER_ATTEMPT="1")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["written down", "not written down"])
+def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
+        tmp_path: Path, signals: None, known: bool) -> None:
+    """A driver that dies before it has written down whom it started leaves one all the same."""
+    run_dir = (tmp_path / "run").resolve()
+    left = orphan(run_dir, 1.0)
+    diary = Events(run_dir, attempt=1)
+    diary.emit("attempt.started")
+    if known:
+        diary.emit("driver.worker_started", worker="far/0/1", host="localhost", pid=left.pid, over_ssh=False)
+    command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
+                               f"sys.exit({EXIT_USER_ERROR})")
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(run_dir, ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    assert left.poll() == 0, "it was killed before it could leave by itself"
+    assert not (tmp_path / "early").exists()
 
 
 def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
