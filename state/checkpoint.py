@@ -51,8 +51,7 @@ RESTORE_S = 3600.0
 CONNECTIONS = 4
 """How many parts one worker reads at once."""
 UPLOADS = min(CONNECTIONS, max(1, len(os.sched_getaffinity(0)) // 2))
-"""How many parts one worker sends at once: with few cores more of them only take those from the training (4 workers on 2
-cores: a step beside an upload 1.25 of one without, with 4 each; 1.18 with one, and published no later)."""
+"""How many parts one worker sends at once: with few cores more of them only take those from the training."""
 OTHERS_COPY_S = 1.0
 """An upload begins at the next vote, or so long after the copy: the other workers of this host may still copy theirs, and
 all wait for the last of them (a pause of 2.0 bare copies where uploads began at once, 4 workers on 2 cores)."""

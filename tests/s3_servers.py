@@ -79,7 +79,8 @@ def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
         if os.geteuid() != 0 or not shutil.which("apt-get"):
             raise Unavailable("Ceph's gateway is not here, and this user cannot install it: apt-get install "
                               + " ".join(PACKAGES))
-        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *PACKAGES]
+        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=120",
+                   *PACKAGES]
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(install, env=env, capture_output=True).returncode:
             subprocess.run(["apt-get", "update", "--quiet"], env=env, capture_output=True)
@@ -120,6 +121,10 @@ rgw frontends = beast endpoint=127.0.0.1:{port}
 rgw data = {folder}/rgw
 rgw enable usage log = false
 rgw cache enabled = true
+# Else what was deleted stays in memory for two hours, and the machine runs out of it.
+rgw gc obj min wait = 5
+rgw gc processor period = 5
+rgw gc processor max time = 5
 """)
     conf = ["--conf", str(folder / "ceph.conf")]
 

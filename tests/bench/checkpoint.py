@@ -32,15 +32,15 @@ import s3_servers  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
 PEERS_AT = 7
-CHECKPOINTS = 8
-DEADLINE_S = 900.0
+CHECKPOINTS = 6
+DEADLINE_S = 1800.0
 
 
 def main() -> None:
     """Run the job, kill it, resume it, and print the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--every", type=int, default=15)
+    parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
@@ -51,11 +51,11 @@ def main() -> None:
             peer = ["--peer-url", f"{s3_servers.BUCKET}/peer.pt"]
         job = [sys.executable, str(HERE / "jobs" / "big.py"), "--gb", str(options.gb), "--every", str(options.every),
                "--peers-at", str(PEERS_AT), "--folder", str(folder), *peer]
-        result = measured(folder, job, store)
+        result = measured(folder, job, store, options.every)
     print(json.dumps({"gb": options.gb, "store": options.store, **result}))
 
 
-def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
+def measured(folder: Path, job: list[str], store: list[str], every: int) -> dict[str, Any]:
     """Return the figures of one run and its resumption."""
     with Cluster(folder / "cluster", command=job, options=[*store, "--reduce", "ring"]) as cluster:  # needs less memory
         def published(count: int) -> Any:
@@ -63,7 +63,10 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
 
         cluster.wait_for("checkpoints", published(CHECKPOINTS), DEADLINE_S)
         steps = cluster.events("worker.step_committed")
-        checkpoints = cluster.events("state.checkpoint_published")
+        checkpoints = cluster.events("state.checkpoint_published")[:CHECKPOINTS]
+        begun = [e["step"] for e in checkpoints]
+        assert begun == [every * n for n in range(1, CHECKPOINTS + 1)], (
+            f"checkpoints at {begun}: an upload takes longer than --every {every} steps")
         peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
         first_pauses, *pauses = noted(folder, "pause")
         _, *copies = noted(folder, "memcpy")
@@ -78,6 +81,8 @@ def measured(folder: Path, job: list[str], store: list[str]) -> dict[str, Any]:
         cluster.wait()
         last = cluster.events("state.checkpoint_published")[-1]
         assert last["step"] == after(cluster, restored["time"])[-1]["step"] + 1, last
+        written = [e["uploaded_bytes"] for e in (*checkpoints, last)]
+        assert set(written) == {last["bytes"]}, f"not all of the state was uploaded: {written} of {last['bytes']} bytes"
         starting = [e["time"] for e in cluster.events("attempt.started")][-1]
         ready = [e["time"] for e in cluster.events("driver.worker_ready") if e["time"] > killed_at]
         formed = [e["time"] for e in cluster.events("driver.generation_formed") if e["time"] > killed_at][0]

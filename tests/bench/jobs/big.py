@@ -33,11 +33,11 @@ WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)  # 12 bytes a parameter: it
 
 
 class Model(torch.nn.Module):
-    """Square matrices, of which each sample uses all."""
+    """Square matrices, of which each sample uses all, and which no gradient vanishes in: every byte of state changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(BLOCKS))
+        self.blocks = torch.nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(BLOCKS))
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         rows = points.repeat(options.work, 1)
