@@ -3,8 +3,9 @@
     .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150]
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker boots for about 100
-steps), so that the run ends by itself soon after the last one. Compared with
-the twin: the same job alone, undisturbed, in one process.
+steps), so that the run ends by itself soon after the last one. Data take a while to read, so that a fast machine does
+not run out of steps while frozen workers are waited for. Compared with the twin: the same job alone, undisturbed, in
+one process, without that wait.
 
 Last line: one JSON object with faults, second_victims, bits_equal, evict_max_s (null when a frozen worker was never
 evicted: `not_evicted` names them), finished.
@@ -32,6 +33,8 @@ from elastic_trainer.verify import verify  # noqa: E402
 
 MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")
+STEP_S = 0.015
+"""How long each of a step's 8 shards takes to read, at least."""
 SPARE_STEPS = 3000
 """A host that was struck again and again is left alone for up to a minute, and the others train on meanwhile."""
 
@@ -55,7 +58,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
     frozen: dict[str, float] = {}
     steps = options.steps_per_fault * (options.faults + 1) + SPARE_STEPS
-    job = ["--steps", str(steps), "--checkpoint-every", "500"]
+    job = ["--steps", str(steps), "--checkpoint-every", "500", "--step-s", str(STEP_S)]
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1) as cluster:
         listed = list(cluster.all_hosts[:FEWEST])
         for number in range(1, options.faults + 1):
@@ -89,6 +92,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         verdict = verify(cluster.run_dir)
         result = json.loads((cluster.run_dir / "result.json").read_text())
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    (folder / "hurry").touch()
     twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
     return {
         "faults": sum(done.values()), "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
