@@ -72,7 +72,8 @@ def prepare() -> None:
     if not sshd():
         for command in ("update --quiet", "install --yes --quiet --no-install-recommends openssh-server"):
             # Without /run/systemd the package starts no service: the machine itself gets no ssh.
-            hidden = f"[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; apt-get {command}"
+            hidden = ("[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; "
+                      f"apt-get -o DPkg::Lock::Timeout=120 {command}")
             subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
                            env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
     if not sshd():

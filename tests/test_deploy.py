@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import netlab
 import pytest
 import yaml
 from s3_servers import Unavailable
@@ -255,7 +256,9 @@ def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machin
 def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(fleet: tuple[Machine, Machine]) -> None:
     """With the real ssh and sshd: pinned, an impostor under its name, a name without a key, and a stranger's key."""
     coordinator, worker = fleet
-    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ["PATH"])
+    with suppress(Unavailable):  # sshd may be there all the same
+        netlab.prepare()
+    sshd = netlab.sshd()
     if not sshd:
         pytest.skip("sshd is not on this machine.")
     if os.geteuid() == 0:
