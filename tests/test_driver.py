@@ -208,7 +208,7 @@ def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Worke
 
 def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers, tmp_path: Path) -> None:
     """SIGTERM first, SIGKILL after `grace_s`."""
-    text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 1000; done"
+    text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"
     worker = workers.start(["sh", "-c", text])
     written(tmp_path / "ready")
     worker.stop(False, 3.0)
