@@ -584,6 +584,8 @@ class Trainer:
             self.timing.begun(state.committed, checkpoints)
             self._leave_saved = world.rank == 0 and self._leave_seen is not None
             self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)
+        if self.driver.wants_change():  # who leaves, and who comes, waits for it
+            checkpoints.hurry()
 
     def _checkpoint_now(self, *, instead: bool = False) -> None:
         """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without.

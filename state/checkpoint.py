@@ -50,8 +50,12 @@ RESTORE_S = 3600.0
 """How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
 """How many parts one worker reads at once."""
-UPLOADS = min(CONNECTIONS, max(1, len(os.sched_getaffinity(0)) // 2))
+CORES = len(os.sched_getaffinity(0))
+UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
 """How many parts one worker sends at once: with few cores more of them only take those from the training."""
+LONGEST_REST_S = 10.0
+"""The most that an uploader rests after a part where cores are short (1 GB, 4 workers and the S3 server on 2 cores: a step
+beside an upload took 1.09 to 1.12 of its time alone where nobody rested)."""
 OTHERS_COPY_S = 1.0
 """An upload begins at the next vote, or so long after the copy: the other workers of this host may still copy theirs, and
 all wait for the last of them (a pause of 2.0 bare copies where uploads began at once, 4 workers on 2 cores)."""
@@ -115,6 +119,14 @@ class Share:
     is_dropped: bool = False
     pause_s: float = 0.0
     may_go: threading.Event = field(default_factory=threading.Event)
+    is_urgent: threading.Event = field(default_factory=threading.Event)
+    """Somebody waits for it, so its uploaders do not rest."""
+    rests_until: float = 0.0
+
+    def hurry(self) -> None:
+        """Let its uploaders go at once, and on without a rest."""
+        self.may_go.set()
+        self.is_urgent.set()
 
 
 class Checkpoints:
@@ -134,6 +146,7 @@ class Checkpoints:
         """Another attempt has taken over: this one must stop."""
         self.failures = 0
         """Checkpoints that failed since the last that did not."""
+        self._begun_at: float | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._room: Future[torch.Tensor] | None = None
         """Memory for the next share, made behind the training."""
@@ -173,7 +186,9 @@ class Checkpoints:
         """Copy my share of the state (the only pause) and send it up behind the training."""
         now = time.monotonic()
         share = Share(step=state.committed, header=b"", total=0, count=0, pieces={}, started=now, done=[], moved=now)
-        self.share = share
+        self.share, before, self._begun_at = share, self._begun_at, now
+        if before and not self.failures:  # else nothing is saved yet, or the one before came to nothing
+            share.rests_until = now + (now - before) / 2.0  # the next one is due in as long a time as this one
         try:
             if any(thread.is_alive() for thread in self._uploaders):
                 raise StoreUnavailable("the upload before it still holds the memory")
@@ -264,7 +279,7 @@ class Checkpoints:
         if self.share:
             reason = self.share.error or why
             self.share.is_dropped, self.failures = True, self.failures + 1
-            self.share.may_go.set()
+            self.share.hurry()
             if self.share.error or not why:
                 self.emit("state.checkpoint_failed", step=self.share.step, error=reason or "another worker's share failed")
             self.share = None
@@ -273,11 +288,15 @@ class Checkpoints:
         """True while the record of a checkpoint is on its way (rank 0)."""
         return self._publisher is not None and self._publisher.is_alive()
 
+    def hurry(self) -> None:
+        """Send my share up as fast as the store takes it: somebody waits for it, or will soon be gone."""
+        if self.share:
+            self.share.hurry()
+
     def wait(self) -> None:
         """Wait until my share is up or has failed, and what I publish is published or has failed, or until it hangs."""
         began = time.monotonic()
-        if self.share:
-            self.share.may_go.set()
+        self.hurry()
         for thread in [*self._uploaders, self._publisher]:
             while thread and thread.is_alive():
                 left_s = max(began, self.share.moved if self.share else began) + UPLOAD_S - time.monotonic()
@@ -309,6 +328,7 @@ class Checkpoints:
         elif not self.share and self.newest_step < state.committed and not self.is_publishing() and not (
                 any(thread.is_alive() for thread in self._uploaders)):
             self.begin(state, 0, 1)
+        self.hurry()
 
     # --- behind the training ------------------------------------------------------------------------------------------
 
@@ -319,6 +339,7 @@ class Checkpoints:
             while not (share.is_dropped or share.error):
                 index = waiting.get_nowait()
                 piece = share.pieces[index].numpy().data
+                began = time.monotonic()
                 digest = hashlib.sha256(piece).hexdigest()
                 old = base.get(index)
                 if old and (old.sha256, old.bytes) == (digest, len(piece)):
@@ -327,8 +348,10 @@ class Checkpoints:
                     continue
                 name = f"{PARTS}/{lineage:012d}-{share.step:012d}/{index:06d}-{digest}.bin"
                 self.store.put(name, piece)  # network or disk
-                share.moved = time.monotonic()
+                share.moved = now = time.monotonic()
                 share.done.append(Part(index, name, len(piece), digest))
+                if not waiting.empty():
+                    share.is_urgent.wait(rest_s(now - began, share.rests_until - now, os.getloadavg()[0]))
         except queue.Empty:
             pass
         except Exception as error:  # whatever it was, the training goes on, and the vote tells the others
@@ -558,6 +581,15 @@ class Checkpoints:
             raise StoreUnavailable("what the workers have read of a checkpoint arrived damaged at one of them")
         verify_s = waited * took[1] / (sum(took) or 1.0)
         return waited - verify_s, verify_s
+
+
+def rest_s(part_s: float, left_s: float, load: float, cores: int = CORES) -> float:
+    """Return how long an uploader rests after a part: as long as that took, but not beyond `left_s`, and not at all where
+    there are cores for all that wants to run.
+
+    What an upload takes from a training that uses all cores stays the same. It takes longer, so a step feels less of it.
+    """
+    return max(0.0, min(part_s, left_s, LONGEST_REST_S)) if load > cores else 0.0
 
 
 def _new_memory(size: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from simulated import Hub, Member
 from test_state import bytes_of, trained
 
 from state.cadence import Cadence, best_interval_s, loss_every_s, retained
-from state.checkpoint import PARTS, Checkpoints, Part, Plan, collect_rubbish, parts_of
+from state.checkpoint import LONGEST_REST_S, PARTS, Checkpoints, Part, Plan, collect_rubbish, parts_of, rest_s
 from state.commit_log import CommitLog, Record
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, Packed
@@ -169,6 +170,68 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
     for thread in uploaders:
         thread.join(60)
     assert len(share.done) == len(share.pieces) == len(files(tmp_path, PARTS))
+
+
+@pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
+def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """A rest is over at once when the share is wanted, or not wanted any more."""
+    rests = list[float]()
+    monkeypatch.setattr("state.checkpoint.rest_s", lambda part_s, *_: rests.append(part_s) or 600.0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr("state.checkpoint.UPLOADS", 1)
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    worker.begin(state, 0, 1)
+    share, [uploader] = worker.share, worker._uploaders
+    assert share and len(share.pieces) > 2
+    worker.progress()
+    wait_for("rest", lambda: rests, 60)
+    uploader.join(0.3)
+    assert len(share.done) == len(rests) == 1
+    match by:
+        case "hurry":
+            worker.hurry()
+        case "wait":
+            worker.wait()
+        case "drop":
+            worker.drop("as planned")
+        case "go_on_alone":
+            worker.go_on_alone(state)
+    uploader.join(60)
+    assert not uploader.is_alive()
+    assert len(share.done) == (1 if by == "drop" else len(share.pieces))
+    assert len(rests) == len(share.done) - (by != "drop"), "nobody rests after the last part"
+
+
+def test_an_upload_rests_for_half_the_time_between_two(tmp_path: Path) -> None:
+    """Then the next one is not late for it. Not the first, when nothing is saved yet, nor one after a failure."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    [worker] = fleet.workers
+    rested = []
+    for fails in (False, False, True, False):
+        begun = time.monotonic()
+        worker._begun_at = worker._begun_at and begun - 100.0
+        worker.begin(fleet.states[0], 0, 1)
+        assert worker.share
+        rested.append(worker.share.rests_until and worker.share.rests_until - begun)
+        worker.wait()
+        if fails:
+            worker.drop()
+        else:
+            worker.collect([worker.parts_up()], fleet.states[0].lineage, publish=True)
+        worker.wait()
+        fleet.train()
+    assert rested == [0.0, pytest.approx(50.0, abs=5.0), pytest.approx(50.0, abs=5.0), 0.0]
+
+
+@given(part_s=st.floats(0, 1e4), left_s=st.floats(-1e4, 1e4), load=st.floats(0, 64), cores=st.integers(1, 64))
+def test_a_rest_is_as_long_as_the_part_where_cores_are_short(part_s: float, left_s: float, load: float, cores: int) -> None:
+    """And bounded, so that a share is never taken for one that hangs."""
+    rest = rest_s(part_s, left_s, load, cores)
+    assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, left_s)
+    assert (rest > 0) == (load > cores and part_s > 0 and left_s > 0)
+    assert rest_s(1.0, 1e9, 2.5, 2) == 1.0
 
 
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:

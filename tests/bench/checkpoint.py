@@ -40,7 +40,7 @@ def main() -> None:
     """Run the job, kill it, resume it, and print the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--every", type=int, default=30)
+    parser.add_argument("--every", type=int, default=40)
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
