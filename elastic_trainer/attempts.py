@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -185,27 +186,29 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
     On another host its own end of an ssh does it. Where no ssh gets through, nobody of this attempt will work either.
     """
     started: dict[tuple[int, str], dict[str, Any]] = {}
-    written: set[tuple[str, str]] = set()
+    written, newest = set[tuple[str, str]](), last_attempt(events)
     for event in events:
         key = (event.get("attempt", 0), event.get("worker", ""))
         if event["event"] == "driver.worker_started":
             started[key] = event
-            written.add((str(key[0]), key[1]))
+            written.add((str(key[0]), key[1]))  # as its environment has it
         elif event["event"] == "driver.worker_ready" and key in started and "pid" in event:
             started[key] = started[key] | {"pid": event["pid"]}  # the one behind a shim
         elif event["event"] == "driver.worker_gone":
             started.pop(key, None)
-    # A driver may have died before it could write down whom it had just started.
+    # The newest driver may have died before it could write down whom it had just started.
     here = [(e["pid"], e["worker"]) for e in started.values()] + [
-        (pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items() if (attempt, name) not in written]
+        (pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items()
+        if attempt == str(newest) and (attempt, name) not in written]
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
     deadline = time.monotonic() + remote.ORPHANS_S
     while (here := [one for one in here if is_worker(*one)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid, name in here:
         if is_worker(pid, name):
-            os.kill(pid, signal.SIGKILL)
-    newest = last_attempt(events)  # before it started, those of older ones were ended
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    # Before the newest attempt started, workers of older ones were ended.
     elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
     ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]

@@ -7,6 +7,7 @@ pins a botocore that s3fs does not work with. It is for trying the S3 path, not 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
@@ -35,9 +36,7 @@ def local_s3(run_dir: Path) -> Iterator[None]:
     data = run_dir.parent / ".s3"
     data.mkdir(parents=True, exist_ok=True)
     program = f"{installed()}/ministack"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     with open(data / "server.log", "ab") as log:
         server = subprocess.Popen([program], stdout=log, stderr=log, cwd=data, start_new_session=True,
                                   preexec_fn=_die_with_parent, env=os.environ | {  # noqa: PLW1509 (no threads here yet)
@@ -57,6 +56,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _free_port() -> int:
+    """Return a port of loopback that nobody has, below those that the kernel gives to who asks for any (from 32768 on)."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20000 + secrets.randbelow(12000)))
+            return int(probe.getsockname()[1])
+
+
 def installed(requirement: str = MINISTACK) -> str:
     """Return the folder of a package's programs, in a virtual environment of its own, made by the first call.
 
@@ -65,16 +72,19 @@ def installed(requirement: str = MINISTACK) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-trainer"
     name = re.split(r"[\[=]", requirement)[0]
     home = cache / f"{name}-{hashlib.sha256((requirement + sys.version).encode()).hexdigest()[:8]}"
-    if not (home / "complete").exists():
-        print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
-        try:
-            venv.create(home, with_pip=True, clear=True)
-            subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement], check=True, capture_output=True,
-                           text=True)
-        except subprocess.CalledProcessError as error:
-            raise ConfigError(f"{requirement} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
-                              f"--store with a folder or a bucket of yours.") from error
-        (home / "complete").touch()
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(f"{home}.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that begin together would clear each other's
+        if not (home / "complete").exists():
+            print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
+            try:
+                venv.create(home, with_pip=True, clear=True)
+                subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement], check=True, capture_output=True,
+                               text=True)
+            except subprocess.CalledProcessError as error:
+                raise ConfigError(f"{requirement} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
+                                  f"--store with a folder or a bucket of yours.") from error
+            (home / "complete").touch()
     return str(home / "bin")
 
 

@@ -341,7 +341,7 @@ class Trainer:
             self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
             self.timing.step(time.monotonic() - started, self._is_uploading())
             if control.stop or control.all_drain:
-                self._checkpoint_now(instead=not control.uploaded)              # nothing may be lost
+                self._checkpoint_now(instead=2 * control.uploaded < world.size)  # nothing may be lost
             if control.stop:
                 raise RunOver("interrupted", f"stopped after step {state.committed}")
             if control.change:
@@ -584,7 +584,7 @@ class Trainer:
             self.timing.begun(state.committed, checkpoints)
             self._leave_saved = world.rank == 0 and self._leave_seen is not None
             self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)
-        if self.driver.wants_change():  # who leaves, and who comes, waits for it
+        if control.change_waits:  # for what is on its way to the store
             checkpoints.hurry()
 
     def _checkpoint_now(self, *, instead: bool = False) -> None:

@@ -93,6 +93,8 @@ class Control:
     """The newest step that rank 0 knows to be published; -1: it knows of none."""
     all_drain: bool
     """Everybody has been told to leave: this step is the last that anybody holds."""
+    change_waits: bool
+    """Somebody wants the world to change, if not after this step then soon."""
 
 
 class World:
@@ -274,12 +276,12 @@ class World:
         """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
 
         `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). It
-        completes anywhere only if every member's gradients were reduced. Network: one allreduce of 11 integers.
+        completes anywhere only if every member's gradients were reduced. Network: one allreduce of 12 integers.
         """
         wants_change, wants_stop = self._wants_change(time.monotonic()), self.driver.wants_stop()
         known = published + 1 if self.rank == 0 else 0
         word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint, known,
-                             self.driver.drains()], dtype=torch.int64)
+                             self.driver.drains(), self.driver.wants_change()], dtype=torch.int64)
         if self.size > 1:
             self.wait(self.allreduce_start(word, "vote"))
             assert int(word[0]) == self.size, f"{int(word[0])} of {self.size} voted in step {step}"
@@ -291,7 +293,7 @@ class World:
         return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
                        stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
                        upload_failed=bool(word[7]), checkpoint=bool(word[8]), published=int(word[9]) - 1,
-                       all_drain=int(word[10]) == self.size)
+                       all_drain=int(word[10]) == self.size, change_waits=bool(word[11]))
 
     def _wants_change(self, now: float) -> bool:
         """Say whether to change the world after this step. One member that will not wait any longer is enough."""

@@ -53,9 +53,8 @@ CONNECTIONS = 4
 CORES = len(os.sched_getaffinity(0))
 UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
 """How many parts one worker sends at once: with few cores more of them only take those from the training."""
-LONGEST_REST_S = 10.0
-"""The most that an uploader rests after a part where cores are short (1 GB, 4 workers and the S3 server on 2 cores: a step
-beside an upload took 1.09 to 1.12 of its time alone where nobody rested)."""
+PLANNED, LONGEST_REST_S = 0.75, 10.0
+"""An upload that rests is to be up in so much of the time between two checkpoints. A rest's end, far below UPLOAD_S."""
 OTHERS_COPY_S = 1.0
 """An upload begins at the next vote, or so long after the copy: the other workers of this host may still copy theirs, and
 all wait for the last of them (a pause of 2.0 bare copies where uploads began at once, 4 workers on 2 cores)."""
@@ -121,12 +120,8 @@ class Share:
     may_go: threading.Event = field(default_factory=threading.Event)
     is_urgent: threading.Event = field(default_factory=threading.Event)
     """Somebody waits for it, so its uploaders do not rest."""
-    rests_until: float = 0.0
-
-    def hurry(self) -> None:
-        """Let its uploaders go at once, and on without a rest."""
-        self.may_go.set()
-        self.is_urgent.set()
+    planned_s: float = 0.0
+    """In how many seconds it is to be up: an uploader rests only while it is ahead of that."""
 
 
 class Checkpoints:
@@ -187,8 +182,8 @@ class Checkpoints:
         now = time.monotonic()
         share = Share(step=state.committed, header=b"", total=0, count=0, pieces={}, started=now, done=[], moved=now)
         self.share, before, self._begun_at = share, self._begun_at, now
-        if before and not self.failures:  # else nothing is saved yet, or the one before came to nothing
-            share.rests_until = now + (now - before) / 2.0  # the next one is due in as long a time as this one
+        if before and self._last_step == self.newest_step:  # else there is none yet, or the last one came to nothing
+            share.planned_s = PLANNED * (now - before)  # the next one is due in as long a time as this one was
         try:
             if any(thread.is_alive() for thread in self._uploaders):
                 raise StoreUnavailable("the upload before it still holds the memory")
@@ -265,6 +260,7 @@ class Checkpoints:
         parts = sorted((Part(**entry) for text in texts for entry in json.loads(text)), key=lambda part: part.index)
         assert [part.index for part in parts] == list(range(share.count)), "a part is missing"
         self._last_parts, self._last_step = {part.index: part for part in parts}, share.step
+        share.is_urgent.set()  # an uploader that rests has nothing to wait for any more
         share.pieces = {}  # their memory may be given up before the record stands
         if not publish:
             self.failures = 0
@@ -279,24 +275,28 @@ class Checkpoints:
         if self.share:
             reason = self.share.error or why
             self.share.is_dropped, self.failures = True, self.failures + 1
-            self.share.hurry()
+            self.share.may_go.set()
+            self.share.is_urgent.set()
             if self.share.error or not why:
                 self.emit("state.checkpoint_failed", step=self.share.step, error=reason or "another worker's share failed")
             self.share = None
+        self._begun_at = None
 
     def is_publishing(self) -> bool:
         """True while the record of a checkpoint is on its way (rank 0)."""
         return self._publisher is not None and self._publisher.is_alive()
 
     def hurry(self) -> None:
-        """Send my share up as fast as the store takes it: somebody waits for it, or will soon be gone."""
+        """Let the uploaders of my share rest no more: somebody waits for it, or will soon be gone."""
         if self.share:
-            self.share.hurry()
+            self.share.is_urgent.set()
 
     def wait(self) -> None:
         """Wait until my share is up or has failed, and what I publish is published or has failed, or until it hangs."""
         began = time.monotonic()
-        self.hurry()
+        if self.share:
+            self.share.may_go.set()
+            self.share.is_urgent.set()
         for thread in [*self._uploaders, self._publisher]:
             while thread and thread.is_alive():
                 left_s = max(began, self.share.moved if self.share else began) + UPLOAD_S - time.monotonic()
@@ -335,6 +335,7 @@ class Checkpoints:
     def _upload(self, share: Share, waiting: queue.SimpleQueue[int], lineage: int, base: dict[int, Part]) -> None:
         _yield_to_training()
         share.may_go.wait(OTHERS_COPY_S)
+        count = len(share.pieces)
         try:
             while not (share.is_dropped or share.error):
                 index = waiting.get_nowait()
@@ -351,7 +352,8 @@ class Checkpoints:
                 share.moved = now = time.monotonic()
                 share.done.append(Part(index, name, len(piece), digest))
                 if not waiting.empty():
-                    share.is_urgent.wait(rest_s(now - began, share.rests_until - now, os.getloadavg()[0]))
+                    ahead_s = share.planned_s * len(share.done) / count - (now - share.started)
+                    share.is_urgent.wait(rest_s(now - began, ahead_s, _load()))
         except queue.Empty:
             pass
         except Exception as error:  # whatever it was, the training goes on, and the vote tells the others
@@ -583,13 +585,20 @@ class Checkpoints:
         return waited - verify_s, verify_s
 
 
-def rest_s(part_s: float, left_s: float, load: float, cores: int = CORES) -> float:
-    """Return how long an uploader rests after a part: as long as that took, but not beyond `left_s`, and not at all where
-    there are cores for all that wants to run.
+def rest_s(part_s: float, ahead_s: float, load: float, cores: int = CORES) -> float:
+    """Return how long an uploader rests after a part: as long as that took, but not until it is behind its plan, and not at
+    all where there are cores for all that wants to run.
 
     What an upload takes from a training that uses all cores stays the same. It takes longer, so a step feels less of it.
     """
-    return max(0.0, min(part_s, left_s, LONGEST_REST_S)) if load > cores else 0.0
+    return max(0.0, min(part_s, ahead_s, LONGEST_REST_S)) if load > cores else 0.0
+
+
+def _load() -> float:
+    """Return how many threads want to run, of late and on this machine; 0 where it does not say."""
+    with suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
 
 
 def _new_memory(size: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,8 @@ TESTS = Path(__file__).resolve().parent
 JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
 DEADLINE_S = 150.0
 POLL_S = 0.02
+PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
+"""For so long a healthy worker may be silent in a test, because its machine stalls. A bench measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
 
 
@@ -47,13 +50,21 @@ def end_turn() -> None:
     _turns.pop().close()
 
 
+def is_running(pid: int) -> bool:
+    """True while a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 
     def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
                  min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
                  discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None,
-                 run: str = "run"):
+                 run: str = "run", limits: str = PATIENT):
         self.folder, self.run_dir = folder, folder / "runs" / run
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +77,8 @@ class Cluster:
             "--host-discovery-script", discovery or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
             "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            self.env["ELASTIC_TRAINER_LIMITS"] = limits
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []
         self._read_to = 0
@@ -84,14 +97,16 @@ class Cluster:
     def end(self) -> None:
         """End whatever of the run is still there."""
         if self.process and self.process.poll() is None:
-            os.kill(self.supervisor_pid(), signal.SIGTERM)
+            with suppress(OSError, IndexError):  # it may just have ended
+                os.kill(self.supervisor_pid(), signal.SIGTERM)
             try:
                 self.process.wait(40)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         for name, pid in self.live_pids().items():
             if is_worker(pid, name):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def start(self) -> None:
         """Start the run, or resume it."""
@@ -113,6 +128,13 @@ class Cluster:
         os.kill(pid, number)
         return pid
 
+    def signal_workers(self, hosts: Sequence[str], number: int) -> None:
+        """Send a signal to the workers on some hosts at once: nothing is to happen between the first and the last."""
+        pids = [pid for name, pid in self.live_pids().items() if name.split("/")[0] in hosts and is_worker(pid, name)]
+        assert len(pids) == len(hosts), self.story()
+        for pid in pids:
+            os.kill(pid, number)
+
     def supervisor_pid(self) -> int:
         """Return the supervisor's pid."""
         assert self.process
@@ -133,7 +155,7 @@ class Cluster:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
         deadline = time.monotonic() + DEADLINE_S
-        while any(is_worker(pid, name) for name, pid in workers.items()):
+        while any(is_worker(pid, name) for name, pid in workers.items()) or is_running(driver):  # which holds the lock
             assert time.monotonic() < deadline, self.story()
             time.sleep(POLL_S)
 
@@ -169,7 +191,10 @@ class Cluster:
         deadline = time.monotonic() + deadline_s
         while not (result := seen()):
             assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s; {self.story()}"
-            assert self.process is None or self.process.poll() is None, f"the run ended before {what}; {self.story()}"
+            if self.process and self.process.poll() is not None:
+                result = seen()  # what came with its end
+                assert result, f"the run ended before {what}; {self.story()}"
+                break
             time.sleep(POLL_S)
         return result
 

@@ -79,6 +79,9 @@ class Injector:
         match do:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "kill_together":
+                self._wait_for_all(do)
+                os.kill(os.getpid(), signal.SIGKILL)
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "terminate":
@@ -105,6 +108,15 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 raise AssertionError(do)
+
+
+    def _wait_for_all(self, do: str) -> None:
+        """Hold this process until all faults of this kind have fired: one death must not keep the other from its place."""
+        files = [self.folder / f"fired-{fault['number']}" for fault in self.faults if fault["do"] == do]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, f"not all of {files} are there"
+            time.sleep(0.001)
 
 
 def _wait_for_death(fired: Path) -> None:
@@ -136,6 +148,7 @@ def _kill_when_listening() -> None:
                 mine.add(target)
         return mine
 
-    while not listening():
+    before = listening()
+    while listening() <= before:  # our own door listens already
         time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from metadata_server import MetadataServer
+from netlab import wait_for
 from ports import free_port
 
 from discovery import agent as agent_module
@@ -44,10 +46,12 @@ from elastic_trainer.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def metadata() -> Iterator[MetadataServer]:
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    monkeypatch.setattr("discovery.notices.TIMEOUT_S", PATIENCE_S)
     with MetadataServer() as service:
         yield service
 
@@ -106,16 +110,16 @@ def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer
     """A notice is never taken back; a rebalance recommendation is only told."""
     here, address = agent
     here.listen()
-    assert ask(address, KEY, 2.0).state == "ready"
+    assert ask(address, KEY, PATIENCE_S).state == "ready"
     metadata.recommend()
     here.listen()
-    says = ask(address, KEY, 2.0)
+    says = ask(address, KEY, PATIENCE_S)
     assert says.state == "ready" and says.rebalance
     metadata.announce()
     here.listen()
     metadata.documents.clear()
     here.listen()
-    says = ask(address, KEY, 2.0)
+    says = ask(address, KEY, PATIENCE_S)
     assert says.state == "draining" and says.why == "terminate at 01:03:47 UTC" and says.deadline == 1893978227.0
 
 
@@ -129,17 +133,17 @@ def test_says_sick_when_the_disk_is_full_or_a_gpu_is_gone(agent: tuple[Agent, st
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 999, 1))
         here.examine()
-        assert "disk full" in ask(address, KEY, 2.0).why
+        assert "disk full" in ask(address, KEY, PATIENCE_S).why
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
     here.examine()
-    assert ask(address, KEY, 2.0).state == "ready"
+    assert ask(address, KEY, PATIENCE_S).state == "ready"
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 1)
     here.examine()
-    says = ask(address, KEY, 2.0)
+    says = ask(address, KEY, PATIENCE_S)
     assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
     here.examine()
-    assert ask(address, KEY, 2.0).state == "ready"
+    assert ask(address, KEY, PATIENCE_S).state == "ready"
 
 
 HANGS = """#!/bin/sh
@@ -173,7 +177,7 @@ def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, mo
     assert here.health()["state"] == "ready"
     monkeypatch.setattr(agent_module, "HUNG_S", 0.0)
     nvidia_smi.touch()
-    (tmp_path / "hung").unlink()
+    (tmp_path / "hung").unlink(missing_ok=True)  # the shell may have been ended before it could write
     examining = threading.Thread(target=here.examine)
     examining.start()
     deadline = time.monotonic() + 20
@@ -205,11 +209,11 @@ def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_sm
                 time.sleep(0.01)
             return int((tmp_path / "hung").read_text())
 
-        assert ask(address, KEY, 5.0).state == "ready"
+        assert ask(address, KEY, PATIENCE_S).state == "ready"
         nvidia_smi.touch()
         pid = wait_for_hang()
         metadata.announce()
-        while ask(address, KEY, 5.0).state != "draining":
+        while ask(address, KEY, PATIENCE_S).state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert Path(f"/proc/{pid}").exists()  # it hangs still
@@ -221,8 +225,8 @@ def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_sm
 
 def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
     """By the poller's clock; how much is said."""
-    says = ask(agent[1], KEY, 2.0, clock=lambda: time.time() + 300)
-    assert says.state == "sick" and "-300 s off" in says.why
+    says = ask(agent[1], KEY, PATIENCE_S, clock=lambda: time.time() + 300)
+    assert says.state == "sick" and re.search(r"-(29|30)\d s off", says.why)
 
 
 def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
@@ -249,7 +253,7 @@ def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
     while here.refused < len(rubbish) + 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    says = ask(address, KEY, 2.0)
+    says = ask(address, KEY, PATIENCE_S)
     assert (says.state, says.refused) == ("ready", len(rubbish) + 2)
 
 
@@ -328,7 +332,7 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
         finally:
             process.kill()
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(e["event"], e["id"]) for e in told if e["event"] != "discovery.hosts_changed"] == [
+    assert sorted((e["event"], e["id"]) for e in told if e["event"] != "discovery.hosts_changed") == [
         ("discovery.host_in", "i-1"), ("discovery.host_in", "i-2"), ("discovery.host_out", "i-1"),
         ("discovery.host_out", "i-2")]
 
@@ -409,12 +413,13 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout
     address = f"127.0.0.1:{int(process.stdout.readline())}"
-    assert ask(address, KEY, 5.0).state == "ready"
+    assert ask(address, KEY, PATIENCE_S).state == "ready"
     worker = subprocess.Popen(["sleep", "60"], env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
     try:
+        wait_for("environment", Path(f"/proc/{worker.pid}/environ").read_bytes)  # there a moment after exec
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
-        while (says := ask(address, KEY, 5.0)).state != "draining":
+        while (says := ask(address, KEY, PATIENCE_S)).state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert says.facts["workers"] == ["booting"]

@@ -237,10 +237,10 @@ def orphan(run_dir: Path, seconds: float) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("known", [True, False], ids=["written down", "not written down"])
 def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
-        tmp_path: Path, signals: None, known: bool) -> None:
+        tmp_path: Path, signals: None, turn: None, known: bool) -> None:
     """A driver that dies before it has written down whom it started leaves one all the same."""
     run_dir = (tmp_path / "run").resolve()
-    left = orphan(run_dir, 1.0)
+    left = orphan(run_dir, 5.0)
     diary = Events(run_dir, attempt=1)
     diary.emit("attempt.started")
     if known:
@@ -254,7 +254,7 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
 
 
 def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
-        tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was told to use."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(f"""#!/bin/sh
@@ -269,7 +269,7 @@ exec sh -c "$last"
     for host in ("far", "also"):
         diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)
     diary.emit("driver.worker_gone", worker="also/0/1", host="also")
-    left = orphan(run_dir, 1.0)
+    left = orphan(run_dir, 5.0)
     command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
                                f"sys.exit({EXIT_USER_ERROR})")
     with open(tmp_path / "output", "wb") as output:
@@ -280,7 +280,8 @@ exec sh -c "$last"
     left.wait()
 
 
-def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, turn: None,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """After their grace they are killed, and no other run's."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     mine, others = orphan(tmp_path / "mine", 1000), orphan(tmp_path / "others", 1000)

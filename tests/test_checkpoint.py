@@ -174,10 +174,11 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
 def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """A rest is over at once when the share is wanted, or not wanted any more."""
-    rests = list[float]()
-    monkeypatch.setattr("state.checkpoint.rest_s", lambda part_s, *_: rests.append(part_s) or 600.0)  # type: ignore[func-returns-value]
+    """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after the last part."""
+    rested = list[float]()
+    monkeypatch.setattr("state.checkpoint.rest_s", lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
     monkeypatch.setattr("state.checkpoint.UPLOADS", 1)
+    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 60.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -185,9 +186,9 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
     share, [uploader] = worker.share, worker._uploaders
     assert share and len(share.pieces) > 2
     worker.progress()
-    wait_for("rest", lambda: rests, 60)
+    wait_for("rest", lambda: rested, 60)
     uploader.join(0.3)
-    assert len(share.done) == len(rests) == 1
+    assert len(share.done) == len(rested) == 1
     match by:
         case "hurry":
             worker.hurry()
@@ -200,38 +201,83 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
     uploader.join(60)
     assert not uploader.is_alive()
     assert len(share.done) == (1 if by == "drop" else len(share.pieces))
-    assert len(rests) == len(share.done) - (by != "drop"), "nobody rests after the last part"
+    assert len(rested) == len(share.done) - (by != "drop")
 
 
-def test_an_upload_rests_for_half_the_time_between_two(tmp_path: Path) -> None:
-    """Then the next one is not late for it. Not the first, when nothing is saved yet, nor one after a failure."""
+def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several uploaders one may rest while another sends the last part: it does not hold up the next checkpoint."""
+    rests = list[float]()
+    monkeypatch.setattr("state.checkpoint.rest_s", lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
+    monkeypatch.setattr("state.checkpoint.UPLOADS", 2)
     fleet = Fleet(tmp_path)
     fleet.restore()
-    [worker] = fleet.workers
-    rested = []
-    for fails in (False, False, True, False):
-        begun = time.monotonic()
-        worker._begun_at = worker._begun_at and begun - 100.0
-        worker.begin(fleet.states[0], 0, 1)
-        assert worker.share
-        rested.append(worker.share.rests_until and worker.share.rests_until - begun)
-        worker.wait()
-        if fails:
-            worker.drop()
-        else:
-            worker.collect([worker.parts_up()], fleet.states[0].lineage, publish=True)
-        worker.wait()
+    (worker,), (state,) = fleet.workers, fleet.states
+    worker.begin(state, 0, 1)
+    wait_for("share", lambda: worker.progress()[0], 60)
+    uploaders = worker._uploaders
+    assert len(uploaders) == 2 and rests[0] == 600.0
+    worker.collect([worker.parts_up()], state.lineage, publish=True)
+    for thread in uploaders:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in uploaders)
+
+
+def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> None:
+    """Not the first, when nothing is saved yet, nor one after a failure: they do not rest."""
+    fleet = Fleet(tmp_path, 2)
+    fleet.restore()
+    planned = []
+    for fails in (False, False, "share", False, False, "record", False):
+        for worker, state in zip(fleet.workers, fleet.states, strict=True):
+            worker.know(fleet.workers[0].newest_step)  # as each vote tells it
+            worker._begun_at = worker._begun_at and time.monotonic() - 100.0
+            worker.begin(state, fleet.workers.index(worker), 2)
+            worker.wait()
+        planned.append([worker.share.planned_s if worker.share else None for worker in fleet.workers])
+        texts = [worker.parts_up() for worker in fleet.workers]
+        for worker, state in zip(fleet.workers, fleet.states, strict=True):
+            if fails == "share":
+                worker.drop()
+            else:
+                worker.collect(texts, state.lineage, publish=worker is fleet.workers[0] and fails != "record")
+                worker.wait()
         fleet.train()
-    assert rested == [0.0, pytest.approx(50.0, abs=5.0), pytest.approx(50.0, abs=5.0), 0.0]
+    assert [[bool(seconds and 75.0 <= seconds < 150.0) for seconds in both] for both in planned] == [
+        [False] * 2, [True] * 2, [True] * 2, [False] * 2, [True] * 2, [True] * 2, [False] * 2]
+    assert all(seconds == 0.0 for at in (0, 3, 6) for seconds in planned[at])
 
 
-@given(part_s=st.floats(0, 1e4), left_s=st.floats(-1e4, 1e4), load=st.floats(0, 64), cores=st.integers(1, 64))
-def test_a_rest_is_as_long_as_the_part_where_cores_are_short(part_s: float, left_s: float, load: float, cores: int) -> None:
-    """And bounded, so that a share is never taken for one that hangs."""
-    rest = rest_s(part_s, left_s, load, cores)
-    assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, left_s)
-    assert (rest > 0) == (load > cores and part_s > 0 and left_s > 0)
+@given(part_s=st.floats(0, 1e4), ahead_s=st.floats(-1e4, 1e4), load=st.floats(0, 64), cores=st.integers(1, 64))
+def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: float, cores: int) -> None:
+    """Where cores are short. And bounded, so that a share is never taken for one that hangs."""
+    rest = rest_s(part_s, ahead_s, load, cores)
+    assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, ahead_s)
+    assert (rest > 0) == (load > cores and part_s > 0 and ahead_s > 0)
     assert rest_s(1.0, 1e9, 2.5, 2) == 1.0
+
+
+@pytest.mark.parametrize("load", ["short", "enough", "unknown"])
+def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
+    """And nothing is lost where the machine does not say how loaded it is."""
+    def loads() -> tuple[float, float, float]:
+        if load == "unknown":
+            raise OSError("Load averages are unobtainable")
+        return (1e9 if load == "short" else 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr("os.getloadavg", loads)
+    monkeypatch.setattr("state.checkpoint.UPLOADS", 1)
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.checkpoint()
+    fleet.train()
+    [worker] = fleet.workers
+    worker._begun_at = time.monotonic() - 1e6
+    rests = list[float]()
+    monkeypatch.setattr("state.checkpoint.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
+    worker.begin(fleet.states[0], 0, 1)
+    wait_for("share", lambda: worker.progress()[0], 60)
+    assert rests
+    assert all((rest > 0) == (load == "short") for rest in rests)
 
 
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:

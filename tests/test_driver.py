@@ -31,7 +31,7 @@ from elastic_trainer.driver import (
 from elastic_trainer.membership import Start
 from elastic_trainer.place import own_address_towards
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 SECRET = "5ec4e75ec4e7"
 PLAIN = {"PATH": os.defpath}
 
@@ -153,7 +153,7 @@ def test_a_secret_is_in_no_command_line_when_a_worker_starts_here(workers: Worke
     """It travels in the environment, which only the same user can read."""
     worker = workers.start(["sleep", "1000"], PLAIN | {"ELASTIC_TRAINER_KEY": SECRET})
     assert SECRET.encode() not in command_line(worker.process.pid)
-    assert SECRET.encode() in Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+    until(lambda: SECRET.encode() in Path(f"/proc/{worker.process.pid}/environ").read_bytes())  # a moment after exec
 
 
 def test_its_environment_is_the_given_one_when_a_worker_starts_here(workers: Workers, tmp_path: Path,
@@ -206,14 +206,20 @@ def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Worke
     assert is_running(bystander.process.pid)
 
 
-def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM first, SIGKILL after `grace_s`."""
     text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"
     worker = workers.start(["sh", "-c", text])
     written(tmp_path / "ready")
+    later = list[tuple[Any, ...]]()
+    monkeypatch.setattr(worker, "_later", lambda *what: later.append(what))
     worker.stop(False, 3.0)
-    assert worker.wait() == -9
     assert written(tmp_path / "heard") == "heard"
+    [(grace_s, act, *arguments)] = later
+    assert grace_s == 3.0
+    act(*arguments)
+    assert worker.wait() == -9
 
 
 def test_a_worker_may_end_by_itself_when_it_is_told_to_stop(workers: Workers, tmp_path: Path) -> None:
@@ -306,8 +312,10 @@ def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
     assert arguments.count(FAR) == 1
 
 
-def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path) -> None:
+def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code or its signal, and no line of the protocol is printed."""
+    monkeypatch.setattr("elastic_trainer.driver.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
     for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
         assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
@@ -316,7 +324,9 @@ def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ss
 def test_the_far_exit_is_seen_soon_when_somebody_there_holds_the_output(workers: Workers, ssh: Path,
                                                                        tmp_path: Path) -> None:
     """sshd waits for the end of the output; the driver does not."""
-    worker = workers.start(["sh", "-c", f"setsid sleep 1000 & echo $! > {tmp_path}/child; exit 3"], PLAIN, FAR)
+    child = f"setsid sh -c 'echo $$ > {tmp_path}/child; exec sleep 1000'"
+    started = f"until [ -s {tmp_path}/child ]; do sleep 0.01; done"
+    worker = workers.start(["sh", "-c", f"{child} & {started}; exit 3"], PLAIN, FAR)
     assert worker.wait() == 3
     os.kill(int(written(tmp_path / "child")), signal.SIGKILL)
 
@@ -336,8 +346,10 @@ def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, 
     assert worker.wait() == 75
 
 
-def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path) -> None:
+def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is frozen, and its children."""
+    monkeypatch.setattr("elastic_trainer.driver.FAR_KILL_S", DEADLINE_S)
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"], PLAIN, FAR)
     child = int(written(tmp_path / "child"))
     worker.stop(True, 0)

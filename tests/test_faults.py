@@ -18,7 +18,7 @@ from faults import Plan
 
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
-SLOW = ("--steps", "120", "--step-s", "0.05")
+SLOW = ("--steps", "120", "--step-s", "0.15")
 """Slow enough that hosts can come and go while it runs."""
 
 
@@ -66,7 +66,9 @@ def test_all_agree_and_nothing_is_lost_when_the_reducer_is_ring(tmp_path: Path) 
 
 def test_loses_nothing_when_two_workers_are_killed_at_once(tmp_path: Path, twin_of: Twin) -> None:
     """Half of the world dies in the same step, rank 0 among it."""
-    plan = Plan().kill(host=host(0), at="step.voted", step=12).kill(host=host(3), at="step.voted", step=12)
+    plan = Plan()
+    for rank in (0, 3):
+        plan.add("kill_together", host=host(rank), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
@@ -98,8 +100,8 @@ def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
-        left = [e for e in cluster.events("driver.worker_gone") if e["reason"] == "left"]
-    assert [e["exit_code"] for e in left] == [75, 75]
+        gone = {e["worker"].split("/")[0]: e["exit_code"] for e in cluster.events("driver.worker_gone")}
+    assert [gone[fired["host"]] for fired in cluster.fired()] == [75, 75]
     assert result["steps_redone"] == 0
 
 
@@ -303,8 +305,7 @@ def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_p
     job = (*SLOW, "--checkpoint-every", "1000")
     with Cluster(tmp_path, job=job, min_workers=3) as cluster:
         cluster.wait_for_step(7)
-        for rank in (1, 2):
-            cluster.signal_worker(host(rank), signal.SIGKILL)
+        cluster.signal_workers([host(1), host(2)], signal.SIGKILL)
         cluster.set_hosts([host(0), host(3)])
         cluster.wait_for("two deaths", lambda: len(cluster.lost()) == 2)
         cluster.set_hosts([])
@@ -323,8 +324,7 @@ def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_p
     """Nobody holds the state any more: the attempt ends, and the next one restores the checkpoint, unattended."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
-        for rank in range(4):
-            cluster.signal_worker(host(rank), signal.SIGKILL)
+        cluster.signal_workers(cluster.all_hosts, signal.SIGKILL)
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=4)
     assert result["attempts"] == 2
@@ -344,7 +344,7 @@ def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Pat
         assert cluster.wait() == 70
         attempts, failed = cluster.events("attempt.ended"), cluster.events("worker.failed")
         assert [e["verdict"] for e in attempts] == ["user_error"], cluster.story()
-        assert len(failed) == 4, cluster.story()
+        assert len(failed) >= 3, cluster.story()  # who is late for the text sees its peers gone instead
         assert all("a bad sample, as planned" in e["error"] for e in failed)
         assert "a bad sample, as planned" in (tmp_path / "output.log").read_text()
 
@@ -353,8 +353,7 @@ def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path:
     """SIGTERM to everybody: nobody may hold the state any more, so it is written down, and nothing is done again."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
-        for rank in range(4):
-            cluster.signal_worker(host(rank), signal.SIGTERM)
+        cluster.signal_workers(cluster.all_hosts, signal.SIGTERM)
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["attempts"] == 2

@@ -43,6 +43,8 @@ from elastic_trainer.report import summarize
 from elastic_trainer.schedule import Schedule, cosine
 from elastic_trainer.verify import verify
 from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
+from state.cadence import Cadence
+from state.checkpoint import Plan
 from state.layout import LayoutError
 from state.store import StoreRefused
 
@@ -979,6 +981,33 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     assert not world._wants_change(130.0)
     driver.leaves = True
     assert world._wants_change(131.0)
+
+
+def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vote tells everybody, also those who have not heard of the change."""
+    rested = threading.Event()
+    monkeypatch.setattr("state.checkpoint.rest_s", lambda *_: rested.set() or 600.0)
+    driver, uploaders = Wanting(), list[threading.Thread]()
+    driver.wants = False
+
+    def after_step(step: int) -> None:
+        if step == 2:  # the first checkpoint is on its way
+            assert trainer.checkpoints and trainer.checkpoints.share and not trainer.checkpoints.share.is_urgent.is_set()
+            uploaders.extend(trainer.checkpoints._uploaders)
+            assert rested.wait(60)
+            driver.wants = True
+        elif step == 4:
+            for thread in uploaders:
+                thread.join(60)
+            assert uploaders and not any(thread.is_alive() for thread in uploaders)
+            driver.wants = False
+
+    plan = Plan(every=Cadence(steps=1), part_bytes=100)
+    launch, events = Launch(run_dir=run_dir), Events(None)
+    trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False, plan)
+    assert trainer.run().steps == SCHEDULE.steps
+    assert uploaders
 
 
 def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
         lab.plug_in("h3")
         lab.cut("h1", COORDINATOR)
         fleet.wait_for("eviction", lambda: fleet.evicted()[1:])
-        told = fleet.newest_step()
+        names = [e["event"] for e in fleet.events()]
+        second = [at for at, name in enumerate(names) if name == "driver.worker_evicted"][1]
+        told = [e["step"] for e in fleet.events()[:second] if e["event"] == "worker.step_committed"][-1]
         lab.mend("h1", COORDINATOR)
         generation = fleet.wait_for_world(4, after=generation)
         begun = [e for e in fleet.events("worker.generation_started") if e["worker"].startswith("h2/")]
@@ -177,7 +179,8 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
     (tmp_path / "agent.key").chmod(0o600)
     lab.start("h2", [sys.executable, "-m", "discovery", "agent", "--bind", lab.address("h2"), "--port", str(AGENT_PORT),
                      "--key-file", tmp_path / "agent.key", "--no-metadata", "--folder", "/run/disk"])
-    fleet = Fleet(lab, tmp_path, THREE, job=(*JOB, "--part-bytes", "65536"), options=["--store", STORE])
+    fleet = Fleet(lab, tmp_path, THREE, job=(*JOB, "--part-bytes", "65536"), options=["--store", STORE],
+                  limits="silence_s=20,gloo_s=40")
     with ExitStack() as stack:
         fleet.env |= stack.enter_context(store(lab, "h8", tmp_path))
         stack.enter_context(fleet)

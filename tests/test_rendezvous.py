@@ -131,13 +131,15 @@ def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
     """Others are served meanwhile; it is dropped after a while."""
     with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 5\r\n\r\nha")
+        wait_for("request", lambda: rendezvous.store.open, DEADLINE_S)
+        rendezvous.store.request_s = 60.0  # for those that come later
         assert rendezvous.ask("PUT", "/global/1", b"x")[0] == 200
         assert connection.recv(100) == b""
     assert rendezvous.ask("GET", "/global/0")[0] == 404
 
 
 @pytest.mark.parametrize("hangs_up", [True, False])
-@pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
+@pytest.mark.parametrize("rendezvous", [{"request_s": 2.0}], indirect=True)
 def test_a_stranger_is_told_though_what_it_says_is_no_request(rendezvous: Store, hangs_up: bool) -> None:
     """Neither a word without an end nor a connection cut short keeps it secret."""
     with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S, ("127.0.0.2", 0)) as connection:
@@ -157,7 +159,7 @@ def test_a_world_of_a_thousand_finds_each_other(rendezvous: Store) -> None:
 
 def test_who_waits_is_let_go_when_the_store_closes() -> None:
     """A generation that nobody is in any more leaves no thread and no connection."""
-    rendezvous = Store()
+    rendezvous = Store(hold_s=60.0)
     with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
         connection.sendall(b"GET /global/0 HTTP/1.0\r\n\r\n")
         wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)

@@ -346,7 +346,7 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
     watch.start()
     for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"), (17, "generation 2: 2 workers")):
         write(tmp_path, RUN[:count])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while waited_for not in console.file.getvalue():  # type: ignore[attr-defined]
             assert time.monotonic() < deadline, console.file.getvalue()  # type: ignore[attr-defined]
             time.sleep(0.01)

@@ -85,15 +85,15 @@ def test_the_first_command_trains_and_its_last_line_is_the_hash_that_is_proved(t
     env = {"ELASTIC_TRAINER_VENV": sys.prefix}
     if asked_of_install("is_installed", env).returncode:
         pytest.skip(f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to it)")
-    options = ["--steps", "4", "--workers", "2", "--standby", "0", "--run", "small", "--runs-dir", str(tmp_path)]
+    options = ["--steps", "40", "--workers", "2", "--standby", "0", "--run", "small", "--runs-dir", str(tmp_path)]
     done = subprocess.run([str(ROOT / "horovodrun_elastic.sh"), "demo", *options], env=os.environ | env, cwd=tmp_path,
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     *shown, last = done.stdout.splitlines()
     result = json.loads((tmp_path / "small" / "result.json").read_text())
     assert last == f"weights {result['weights_sha256']}"
-    assert (result["finished"], result["steps"], result["attempts"]) == (True, 4, 1)
+    assert (result["finished"], result["steps"], result["attempts"]) == (True, 40, 1)
     assert any("try it: kill -9" in line for line in shown), shown
     proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"], cwd=tmp_path,
                            capture_output=True, text=True)
-    assert proof.returncode == 0 and "in 4 of 4 steps" in proof.stdout, proof.stdout
+    assert proof.returncode == 0 and "in 40 of 40 steps" in proof.stdout, proof.stdout

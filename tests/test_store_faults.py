@@ -123,16 +123,17 @@ def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(pr
 
 def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path, twin_of: Twin) -> None:
     """The failures are said, the steps go on, and when the store is back a checkpoint stands."""
-    with Cluster(tmp_path, job=("--steps", "120", *JOB[2:]), options=store(tmp_path)) as cluster:
+    job = ("--steps", "120", "--part-bytes", "65536", "--step-s", "0.25", "--checkpoint-every", "5")
+    with Cluster(tmp_path, job=job, options=store(tmp_path)) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         fault = proxy.fault("forbidden", times=10**6)
         cluster.wait_for("failure", lambda: cluster.events("state.checkpoint_failed"))
         steps = len(cluster.events("worker.step_committed"))
         cluster.wait_for_step(steps + 5)
         proxy.clear()
-        assert cluster.wait() == 0
+        assert cluster.finish() == 0
         assert fault.fired
-        cluster.assert_nothing_lost(twin_of("--steps", "120", *JOB[2:]), victims=0)
+        cluster.assert_nothing_lost(twin_of(*job), victims=0)
         assert cluster.events("state.checkpoint_published")[-1]["step"] == 120, cluster.story()
 
 
