@@ -313,7 +313,7 @@ def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[in
     server = AgentServer(bind, port, key, agent)
     stopping, examined = threading.Event(), threading.Event()
 
-    def stop(number: int, frame: Any) -> None:
+    def stop() -> None:
         agent.drain("the host is being stopped", time.time() + 90.0, for_good=False)
         stopping.set()
 
@@ -323,7 +323,8 @@ def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[in
             examined.set()
             stopping.wait(EXAMINE_S)
 
-    signal.signal(signal.SIGTERM, stop)
+    # In a thread: the handler may interrupt this one where it holds a lock that `stop` needs.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop, daemon=True).start())
     threading.Thread(target=examine, daemon=True).start()
     examined.wait(HUNG_S)  # its first answer is not "ready" before that is known
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -117,7 +117,8 @@ class Poller:
         """Poll until SIGTERM or SIGINT."""
         stopping = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopping.set())
+            # In a thread: the handler may interrupt `stopping.wait` where that holds a lock that `set` needs.
+            signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
         pool = ThreadPoolExecutor(AT_ONCE, "agents")
         while not stopping.is_set():
             started = self.clock()

@@ -290,8 +290,10 @@ class Keeper:
         """Wait for a shim that may have this standby, and hand it over; None when the service has gone."""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self.listener:
-            self.listener.bind(str(self.path))
+            new = self.path.with_suffix(".new")
+            self.listener.bind(str(new))
             self.listener.listen(8)
+            new.rename(self.path)  # a shim that is refused takes the keeper for dead
             self._tell("waiting")
             while True:
                 ready = self._ready(None, self.listener, self.service)
@@ -432,7 +434,7 @@ class Service:
 
     def run(self) -> NoReturn:
         """Keep them until a signal ends this process; then those that nobody has taken end with it."""
-        for path in self.folder.glob("*.sock"):
+        for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.new")):
             if not Path(f"/proc/{path.stem.rpartition('-')[2]}").exists():
                 path.unlink(missing_ok=True)  # of a keeper that was killed
         while True:

@@ -292,9 +292,10 @@ def store_on(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
 class Fleet(Cluster):
     """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot later see no runs of it."""
 
-    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (), own_disks: bool = False, **options: Any):
+    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (), own_disks: bool = False, limits: str = "",
+                 **options: Any):
         self.lab = lab
-        super().__init__(folder, names=names, **options)
+        super().__init__(folder, names=names, limits=limits, **options)  # ssh has limits of its own, just above ours
         (folder / "runs").mkdir(exist_ok=True)
         lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
