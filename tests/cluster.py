@@ -54,7 +54,7 @@ def is_running(pid: int) -> bool:
     """True while a process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
+    except OSError:  # gone before the open, or before the read
         return False
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cluster import is_running
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,14 +135,6 @@ def workers() -> Iterator[Workers]:
 
 def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def is_running(pid: int) -> bool:
-    """True if a process is there and not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def written(path: Path) -> str:

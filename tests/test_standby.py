@@ -20,7 +20,7 @@ from typing import Any
 import netlab
 import pytest
 import s3_servers
-from cluster import Cluster
+from cluster import Cluster, is_running
 
 from elastic_trainer import shim
 from elastic_trainer.attempts import is_worker
@@ -63,13 +63,6 @@ def wait_for(what: str, seen: Callable[[], Any]) -> Any:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone before the open, or before the read
-        return False
 
 
 class Bench:
