@@ -1,7 +1,7 @@
 """A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's pause is, beside its peers'.
 
-At the end of the step before each checkpoint every worker times, at the same time as the others, a bare copy of its share
-of the state into memory that is there already. At the step that --peers-at names it times
+At the end of the step before each checkpoint every worker times, at the same time as the others, a bare copy of as many
+bytes of the state as its share has, into memory that is there already. At the step that --peers-at names it times
 `torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0 alone, the others wait, as they would)
 `torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elastic_trainer import train
+from state.checkpoint import PART_BYTES
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--gb", type=float, required=True)
@@ -56,14 +57,20 @@ def timed(act: Any) -> float:
     return time.monotonic() - started
 
 
-def bare_copy(size: int) -> Any:
-    """Return what copies a share of the state, tensor by tensor, into memory that is there already."""
-    wanted, sources = int(options.gb * 1e9 / size), []
-    for parameter in model.parameters():
-        for tensor in (parameter.detach(), *(v for v in optimizer.state[parameter].values() if v.numel() > 1)):
-            if wanted > 0:
-                sources.append(tensor.reshape(-1)[: max(1, wanted // 4)])
-                wanted -= sources[-1].numel() * 4
+def bare_copy(rank: int, size: int) -> Any:
+    """Return what copies as much of the state as this worker's share, tensor by tensor, into memory that is there already.
+
+    A share is whole parts, so shares differ: of 15 parts and 4 workers three have 4 and one has 3.
+    """
+    tensors = [tensor for parameter in model.parameters() for tensor in
+               (parameter.detach(), *(v for v in optimizer.state[parameter].values() if v.numel() > 1))]
+    total = sum(tensor.nbytes for tensor in tensors)
+    wanted = sum(min(PART_BYTES, total - start) for start in range(rank * PART_BYTES, total, size * PART_BYTES))
+    sources = []
+    for tensor in tensors:
+        if wanted > 0:
+            sources.append(tensor.reshape(-1)[: max(1, wanted // 4)])
+            wanted -= sources[-1].nbytes
     targets = [torch.zeros_like(source) for source in sources]
 
     def copy() -> None:
@@ -128,7 +135,7 @@ def to_s3(rank: int) -> tuple[float, float]:
 def after_step(step: int) -> None:
     rank, size = place["rank"], place["size"]
     if step == 0:
-        copier.append(bare_copy(size))
+        copier.append(bare_copy(rank, size))
     elif (step + 2) % options.every == 0:  # at a step's end, as the snapshot is, and with no upload in flight
         note("memcpy", timed(copier[0]))
     if step + 1 != options.peers_at:
