@@ -198,6 +198,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
     except RunOver as over:
+        events.emit("worker.stopped", verdict=over.verdict, detail=over.detail)
         print(f"elastic-trainer: {over}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
     except KeyboardInterrupt:
@@ -300,7 +301,7 @@ class Trainer:
             driver = self.driver
             signal.signal(signal.SIGTERM, lambda *_: driver.drain())
             driver.write_alone = self._write_while_waiting
-            driver.start(state.has_state)
+            driver.start(state.has_state, state.committed)
         try:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
                            live_state=self._write_live_state)
@@ -337,9 +338,10 @@ class Trainer:
             self._raise_if_failed(control.failed_rank)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
-            self._say_committed(step, time.monotonic() - started)
+            step_s = time.monotonic() - started
+            self._say_committed(step, step_s)
+            self.timing.step(step_s, self._is_uploading())
             self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
-            self.timing.step(time.monotonic() - started, self._is_uploading())
             if control.stop or control.all_drain:
                 self._checkpoint_now(instead=2 * control.uploaded < world.size)  # nothing may be lost
             if control.stop:
@@ -452,7 +454,7 @@ class Trainer:
         if values is None:
             return
         self.state.load(values["state"])
-        self.state.prepared = values["prepared"]
+        self.state.begun, self.state.prepared = values["begun"], values["prepared"]
         self.state.take_up(values["buffers_before"])
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)

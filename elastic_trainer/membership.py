@@ -288,9 +288,17 @@ class Membership:
         """The living members of the newest generation, by rank."""
         return [self.workers[name] for name in self.members if self.workers[name].phase is not Phase.GONE]
 
-    def _writer(self) -> str | None:
-        """Return who writes down what only memory holds, when nobody trains: the first that has it."""
-        return next((w.name for w in self._current() if w.holds_state), None)
+    def _holder(self) -> Worker | None:
+        """Return the one member to rely on for the state, if any has it: of those with the newest step the first.
+
+        Of two whose last vote broke one may have seen it pass: it has finished a step that the other has not.
+        """
+        return max((w for w in self._current() if w.holds_state), key=lambda w: (not w.dismissed, w.step), default=None)
+
+    def _is_writer(self, name: str) -> bool:
+        """True for the one who writes down what only memory holds, when nobody trains."""
+        holder = self._holder()
+        return holder is not None and holder.name == name
 
     def _evict(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -413,7 +421,7 @@ class Membership:
             elif not lost and now - self.offer.made_at <= self.limits.admit_s:
                 return []
             else:
-                for worker in late:
+                for worker in late if not lost else ():  # an offer that broke has refused nobody
                     worker.refused_offers += 1
                 self.offer, self.is_doubted = None, False
         current = self._current()
@@ -431,9 +439,9 @@ class Membership:
             if len(candidates) < self.min_workers or not candidates:
                 return self._release_drainers() or self._wait(now)
             reason = "death" if len(current) < len(self.members) else "change"
-            if self.state_exists and not any(w.holds_state for w in candidates):
-                # One of the old ones comes along, hands the state over, and leaves after that.
-                candidates += [w for w in current if w.holds_state and not w.dismissed][:1]
+            holder = self._holder()
+            if holder and not holder.dismissed and not any(w.holds_state and w.step >= holder.step for w in candidates):
+                candidates.append(holder)  # an old one comes along, hands the newest state over, and leaves after that
         self.waits_since = None
         self.rounds += 1
         self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)
@@ -444,9 +452,10 @@ class Membership:
         current = self._current()
         if not any(w.drains for w in current):
             return []
-        if any(w.holds_state and not w.drains and not w.dismissed for w in current):
+        newest = max((w.step for w in current if w.holds_state and not w.drains and not w.dismissed), default=None)
+        if newest is not None:  # who has finished a step that the others have not stays as long as it may
             for worker in current:
-                worker.dismissed = worker.dismissed or worker.drains
+                worker.dismissed = worker.dismissed or (worker.drains and worker.step <= newest)
             return []
         self.verdict = End("failed", "all who hold the state were told to leave; the next attempt starts from the "
                                      "checkpoint that they write now")
@@ -487,11 +496,11 @@ class Membership:
             return {"evicted": True}
         told: dict[str, Any] = {}
         if self.verdict and self.verdict.verdict != "finished":
-            return {"over": self.verdict.verdict, "detail": self.verdict.detail, "writes": name == self._writer()}
+            return {"over": self.verdict.verdict, "detail": self.verdict.detail, "writes": self._is_writer(name)}
         if self.is_finished:
             told["finished"] = True
         if worker.phase is Phase.WAITING and not any(self._is_wanted(w) for w in self._current() if w.holds_state):
-            told["writes"] = name == self._writer()  # all who hold the state may go any moment
+            told["writes"] = self._is_writer(name)  # all who hold the state may go any moment
         if worker.dismissed or (worker.phase is Phase.STANDBY and not self._is_wanted(worker)):
             worker.dismissed = told["leave"] = True
         if worker.phase is Phase.TRAINING and worker.generation == self.generation:

@@ -206,14 +206,16 @@ class OurDriver:
                                         "unreachable": None}
         self._news: dict[str, Any] = {}
         self._lost = False
+        self._heard_at = time.monotonic()
+        """When the driver answered last, whomever of us."""
         self._main = DriverClient(launch.driver, launch.key, timeout_s=self.limits.driver_lost_s / 2)
         self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
 
-    def start(self, holds_state: bool) -> None:
+    def start(self, holds_state: bool, step: int) -> None:
         """Begin to beat. A worker that revived itself goes on in the generation it was in."""
         generation = self.launch.revived_generation
-        self.generation = generation
-        self._status.update(generation=generation, holds_state=holds_state,
+        self.generation, self._heard_at = generation, time.monotonic()
+        self._status.update(generation=generation, holds_state=holds_state, step=step,
                             phase="waiting" if generation else "standby")
         self._beating.start()
 
@@ -231,19 +233,19 @@ class OurDriver:
     def _beat(self) -> None:
         assert self.launch.driver is not None
         client = DriverClient(self.launch.driver, self.launch.key, timeout_s=self.limits.silence_s / 2)
-        version, heard_at = "", time.monotonic()
+        version = ""
         while True:
             words = self._words()
             show(words["phase"], words["step"])
             try:
                 news = client.ask({**words, "hold_s": self.limits.beat_s, "seen": version})
             except OSError:  # DriverUnreachable is one; the beats must not end by any other either
-                self._lost = time.monotonic() - heard_at > self.limits.driver_lost_s
+                self._lost = time.monotonic() - self._heard_at > self.limits.driver_lost_s
                 if self._lost and self._status["phase"] == "finished":
                     return
                 time.sleep(self.limits.beat_s / 5)
                 continue
-            heard_at, self._lost, version = time.monotonic(), False, news.pop("version")
+            self._heard_at, self._lost, version = time.monotonic(), False, news.pop("version")
             self._take(news)
             answer_door(self._door)
 
@@ -254,7 +256,7 @@ class OurDriver:
 
     def next_place(self, holds_state: bool, step: int) -> Place:
         """Wait, for as long as it takes, for a place in a generation after ours. Raises Dismissed, RunOver."""
-        accepted, seen, heard_at, tried_at = 0, "", time.monotonic(), 0.0
+        accepted, seen, tried_at = 0, "", 0.0
         tried: dict[str, list[Any]] | None = None
         while True:
             words = self._words(phase="waiting" if self.generation else "standby", accepted=accepted,
@@ -262,11 +264,11 @@ class OurDriver:
             try:
                 news = self._main.ask({**words, "hold_s": self.limits.beat_s, "seen": seen})
             except DriverUnreachable as error:
-                if time.monotonic() - heard_at > self.limits.driver_lost_s:
+                if time.monotonic() - self._heard_at > self.limits.driver_lost_s:
                     raise RunOver("failed", f"driver lost: {error}") from error
                 time.sleep(0.02)
                 continue
-            heard_at, seen = time.monotonic(), news.pop("version")
+            self._heard_at, seen = time.monotonic(), news.pop("version")
             self._news = news
             if "over" in news:
                 raise RunOver(news["over"], news["detail"])

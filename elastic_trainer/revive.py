@@ -83,8 +83,8 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     if not state.has_state or state.is_applying:
         return None
     step = state.committed, state.begun
-    packed = pack({"pid": os.getpid(), "prepared": state.prepared, "state": state.values(), "gradients": gradients,
-                   "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
+    packed = pack({"pid": os.getpid(), "begun": state.begun, "prepared": state.prepared, "state": state.values(),
+                   "gradients": gradients, "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
     descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
     try:
         with open(descriptor, "wb") as file:

@@ -116,6 +116,7 @@ class World:
         self.is_saving: Callable[[], bool] = lambda: False
         """True while this member has a reason to put a planned change of the world off: a checkpoint is being made."""
         self._change_wanted_since: float | None = None
+        self._told_redone = -1
 
     # --- the life of a generation ---------------------------------------------------------------------------------
 
@@ -332,14 +333,17 @@ class World:
             source = restore()  # disk, or the store: only at the start of an attempt, all together
             ranks = self._standings(state)
         newest, last_vote = max((committed, vote) for committed, _, has, vote in ranks if has)
+        was_begun = any(begun > newest for _, begun, has, _ in ranks if has)
+        # By rank 0, also where it is a newcomer; not twice, where somebody has not heard of the last reconcile's end.
+        if self.rank == 0 and was_begun and (state.begun > newest or self._told_redone != newest):
+            self._told_redone = newest
+            self.events.emit("worker.step_redone", step=newest)
         if state.has_state and state.committed == newest - 1 and state.prepared == newest:
             # Somebody has applied the step, so the vote had passed, so the gradient in our hands is whole.
             roll_forward(*last_vote)
             self.events.emit("worker.rolled_forward", step=newest - 1)
         elif state.has_state:
             assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
-            if state.begun > state.committed and self.rank == 0:
-                self.events.emit("worker.step_redone", step=state.committed)
             # Also when all are prepared and nobody has committed: the gradients are not to be trusted
             state.prepared = state.begun = state.committed
         givers = [rank for rank, (_, _, has, _) in enumerate(ranks) if has]
@@ -349,10 +353,10 @@ class World:
         return source
 
     def _standings(self, state: ElasticState) -> list[tuple[int, int, bool, tuple[int, int]]]:
-        """Exchange (committed, prepared, has_state, totals of the last vote that this worker saw pass)."""
-        mine = torch.tensor([[state.committed, state.prepared, state.has_state, *state.last_vote]], dtype=torch.int64)
+        """Exchange (committed, begun, has_state, totals of the last vote that this worker saw pass)."""
+        mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote]], dtype=torch.int64)
         everyone = self.allgather(mine, "reconcile") if self.size > 1 else mine
-        return [(c, p, bool(h), (samples, digest)) for c, p, h, samples, digest in everyone.tolist()]
+        return [(c, b, bool(h), (samples, digest)) for c, b, h, samples, digest in everyone.tolist()]
 
     def _transfer(self, state: ElasticState) -> None:
         """Move the state from all who have it, each its share, to all who do not, and to nobody else.

@@ -45,6 +45,7 @@ from elastic_trainer.verify import verify
 from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
 from state.cadence import Cadence
 from state.checkpoint import Plan
+from state.elastic_state import ElasticState
 from state.layout import LayoutError
 from state.store import StoreRefused
 
@@ -981,6 +982,31 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     assert not world._wants_change(130.0)
     driver.leaves = True
     assert world._wants_change(131.0)
+
+
+@pytest.mark.parametrize(("ranks", "told"), [
+    ([(13, 13, False), (13, 14, True), (13, 13, True)], [13]),  # rank 0 is a newcomer, or has revived itself
+    ([(13, 14, True), (13, 14, True), (0, 0, False)], [13]),
+    ([(12, 13, True), (13, 14, True), (12, 13, True)], [13]),  # only one has seen the vote pass, and went on
+    ([(12, 13, True), (13, 13, True), (12, 13, True)], []),
+    ([(13, 13, True), (13, 13, True), (0, 0, False)], [])])
+def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tuple[int, int, bool]], told: list[int],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by rank 0, also when the reconcile itself breaks and is entered again."""
+    heard = []
+    events = Events(None)
+    events.listeners.append(lambda event, about: heard.append((event, about["step"])))
+    world, trained = World(Launch(), Alone(), events), built()
+    world.size = len(ranks)
+    state = ElasticState(trained, torch.optim.SGD(trained.parameters(), 0.1))
+    monkeypatch.setattr(world, "_standings", lambda state: [(*rank, (8, 1)) for rank in ranks])
+    monkeypatch.setattr(world, "_transfer", lambda state: None)
+    for _ in range(2):
+        state.committed, state.begun, state.has_state = ranks[0]
+        state.prepared = state.begun
+        world._reconcile(state, lambda: "", lambda *vote: state.commit(*vote))
+        ranks[0] = state.committed, state.begun, state.has_state
+    assert [step for event, step in heard if event == "worker.step_redone"] == told
 
 
 def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: Path,

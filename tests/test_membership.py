@@ -24,6 +24,10 @@ class Fleet:
     state: set[str] = field(default_factory=set)
     cut: set[frozenset[str]] = field(default_factory=set)
     """Pairs of hosts that do not reach each other."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """How many steps a worker says that it has finished."""
+    entered: dict[str, int] = field(default_factory=dict)
+    """The generation that a worker was in last: there it has got the newest state."""
 
     def say(self, name: str, phase: str, **words: object) -> None:
         worker = self.membership.workers[name]
@@ -31,7 +35,7 @@ class Fleet:
         generation = words.pop("generation", worker.generation)
         self.membership.reported(name, self.counts[name], self.now, phase=phase, generation=generation,
                                  unreachable=words.pop("unreachable", None if phase == "standby" else ()),
-                                 holds_state=name in self.state, **words)  # type: ignore[arg-type]
+                                 holds_state=name in self.state, step=self.steps.get(name, 0), **words)  # type: ignore[arg-type]
 
     def turn(self, seconds: float = 0.1) -> list[Action]:
         self.now += seconds
@@ -56,6 +60,9 @@ class Fleet:
                 self.membership.exited(name, 75, self.now)
             elif worker.phase is Phase.TRAINING:
                 self.state.add(name)
+                if self.entered.get(name) != worker.generation:
+                    self.entered[name] = worker.generation
+                    self.steps[name] = max(self.steps.get(member, 0) for member in self.membership.members)
                 self.say(name, "waiting" if told["notice"] or told["dead"] else "training")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
                 tried = told.get("reach", [])
@@ -255,6 +262,64 @@ def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
     formed = [a for a in f.acted if isinstance(a, Form)]
     assert len(formed) == 3
     assert f.membership.verdict is None
+
+
+def test_the_newest_state_is_the_one_that_is_written_down() -> None:
+    """Of two whose last vote broke, one has seen it pass: what it has finished is not done again."""
+    f = fleet(least=3)
+    f.run()
+    a, b, c, d = f.membership.members
+    f.steps = {a: 12, b: 12, c: 13, d: 12}
+    f.membership.exited(a, -9, f.now)
+    f.membership.hosts_listed({})
+    f.run()
+    assert [name for name in (b, c, d) if f.membership.told(name, f.now).get("writes")] == [c]
+
+
+@pytest.mark.parametrize("left", ["wxyz", "bwxyz"])
+def test_the_newest_state_comes_along_when_its_host_has_left_the_list(left: str) -> None:
+    """Whether the rest of the old ones leave too or stay."""
+    f = fleet()
+    f.run()
+    a, b, c, d = f.membership.members
+    f.steps = {a: 12, b: 12, c: 13, d: 12}
+    f.membership.exited(a, -9, f.now)
+    f.membership.hosts_listed({h: 1 for h in left})
+    f.run()
+    second = [action for action in f.acted if isinstance(action, Form)][1]
+    assert c in second.members and d not in second.members
+    assert f.world() == list(left)
+
+
+def test_who_has_the_newest_state_stays_longest_when_it_drains_and_the_rest_are_too_few() -> None:
+    """The rest waits for others, and would do its last step again."""
+    f = fleet(least=3)
+    f.run()
+    a, b, c, d = f.membership.members
+    f.steps = {a: 12, b: 12, c: 13, d: 12}
+    f.membership.exited(a, -9, f.now)
+    f.membership.hosts_listed({"b": 1})
+    for name in (c, d):
+        f.say(name, "training", drains=True)
+    f.run()
+    assert not f.membership.workers[c].dismissed and f.membership.workers[c].phase is Phase.WAITING
+    assert f.membership.workers[d].phase is Phase.GONE
+
+
+def test_an_offer_that_others_broke_is_held_against_nobody() -> None:
+    """Who is slow to accept may have tried to reach one that was dying."""
+    f = fleet("abcdefghij", least=1)
+    f.run()
+    slow = f.worker_on("j")
+    for host in "abcdefg":
+        f.membership.exited(f.worker_on(host), -9, f.now)
+        f.turn(0)
+        for name, worker in f.membership.workers.items():
+            if worker.phase is Phase.TRAINING:
+                f.say(name, "waiting")
+        f.turn()  # an offer, which nobody has accepted when the next one dies
+        assert f.membership.offer
+    assert f.membership.workers[slow].refused_offers == 0
 
 
 def test_who_was_let_go_has_left_when_its_host_ends_before_its_process() -> None:

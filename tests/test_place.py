@@ -172,7 +172,7 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, w
 def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..., OurDriver]) -> None:
     """Any number of times: whoever knocks is let go at once."""
     driver = worker()
-    driver.start(False)
+    driver.start(False, 0)
     door = script.wait_for(lambda w: w["door"])["door"]
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", door), DEADLINE_S) as knock:
@@ -251,6 +251,16 @@ def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
     assert time.monotonic() - started >= SOON_LOST.driver_lost_s
 
 
+def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> None:
+    """Its time has begun when the driver was heard last, not when the step ended."""
+    driver = OurDriver(Launch(driver=f"127.0.0.1:{free_port()}", key=KEY, worker="a/0/1", limits=LIMITS))
+    driver._heard_at -= LIMITS.driver_lost_s
+    started = time.monotonic()
+    with pytest.raises(RunOver, match="driver lost"):
+        driver.next_place(True, 3)
+    assert time.monotonic() - started < LIMITS.driver_lost_s
+
+
 def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
     """A driver that takes words and never answers is lost, too."""
     limits = Limits(beat_s=0.02, driver_lost_s=1.0)
@@ -281,7 +291,7 @@ def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     broken: list[str] = []
     driver.on_broken = lambda: broken.append(threading.current_thread().name)
     script.say(place(1, **news))
-    driver.start(False)
+    driver.start(False, 0)
     driver.next_place(False, 0)
     driver.note("training", 3)
     return broken
@@ -291,7 +301,7 @@ def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(script: Scrip
                                                                   worker: Callable[..., OurDriver]) -> None:
     """Beats come by themselves, from the start, and say what was noted last."""
     driver = worker()
-    driver.start(False)
+    driver.start(False, 0)
     first = script.wait_for(lambda w: w["phase"] == "standby")
     script.wait_for(lambda w: w["count"] > first["count"] + 5)
     driver.note("training", 42)
@@ -303,7 +313,7 @@ def test_no_two_words_have_one_number_when_beats_and_questions_mix(script: Scrip
                                                                   worker: Callable[..., OurDriver]) -> None:
     """So the driver can tell an old word from a new one."""
     driver = worker()
-    driver.start(False)
+    driver.start(False, 0)
     script.say(lambda words: place(1) if words["count"] > 60 else {"offer": words["count"]})
     driver.next_place(False, 0)
     counts = [w["count"] for w in script.heard]
@@ -340,7 +350,7 @@ def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker:
     driver, broken = worker(), []
     driver.on_broken = lambda: broken.append(1)
     script.say(place(1, dead=[1]))
-    driver.start(False)
+    driver.start(False, 0)
     script.wait_for(lambda w: w["count"] > 5)
     assert not broken
 
@@ -402,7 +412,7 @@ def test_the_driver_hears_of_the_error_when_the_users_code_fails(script: Script,
                                                                  worker: Callable[..., OurDriver]) -> None:
     """Its whole text, before the worker ends."""
     driver = worker()
-    driver.start(False)
+    driver.start(False, 0)
     driver.fail("Traceback …\nValueError: bad sample")
     assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
 
@@ -431,7 +441,7 @@ def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script,
                                                                 worker: Callable[..., OurDriver]) -> None:
     """What is said last must not hide the error that it tells."""
     driver = worker(limits=SOON_LOST)
-    driver.start(False)
+    driver.start(False, 0)
     script.stop()
     driver.fail("a traceback")
     driver.finish(3)
@@ -443,9 +453,10 @@ def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(script: Script,
     """It waits, in its generation, counts on from its last word, and takes only a later place."""
     driver = worker(revived_generation=3, revived_count=50)
     script.say(place(3))
-    driver.start(True)
+    driver.start(True, 9)
     word = script.wait_for(lambda w: True)
-    assert (word["count"], word["phase"], word["generation"], word["holds_state"]) == (51, "waiting", 3, True)
+    assert (word["count"], word["phase"], word["generation"], word["step"]) == (51, "waiting", 3, 9)
+    assert word["holds_state"]
     script.say(placed_when_accepted(4))
     assert driver.next_place(True, 9).generation == 4
 
