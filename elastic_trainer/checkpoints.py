@@ -19,7 +19,7 @@ from typing import Any
 from elastic_trainer.config import ConfigError
 from state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
 from state.commit_log import CommitLog, Damaged, Record
-from state.layout import LayoutError, decode
+from state.layout import LayoutError, decode, named_tensors
 from state.store import Store, StoreUnavailable, open_store
 
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             case "prune":
                 return _prune(store, log, tail)
             case _:
-                return _export(store, _chosen(log, tail, options.step), options.output)
+                return _export(store, log, _chosen(log, tail, options.step), options.output)
     except (StoreUnavailable, Damaged, LayoutError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
@@ -89,10 +89,9 @@ def _ls(log: CommitLog, tail: Record) -> int:
 
 
 def _show(record: Record) -> int:
-    header = json.loads(record.body["header"])
     facts: dict[str, Any] = {"step": record.step, "record": record.sequence, "lineage": record.lineage,
                              **{k: v for k, v in record.body.items() if k not in ("header", "parts")},
-                             "tensors": header["tensors"], "parts": record.body["parts"]}
+                             "tensors": named_tensors(record.body["header"]), "parts": record.body["parts"]}
     print(json.dumps(facts, indent=2))
     return 0
 
@@ -105,9 +104,17 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
             _payload(store, record)
             print(f"whole: step {record.step}, {record.body['bytes']} bytes in {len(record.body['parts'])} parts")
         except (Damaged, LayoutError, FileNotFoundError) as error:
+            if not _is_kept(log, sequence):
+                print(f"step {tail.kept[sequence]}: no longer kept")
+                continue
             bad += 1
             print(f"DAMAGED: step {tail.kept[sequence]}: {error}")
     return 1 if bad else 0
+
+
+def _is_kept(log: CommitLog, sequence: int) -> bool:
+    """True if a checkpoint stays; a run that goes on may have deleted its parts while they were read."""
+    return sequence in log.newest_whole().kept
 
 
 def _prune(store: Store, log: CommitLog, tail: Record) -> int:
@@ -116,11 +123,18 @@ def _prune(store: Store, log: CommitLog, tail: Record) -> int:
     return 0
 
 
-def _export(store: Store, record: Record, output: str) -> int:
+def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
     import fsspec
     from safetensors.torch import save_file
 
-    values = decode(str(record.body["header"]).encode(), _payload(store, record))
+    try:
+        payload = _payload(store, record)
+    except LayoutError as error:
+        if _is_kept(log, record.sequence):
+            raise
+        raise ConfigError(f"step {record.step} is no longer kept: the run let it go while it was read. Run it again, with "
+                          f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
+    values = decode(str(record.body["header"]).encode(), payload)
     kept = {**values["parameters"], **values["buffers"]}
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}

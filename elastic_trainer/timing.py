@@ -28,7 +28,7 @@ class Timing:
         self._is_alarmed = False
 
     def step(self, seconds: float, is_uploading: bool) -> None:
-        """Note a step's time."""
+        """Note a step's time, without the pause at its end."""
         before = self._seconds[is_uploading]
         self._seconds[is_uploading] = 0.9 * before + 0.1 * seconds if before else seconds
         self._in_flight += is_uploading

@@ -7,7 +7,8 @@ A step's end, on every worker alike:
 
 What always holds:
 1. A checkpoint exists when its record stands in the commit log, and that is put after all of its parts are durable.
-2. Parts are cut from the payload every `part_bytes`, whatever the world's size; worker r of n owns parts r, r+n, …
+2. Parts are cut from the payload every `part_bytes`, whatever the world's size; worker r of n owns parts r, r+n, … of
+   it. The header is rank 0's, so a checkpoint is let go where a worker has packed other tensors.
 3. A part's name holds its lineage, its step and the SHA-256 of its bytes, so a name never gets other bytes. A part that
    the last checkpoint has too is not uploaded again; the record names the old one.
 4. Within a lineage steps grow, and lineages grow. So whoever has published (lineage L, step s) may delete what is
@@ -40,7 +41,7 @@ import torch
 from state.cadence import Cadence, retained
 from state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, copy_range, fill_range, unpack
+from state.layout import LayoutError, Packed, copy_range, fill_range, tensors_digest, unpack
 from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
 
 PART_BYTES = 16 << 20
@@ -249,15 +250,25 @@ class Checkpoints:
         return self._last_parts if self._last_step == self.newest_step else {}
 
     def parts_up(self) -> str:
-        """Return the list of my parts, as JSON, for `collect`."""
+        """Return the list of my parts, and a digest of which tensors they are cut from, as JSON, for `collect`."""
         assert self.share
-        return json.dumps([asdict(part) for part in self.share.done])
+        return json.dumps({"tensors": tensors_digest(self.share.header),
+                           "parts": [asdict(part) for part in self.share.done]})
 
     def collect(self, texts: Iterable[str], lineage: int, *, publish: bool) -> None:
-        """Take everybody's parts of the checkpoint in flight; with `publish` (rank 0) publish it behind the training."""
+        """Take everybody's parts of the checkpoint in flight, by rank; with `publish` (rank 0) publish it behind the
+        training. Where they are cut from other tensors than rank 0's, whose header it would have, all let it go.
+        """
+        assert self.share
+        told = [json.loads(text) for text in texts]
+        odd = [str(rank) for rank, its in enumerate(told) if its["tensors"] != told[0]["tensors"]]
+        if odd:
+            self.share.error = (f"the tensors of rank {', '.join(odd)} differ from rank 0's (names, order, types, shapes). "
+                                f"Let the state_dict of each extra give the same tensors in the same order on all workers")
+            self.drop()
+            return
         share, self.share = self.share, None
-        assert share
-        parts = sorted((Part(**entry) for text in texts for entry in json.loads(text)), key=lambda part: part.index)
+        parts = sorted((Part(**entry) for its in told for entry in its["parts"]), key=lambda part: part.index)
         assert [part.index for part in parts] == list(range(share.count)), "a part is missing"
         self._last_parts, self._last_step = {part.index: part for part in parts}, share.step
         share.is_urgent.set()  # an uploader that rests has nothing to wait for any more

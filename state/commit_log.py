@@ -13,7 +13,7 @@ What always holds (needs nothing of the store but put-if-absent; no clocks, no l
    stands at the number that its writer tries next, which knows its own hand and goes on behind it.
 4. Records are never deleted: at a number that is free again a zombie would not notice that it is one.
 
-Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with six broken copies of
+Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with seven broken copies of
 this protocol that the test catches.
 """
 

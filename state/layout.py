@@ -9,6 +9,7 @@ What always holds:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,6 +121,32 @@ def outline(header: bytes) -> Packed:
         except (RuntimeError, TypeError) as error:
             raise LayoutError(f"the header names an impossible shape: {entry['shape']!r}") from error
     return Packed(header, tensors)
+
+
+def named_tensors(header: bytes | str) -> list[dict[str, Any]]:
+    """Return name (its place in the tree), dtype and shape of each tensor that a header describes, in the bytes' order."""
+    described = json.loads(header)
+    places = _places(described["values"], "")
+    return [{"name": place, **facts} for place, facts in zip(places, described["tensors"], strict=True)]
+
+
+def tensors_digest(header: bytes) -> str:
+    """Return a digest of which tensors a header describes, and in which order; numbers and text are not in it."""
+    return hashlib.sha256(json.dumps(named_tensors(header)).encode()).hexdigest()
+
+
+def _places(described: Any, where: str) -> Iterator[str]:
+    if isinstance(described, list):
+        for number, value in enumerate(described):
+            yield from _places(value, f"{where}/{number}")
+    elif isinstance(described, dict) and "$tensor" in described:
+        yield where[1:]
+    elif isinstance(described, dict) and "$tuple" in described:
+        yield from _places(described["$tuple"], where)
+    elif isinstance(described, dict):
+        for key, value in described["$dict"]:
+            yield from _places(key, where)
+            yield from _places(value, f"{where}/{key}")
 
 
 def unpack(packed: Packed) -> Any:

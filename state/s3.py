@@ -60,8 +60,10 @@ REMEDIES = {
 """For the errors that no other try mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
 """Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to give a run up."""
-PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
-"""Codes of status 400 that another try may mend: too much at once, or a body that arrived otherwise than it was sent."""
+PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "404")
+"""Codes of status 4xx that another try may mend: too much at once, a body that arrived otherwise than it was sent, or no
+code at all but the status: no store has said that, but a balancer whose store is away.
+"""
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
 
@@ -141,9 +143,14 @@ class S3Store:
         try:
             return dict(self._client.get_object(Bucket=self.bucket, Key=key, **self._owner))
         except ClientError as error:
+            is_gone = _code(error) in ("NoSuchKey", "404")
             # Who may list only under a prefix is told 403 of an object that is not there.
-            if _code(error) in ("NoSuchKey", "404") or (_code(error) in ("AccessDenied", "403") and not self._has(key)):
+            if not is_gone and _code(error) not in ("AccessDenied", "403"):
+                raise
+            if not self._has(key):
                 raise FileNotFoundError(f"{self.where} has no {name}") from error
+            if is_gone:  # a balancer whose server is away says so too, and a part that is gone costs a checkpoint
+                raise OSError("it is listed, but the answer was 404") from error
             raise
 
     def _has(self, key: str) -> bool:

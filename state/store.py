@@ -6,7 +6,8 @@ What always holds:
 1. `put_if_absent` is atomic and durable: other readers see nothing, or all of it, also after a power cut
    (a synced temporary is linked to the name; `link` fails when the name exists: POSIX link(2)).
 2. A name never leaves the folder, or the prefix.
-3. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a StoreRefused.
+3. An object is not there only if its store does not list it either: what is "gone" costs a checkpoint.
+4. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a StoreRefused.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Store(Protocol):
         ...
 
     def get(self, name: str) -> bytes:
-        """Read an object. Raises FileNotFoundError."""
+        """Read an object. Raises FileNotFoundError (the store does not list it either)."""
         ...
 
     def get_into(self, name: str, out: memoryview) -> bool:
@@ -174,14 +175,25 @@ class FolderStore:
     @contextmanager
     def _reading(self, name: str) -> Iterator[Path]:
         """Say what goes wrong on the way, and give the path."""
+        path = self.root / checked(name)
         try:
-            yield self.root / checked(name)
+            yield path
         except FileNotFoundError as error:
             if not self.root.is_dir():
                 raise StoreUnavailable(f"{self.root} is gone, or is not mounted on this host") from error
+            if self._is_listed(path):  # NFS remembers for a while that a name was not there
+                raise StoreUnavailable(f"{self.root} lists {name}, but cannot open it") from error
             raise
         except OSError as error:
             raise self._failed(f"give {name}", error) from error
+
+    def _is_listed(self, path: Path) -> bool:
+        try:
+            return path.name in os.listdir(path.parent)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise self._failed(f"list {path.parent.name}", error) from error
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,22 @@ from netlab import wait_for
 from simulated import Hub, Member
 from test_state import bytes_of, trained
 
+from elastic_trainer.attempts import lost_attempts
+from elastic_trainer.config import Launch
+from elastic_trainer.events import Events as EventFile
+from elastic_trainer.timing import Timing
 from state.cadence import Cadence, best_interval_s, loss_every_s, retained
-from state.checkpoint import LONGEST_REST_S, PARTS, Checkpoints, Part, Plan, collect_rubbish, parts_of, rest_s
+from state.checkpoint import (
+    LONGEST_REST_S,
+    PARTS,
+    Checkpoints,
+    Part,
+    Plan,
+    Share,
+    collect_rubbish,
+    parts_of,
+    rest_s,
+)
 from state.commit_log import CommitLog, Record
 from state.elastic_state import ElasticState
 from state.layout import LayoutError, Packed
@@ -144,7 +159,7 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
         worker.begin(state, rank, 4)
     for worker in fleet.workers:
         worker.wait()
-    shares = [{entry["index"] for entry in json.loads(worker.parts_up())} for worker in fleet.workers]
+    shares = [{entry["index"] for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
     count = fleet.workers[0].share.count if fleet.workers[0].share else 0
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -420,7 +435,7 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
             record.write_bytes(record.read_bytes().replace(b"parts", b"party", 1))
     reader = Fleet(tmp_path, readers, steps=0)
     assert reader.restore() == [4] * readers
-    assert reader.events.facts("state.checkpoint_refused")
+    assert len(reader.events.facts("state.checkpoint_refused")) == 1
     reader.train()
     reader.checkpoint()  # step 5 again: not the damaged one
     again = Fleet(tmp_path, 1, steps=0)
@@ -776,6 +791,75 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
     assert Fleet(tmp_path / "shared", 2, steps=0).restore() == [3, 3]
 
 
+@pytest.mark.parametrize("what", ["part", "record"])
+def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: Path, what: str,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a network disk that remembers that it was not there: nobody lets the newest checkpoint go for that."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    for _ in range(2):
+        fleet.train()
+        fleet.checkpoint()
+    path = part_of_step(tmp_path, 5) if what == "part" else min((tmp_path / "log").iterdir())
+    path.rename(tmp_path / "away")
+    path.symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr("state.checkpoint.RESTORE_S", -1.0)
+    reader = Fleet(tmp_path, steps=0)
+    (got,) = reader.restore()
+    assert isinstance(got, StoreUnavailable) and "cannot open" in str(got)
+    assert not reader.events.facts("state.checkpoint_refused")
+    path.unlink()
+    (tmp_path / "away").rename(path)
+    assert sorted(CommitLog(FolderStore(tmp_path)).tail().kept.values()) == [4, 5]
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+class Extra:
+    """What a user registers: it keeps what the test says."""
+
+    def __init__(self, **kept: Any):
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.kept = kept
+
+
+A, B = torch.zeros(3), torch.ones(3)
+
+
+@pytest.mark.parametrize(("odd", "is_published"), [
+    (Extra(a=torch.zeros(4), b=B, rate=0.5), False), (Extra(b=B, a=A, rate=0.5), False),
+    (Extra(a=A, c=B, rate=0.5), False), (Extra(a=A.double(), b=B, rate=0.5), False),
+    (Extra(a=A, b=B, rate=0.25), True), (Extra(rate=None, a=A, b=B, seen=[1, 2]), True)])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Path, odd: Extra, is_published: bool,
+                                                                   rank: int) -> None:
+    """Its parts and rank 0's header would not fit together. Numbers may differ. Said by all, with who; training goes on."""
+    fleet = Fleet(tmp_path, 3)
+    fleet.restore()
+    for number, state in enumerate(fleet.states):
+        state.extras = {"odd": odd if number == rank else Extra(a=A, b=B, rate=0.5)}
+    fleet.checkpoint()
+    failed = fleet.events.facts("state.checkpoint_failed")
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3] * is_published
+    if is_published:
+        assert not failed
+        return
+    assert len(failed) == 3 and len({e["error"] for e in failed}) == 1
+    assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0]["error"]
+    assert all(worker.failures == 1 and worker.share is None for worker in fleet.workers)
+    fleet.states[rank].extras = {"odd": Extra(a=A, b=B, rate=0.5)}
+    fleet.train()
+    fleet.checkpoint()
+    reader = Fleet(tmp_path, 2, steps=0)
+    for state in reader.states:
+        state.extras = {"odd": Extra()}
+    assert reader.restore() == [4, 4]
+
+
 @pytest.mark.parametrize("foreign", [[".DS_Store"], [f".{n:02d}" for n in range(25)], ["0999999999998.json.bak"]])
 def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) -> None:
     """A file manager's or a console's own objects in the log's folder."""
@@ -1066,6 +1150,65 @@ def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_
     assert cost_s / interval <= 0.01 + 1e-9
     assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s, step_s=1.0) <= interval * (1 + 1e-9)
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
+
+
+def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_upload(tmp_path: Path) -> None:
+    """Both as measured, the pause once; of the last checkpoint whose upload is known."""
+    timing, (worker,) = Timing(), Fleet(tmp_path).workers
+    assert timing.cost_s() == 0.0
+    for number, (pause_s, beside_s, beside, cost_s) in enumerate((
+            (0.3, 0.15, 4, 0.3), (0.2, 0.15, 2, 0.2 + 4 * 0.05), (0.2, 0.15, 0, 0.2 + 2 * 0.05), (0.1, 0.15, 0, 0.1))):
+        for _ in range(10):
+            timing.step(0.1, False)
+        worker.share = Share(step=number, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=pause_s)
+        timing.begun(number, worker)
+        for _ in range(beside):
+            timing.step(beside_s, True)
+        assert timing.cost_s() == pytest.approx(cost_s)
+
+
+def test_a_checkpoint_costs_no_less_than_its_pause(tmp_path: Path) -> None:
+    """Also where steps beside an upload happened to be the faster ones, or are the only ones there were."""
+    for alone in ((), (0.1,)):
+        timing, (worker,) = Timing(), Fleet(tmp_path).workers
+        worker.share = Share(step=0, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=0.3)
+        for seconds in alone:
+            timing.step(seconds, False)
+        for _ in range(2):
+            timing.begun(0, worker)
+            timing.step(0.05, True)
+        assert timing.cost_s() == 0.3
+
+
+@pytest.mark.parametrize(("every", "pause_s", "lost", "failures", "due_s"), [
+    (Cadence(seconds=30.0), 9.0, 0, 0, 30), (Cadence(steps=40), 9.0, 0, 0, 40),
+    (Cadence(), 0.5, 10**4, 0, 50), (Cadence(), 1.0, 10**4, 0, 100), (Cadence(share=0.1), 1.0, 10**4, 0, 10),
+    (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
+    (Cadence(seconds=30.0), 0.5, 0, 1, 2), (Cadence(steps=40), 0.5, 0, 3, 8), (Cadence(), 0.5, 0, 100, 60)])
+def test_a_checkpoint_is_due_when_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: Cadence, pause_s: float,
+                                          lost: int, failures: int, due_s: int) -> None:
+    """By the user's interval or by what it costs and how often all was lost; sooner after a failure, and not at once."""
+    now = [1000.0]
+    monkeypatch.setattr("elastic_trainer.timing.time", SimpleNamespace(monotonic=lambda: now[0]))
+    timing, (worker,) = Timing(), Fleet(tmp_path, plan=Plan(every=every)).workers
+    worker.share = Share(step=0, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=pause_s)
+    timing.begun(0, worker)
+    worker.failures, step, events = failures, 0, EventFile(None)
+    while step < 1000:
+        step, now[0] = step + 1, now[0] + 1.0
+        timing.step(1.0, False)
+        if timing.is_due(worker, step, Launch(lost_attempts=lost), events):
+            break
+    assert step == due_s
+
+
+def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
+    """Also the one that never came to say how it ended; not one that was stopped, finished, or never did a step."""
+    events = [{"event": "worker.step_committed", "attempt": attempt} for attempt in (1, 1, 2, 3, 4)] + [
+        {"event": "attempt.ended", "attempt": attempt, "verdict": verdict} for attempt, verdict in (
+            (1, "failed"), (2, "interrupted"), (3, "finished"), (5, "failed"))]
+    assert lost_attempts(events) == 2  # 1 and 4
+    assert lost_attempts([]) == 0
 
 
 def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:

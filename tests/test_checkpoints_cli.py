@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
+import horovod
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main, store_of_run
-from state.checkpoint import PARTS
+from elastic_trainer.loop import train
+from state import checkpoint
+from state.checkpoint import PARTS, Plan
 from state.elastic_state import ElasticState
 from state.store import FolderStore
 
@@ -44,7 +50,24 @@ def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module], ca
         assert shown["step"] == step
         starts = [sum(part["bytes"] for part in shown["parts"][:n]) for n in range(len(shown["parts"]) + 1)]
         assert [part["start"] for part in shown["parts"]] + [shown["bytes"]] == starts
-        assert {"dtype": "float32", "shape": [8, 4]} in shown["tensors"]
+        assert {"name": "parameters/0.weight", "dtype": "float32", "shape": [8, 4]} in shown["tensors"]
+        assert {"name": "buffers/1.num_batches_tracked", "dtype": "int64", "shape": []} in shown["tensors"]
+
+
+def test_a_checkpoint_says_what_job_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """Which samples, which optimizer, with which versions: for whoever finds it in a year."""
+    monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path))
+    model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(10, 2))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=lambda m, batch: m(batch[0]).square().mean(),
+          global_batch=4, shards=2, epochs=3, seed=5, clip_norm=0.5, max_steps=2)
+    assert main(["checkpoints", "show", str(tmp_path / "checkpoints")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["schedule"] == {"dataset_size": 10, "global_batch": 4, "shards": 2, "epochs": 3, "seed": 5, "max_steps": 2,
+                                 "steps": 2}
+    assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "model": "Linear"}
+    assert shown["versions"] == {"python": platform.python_version(), "torch": torch.__version__,
+                                 "horovod": horovod.__version__, "numpy": numpy.__version__}
 
 
 def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +82,35 @@ def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], cap
         assert "DAMAGED: step 30" in capsys.readouterr().out
     finally:
         part.write_bytes(right)
+
+
+def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run publish once more, and let its oldest go, when somebody begins to read a checkpoint."""
+    def read_part(*arguments: Any) -> Any:
+        monkeypatch.setattr("elastic_trainer.checkpoints.read_part", checkpoint.read_part)
+        fleet.train()
+        fleet.checkpoint()
+        return checkpoint.read_part(*arguments)
+
+    monkeypatch.setattr("elastic_trainer.checkpoints.read_part", read_part)
+
+
+def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is being trained: verify says that it is no longer kept, export what to do."""
+    fleet = Fleet(tmp_path / "run", plan=Plan(part_bytes=100, keep_last=2), steps=0, optimizer="SGD")
+    fleet.restore()
+    for _ in range(2):
+        fleet.train()
+        fleet.checkpoint()
+    training_on(fleet, monkeypatch)
+    assert main(["checkpoints", "verify", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "step 1: no longer kept" in said and "whole: step 2" in said and "DAMAGED" not in said
+    training_on(fleet, monkeypatch)
+    assert main(["checkpoints", "export", str(tmp_path / "run"), str(tmp_path / "model"), "--step", "2"]) == 2
+    assert "no longer kept" in (said := capsys.readouterr().err) and "Run it again" in said
+    assert main(["checkpoints", "export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
 
 
 def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,11 @@ crashes and which answers are lost. After every single effect on the store the l
    restored), and steps of a lineage grow;
 3. no acknowledged checkpoint is lost: its record stands for ever, with the same bytes;
 4. nobody is fenced when there is nobody else;
-5. a checkpoint that has not failed is published, or a later one of its lineage is.
+5. a checkpoint that has not failed is published, or a later one of its lineage is;
+6. whoever restores gets the newest checkpoint that stood when it took over, so every acknowledged one of then or one
+   that was made from it; and at last one does so alone, without faults, and publishes each of its steps.
 
-Then the protocol is broken in six ways, and the same test must see each of them.
+Then the protocol is broken in seven ways, and the same test must see each of them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from state.store import StoreUnavailable
 SEEDS = 2000
 ACTORS = 4
 MOVES = 120
+STEPS = 6
 DELETED = object()
 
 
@@ -74,6 +77,8 @@ class World:
         self.crashing: set[str] = set()
         self.actors_ever = 0
         self.faults = 0
+        self.is_calm = False
+        """True when there are no faults any more."""
         self.error: BaseException | None = None
         self.checked = (0, 0)
         self.effects = 0
@@ -135,8 +140,15 @@ class World:
         self.crashing |= set(self.gates)
         while self.gates:
             move(sorted(self.gates)[0])
+        self.is_calm, before = True, len(self.acknowledged)
+        if not self.error:
+            start()
+        while self.gates:
+            move(sorted(self.gates)[0])
         if self.error:
             raise self.error
+        if len(self.acknowledged) != before + STEPS:
+            raise LawBroken(f"{len(self.acknowledged) - before} of {STEPS} checkpoints stand, of one alone without faults")
 
     def land(self, put: tuple[str, bytes, bool]) -> None:
         """Let a late put take effect."""
@@ -179,8 +191,7 @@ class World:
         for sequence in sorted(records):
             record = records[sequence]
             if record.kind == "checkpoint":
-                mine = json.loads(record.body["header"])["values"]["$dict"][0][1]
-                before = mine
+                mine = before = content_of(record)
                 while before != content and before:
                     before = self.parent[before]
                 if before != content:
@@ -193,6 +204,11 @@ class World:
 @functools.lru_cache(10000)
 def parsed(body: bytes) -> Record:
     return Record.from_bytes(body)
+
+
+def content_of(record: Record) -> str:
+    """Return which history a checkpoint has in it."""
+    return str(json.loads(record.body["header"])["values"]["$dict"][0][1])
 
 
 @functools.lru_cache(10000)
@@ -211,7 +227,7 @@ class SimulatedStore:
     def _effect(self, act: Callable[[], Any], put: tuple[str, bytes, bool] | None = None) -> Any:
         world = self.world
         world.pause(self.name)
-        dice = world.chance.random()
+        dice = 0.5 if world.is_calm else world.chance.random()
         if put and dice < 0.03:
             world.faults += 1
             world.late.append(put)  # on its way when the client gives up
@@ -336,8 +352,11 @@ def attempt(world: World, name: str) -> None:
             if world.records()[-1].writer != me.log.writer:
                 return  # a successor has let go what this one found: it would be fenced
             raise LawBroken(f"restoring {name}: {error}") from error
+    found = [record for record in world.records() if record.kind == "checkpoint" and record.sequence < state.lineage]
+    if state.content != (content_of(found[-1]) if found else ""):
+        raise LawBroken(f"{name} has restored {state.content!r}, and the newest was record {found[-1].sequence}")
     first_actor_alone = world.actors_ever == 1
-    for _ in range(6):
+    for _ in range(STEPS):
         world.pause(name)
         if world.chance.random() < 0.15:
             me = another(worker, me, world)
@@ -350,9 +369,10 @@ def attempt(world: World, name: str) -> None:
         if share.error:
             me.drop()
             continue
-        parts = sorted((checkpoint_module.Part(**entry) for entry in json.loads(me.parts_up())), key=lambda p: p.index)
+        parts = sorted((checkpoint_module.Part(**entry) for entry in json.loads(me.parts_up())["parts"]),
+                       key=lambda p: p.index)
         me._last_parts, me._last_step, me.share = {part.index: part for part in parts}, share.step, None
-        if world.chance.random() < 0.2:  # it loses its way to the others with its record on its way, and they go on
+        if world.chance.random() < 0.2 and not world.is_calm:  # it is cut off with its record on its way; the others go on
             old, me = me, another(worker, me, world)
             old.store.name = f"{name}, published before step {state.committed + 1}"  # type: ignore[attr-defined]
             world.start(functools.partial(publish, old, share, parts, state.lineage), old.store.name)  # type: ignore[attr-defined]
@@ -526,8 +546,21 @@ def remembered_names(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def forgetful_takeovers(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin a lineage with what the record before the newest keeps."""
+    kept = CommitLog.newest_whole
+
+    def newest_whole(self: CommitLog, newest: int | None = None) -> Record:
+        found = kept(self, newest)
+        return replace(found, kept={n: step for n, step in found.kept.items() if n != found.sequence})
+
+    patch.setattr(CommitLog, "newest_whole", newest_whole)
+    yield
+
+
 @pytest.mark.parametrize("broken", [unconditional, without_reading_back, refreshed_by_zombies, record_before_parts,
-                                    eager_collection, remembered_names])
+                                    eager_collection, remembered_names, forgetful_takeovers])
 def test_the_test_sees_it_when_the_protocol_is_broken(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the protocol's rules is needed, and its lack is seen."""
     with broken(monkeypatch), pytest.raises((LawBroken, Fenced)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import s3_servers
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
 from faulty_proxy import STATUS, FaultyProxy
+from safetensors.torch import load_file
 from test_checkpoint import SMALL, Fleet
 from test_state import assert_one_wins
 
+from elastic_trainer.__main__ import main
 from state import s3
-from state.checkpoint import PARTS
+from state.checkpoint import PARTS, Plan
 from state.commit_log import CommitLog, Fenced, Record
 from state.s3 import S3Store
 from state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
@@ -56,21 +60,33 @@ def url(proxy: FaultyProxy, request: pytest.FixtureRequest) -> str:
     return f"s3://{s3_servers.BUCKET}/tests/{abs(hash(request.node.name))}-{time.monotonic_ns()}"
 
 
-def fleet(url: str, size: int = 2, **how: Any) -> Fleet:
-    return Fleet(Path("unused"), size, SMALL, store=lambda root: open_store(url), **how)
+def fleet(url: str, size: int = 2, plan: Plan = SMALL, **how: Any) -> Fleet:
+    return Fleet(Path("unused"), size, plan, store=lambda root: open_store(url), **how)
+
+
+def make_another(writers: Fleet) -> None:
+    """Train a step and publish it, with parts of its own only."""
+    writers.train()
+    for worker in writers.workers:
+        worker._last_parts = {}
+    writers.checkpoint()
+
+
+def steps_in(url: str) -> set[int]:
+    """Return the steps of which there are parts."""
+    return {int(name.split("/")[1].split("-")[1]) for name in open_store(url).list(PARTS)}
 
 
 def test_any_world_restores_what_any_world_has_written(url: str) -> None:
-    """Three write, two read, one reads; and the store is proved first."""
+    """Three write, two read, one reads; the store is proved first, and has no more than what is kept."""
     writers = fleet(url, 3)
     assert writers.restore() == [None] * 3
-    for _ in range(4):
-        writers.train()
-        writers.checkpoint()
-    assert fleet(url, 2, steps=0).restore() == [7, 7]
-    assert fleet(url, 1, steps=0).restore() == [7]
+    for _ in range(6):
+        make_another(writers)
+    assert fleet(url, 2, steps=0).restore() == [9, 9]
+    assert fleet(url, 1, steps=0).restore() == [9]
     store = open_store(url)
-    assert len({name.split("/")[1] for name in store.list(PARTS)}) <= 4
+    assert steps_in(url) == {7, 8, 9} and not writers.events.facts("state.rubbish_kept")
     assert store.list("log", limit=1) == store.list("log")[:1]
 
 
@@ -83,9 +99,10 @@ def test_one_wins_when_many_put_the_same_name(url: str) -> None:
 
 WRITING = [(kind, "PUT", where) for kind in ("reset", "timeout", "lose_answer", "slow_down", "internal")
            for where in ("/parts/", "/log/")]
-READING = [*((kind, "GET", "/parts/") for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal")),
-           ("truncate", "GET", "/log/"), ("slow", "GET", "list-type"), ("internal", "GET", "list-type"),
-           ("rubbish", "GET", "list-type"), ("reset", "GET", "list-type")]
+READING = [*((kind, "GET", "/parts/") for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal",
+                                                   "bare_404")),
+           *((kind, "GET", "/log/") for kind in ("truncate", "bare_404")),
+           *((kind, "GET", "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))]
 
 
 @pytest.mark.parametrize(("kind", "method", "where"), WRITING)
@@ -111,8 +128,53 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
         writers.train()
         writers.checkpoint()
     fault = proxy.fault(kind, method=method, contains=where, times=2)
-    assert fleet(url, 2, steps=0).restore() == [5, 5]
-    assert fault.fired >= 1
+    reader = fleet(url, 2, steps=0)
+    assert reader.restore() == [5, 5]
+    assert fault.fired >= 1 and not reader.events.facts("state.checkpoint_refused")
+
+
+@pytest.mark.parametrize("where", ["/parts/", "/log/"])
+def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy, url: str, where: str,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """A balancer says 404 for good: that is unknown and not gone. The restore fails, and lets go of nothing."""
+    writers = fleet(url)
+    writers.restore()
+    for _ in range(2):
+        writers.train()
+        writers.checkpoint()
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+    monkeypatch.setattr("state.checkpoint.RESTORE_S", -1.0)
+    proxy.fault("bare_404", method="GET", contains=where, times=10**6)
+    (got,) = fleet(url, 1, steps=0).restore()
+    assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
+    proxy.clear()
+    assert sorted(CommitLog(open_store(url)).tail().kept.values()) == [4, 5]
+    assert fleet(url, 1, steps=0).restore() == [5]
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "reset"])
+def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str, kind: str) -> None:
+    """It is tried again, as any request is."""
+    writers = fleet(url, plan=Plan(part_bytes=100, keep_last=1))
+    writers.restore()
+    writers.checkpoint()
+    fault = proxy.fault(kind, method="POST", contains="delete", times=2)
+    make_another(writers)
+    assert fault.fired == 2 and not writers.events.facts("state.rubbish_kept")
+    assert steps_in(url) == {4}
+
+
+def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) -> None:
+    """Whoever has read a part hands it on to the others: the store sends the state once, not once to each worker."""
+    writers = fleet(url)
+    writers.restore()
+    writers.checkpoint()
+    parts = open_store(url).list(PARTS)
+    proxy.seen.clear()
+    assert fleet(url, 3, steps=0).restore() == [3] * 3
+    read = sorted(path.partition(f"/{PARTS}/")[2] for method, path, _ in proxy.seen
+                  if method == "GET" and f"/{PARTS}/" in path)
+    assert len(parts) > 3 and read == [name.removeprefix(f"{PARTS}/") for name in parts]
 
 
 @pytest.mark.parametrize("kind", ["forbidden", "no_bucket", "slow_down", "skewed"])
@@ -161,6 +223,38 @@ def test_settings_of_the_url_reach_the_server(proxy: FaultyProxy, url: str) -> N
     assert headers["x-amz-storage-class"] == "STANDARD"
     with pytest.raises(StoreRefused, match="ServerSideEncryption"):
         S3Store(url + "?Body=x")
+
+
+def test_encryption_goes_along_with_parts_and_records(proxy: FaultyProxy, url: str) -> None:
+    """Also with the conditional PUT; whether this server can encrypt is its own business."""
+    store = S3Store(url + "?ServerSideEncryption=AES256")
+    for put, name in ((store.put, "parts/a"), (store.put_if_absent, "log/1.json")):
+        with suppress(StoreRefused):
+            put(name, b"x")
+    sent = {path.rpartition("/")[2]: headers for method, path, headers in proxy.seen if method == "PUT"}
+    assert {name: headers.get("x-amz-server-side-encryption") for name, headers in sent.items()} == {
+        "a": "AES256", "1.json": "AES256"}
+    assert sent["1.json"]["If-None-Match"] == "*"
+
+
+def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, show, verify, prune and export, as with a folder."""
+    writers = fleet(url)
+    writers.restore()
+    for _ in range(2):
+        make_another(writers)
+    rubbish = f"{PARTS}/000000000001-000000000002/000000-x.bin"
+    open_store(url).put(rubbish, b"x")
+    output = tmp_path / "model.safetensors"
+    said = []
+    for action, *arguments in (["ls"], ["show", "--step", "4"], ["verify"], ["prune"], ["export", str(output)]):
+        assert main(["checkpoints", action, url, *arguments]) == 0
+        said.append(capsys.readouterr().out)
+    assert " 4 " in said[0] and " 5 " in said[0]
+    assert json.loads(said[1])["step"] == 4
+    assert said[2].count("whole: step") == 2
+    assert "deleted 1 parts" in said[3] and rubbish not in open_store(url).list(PARTS)
+    assert load_file(output).keys() == writers.states[0].model.state_dict().keys()
 
 
 def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch,
