@@ -50,8 +50,8 @@ def hosts_file(argv: list[str]) -> int:
         print(f"the hosts file {argv[0]} cannot be read: {error}", file=sys.stderr)
         return 1
     if argv[1:] and age_s > int(argv[1]):
-        print(f"the hosts file {argv[0]} is {age_s:.0f} s old: its poller does not run, or the cloud does not answer",
-              file=sys.stderr)
+        print(f"the hosts file {argv[0]} is {age_s:.0f} s old: its poller does not run, or neither the cloud nor the agent "
+              "of some host answers", file=sys.stderr)
         return 1
     if argv[1:] and age_s < -FUTURE_S:
         print(f"the hosts file {argv[0]} is {-age_s:.0f} s ahead of this machine's clock, so its age is unknown until its "

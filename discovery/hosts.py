@@ -5,10 +5,13 @@ instances (ec2), health (agent), notices, history, clock → here → hosts file
 What always holds:
 1. A host that was once under the cloud's notice never comes back: its incarnation is doomed until the cloud forgets its id.
    One whose agent was only stopped comes back with the next agent.
-2. The oldest stable host comes first, since it becomes rank 0.
-3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other enter together.
+2. The oldest stable host comes first, since it becomes rank 0. Who came again within flap_window_s stands behind those
+   who did not, for as long as it stays.
+3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other enter together. They
+   wait only where somebody stays: the list is never empty for their sake.
 4. A host that comes and goes is held back, longer each time; also one that comes and goes in the cloud's answers.
-5. One odd answer empties nothing: a poll that loses more than half of the list without a notice must be said twice.
+5. One odd answer empties nothing: a poll that loses more than half of the list without a notice must be said twice, of
+   each host that it loses.
 6. One fault of ours empties nothing: when most agents, and at least two, cannot be heard or have another clock than we,
    it is our network or our clock. Their hosts keep their places until they are heard, or leave for another reason.
 """
@@ -111,6 +114,11 @@ class Past:
     first_unfit: float | None = None
     """Since when it has been unfit without a break."""
 
+    @property
+    def leaves(self) -> bool:
+        """True for a host that has said itself that it goes."""
+        return bool(self.doomed or self.stopped)
+
 
 @dataclass(frozen=True)
 class History:
@@ -119,8 +127,8 @@ class History:
     past: Mapping[str, Past] = field(default_factory=dict)
     listed: tuple[tuple[str, str, int], ...] = ()
     """The last list: id, name and slots, in its order."""
-    doubts: int = 0
-    """How often in a row an answer was not believed."""
+    doubted: tuple[str, ...] = ()
+    """Whose loss has been said once and was not believed."""
     unheard: int = 0
     """How many hosts are listed although their agents are not heard, since they are too many; 0: we hear well."""
 
@@ -138,6 +146,8 @@ class Decision:
 ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reboot", "system-maintenance")
 MOST_DOUBLINGS = 16
 IN = "in"
+SICK = "sick: "
+"""Begins the reason of a host that its agent finds unwell."""
 HELD = "held back"
 """Begins the reason of a host that comes and goes."""
 DOUBTED = "but so are most: asked again first"
@@ -160,22 +170,25 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
     if policy.same_type:
         _keep_one_type(instances, reasons, past)
     waiting = sorted(i for i, why in reasons.items() if why == IN and not past[i].is_listed)
-    if waiting and not _may_enter([past[i].first_fit or now for i in waiting], now, policy) and any(
-            p.is_listed for p in past.values()):
+    could_enter = [max(past[i].first_fit or now, past[i].held_until) for i in waiting]
+    if waiting and not _may_enter(could_enter, now, policy) and any(
+            why == IN and past[i].is_listed for i, why in reasons.items()):
         for i in waiting:
             reasons[i] = "arriving: others may be about to"
     listed = {i for i, why in reasons.items() if why == IN}
-    unexplained = [i for i, _, _ in history.listed if i not in listed and not (i in past and _leaves(past[i]))]
-    if 2 * len(unexplained) > len(history.listed) and not history.doubts:
-        leaving = {i: p for i, p in past.items() if _leaves(p)}
+    unexplained = [i for i, _, _ in history.listed if i not in listed and not (i in past and past[i].leaves)]
+    if 2 * len(unexplained) > len(history.listed) and not set(unexplained) <= set(history.doubted):
+        leaving = {i: p for i, p in past.items() if p.leaves}
         kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
-        doubted = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
-        return Decision(tuple((name, slots) for _, name, slots in kept), reasons | doubted,
-                        History({**history.past, **leaving}, kept, doubts=1, unheard=unheard))
+        stand = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
+        return Decision(tuple((name, slots) for _, name, slots in kept), reasons | stand,
+                        History({**history.past, **leaving}, kept, doubted=tuple(sorted({*history.doubted, *unexplained})),
+                                unheard=unheard))
     past = {i: replace(p, is_listed=i in listed) for i, p in past.items()}
     past |= {i: replace(p, is_listed=False, first_fit=None, first_unfit=None) for i, p in history.past.items()
              if i not in past and now - p.seen_at <= policy.flap_window_s}
-    ordered = sorted((i for i in instances if i.id in listed), key=lambda i: (i.launched, i.id))
+    ordered = sorted((i for i in instances if i.id in listed),
+                     key=lambda i: (len(past[i.id].arrivals) > 1, i.launched, i.id))
     return Decision(tuple((i.name, i.slots) for i in ordered), reasons,
                     History(past, tuple((i.id, i.name, i.slots) for i in ordered), unheard=unheard))
 
@@ -188,17 +201,12 @@ def _listen(past: Past, says: Health | None, now: float) -> Past:
     if not says.is_clock_off:
         past = replace(past, heard_at=says.heard_at)
     if not (says.is_clock_off and past.is_listed):
-        past = replace(past, sick=f"sick: {says.why}" if says.state == "sick" else "")
+        past = replace(past, sick=f"{SICK}{says.why}" if says.state == "sick" else "")
     if says.state != "draining":
         return replace(past, stopped="") if says.life != past.stopped else past
     if not says.for_good:
         return replace(past, stopped=says.life)
     return replace(past, doomed=past.doomed or (f"notice: {says.why}" if says.why else "notice"))
-
-
-def _leaves(past: Past) -> bool:
-    """True for a host that has said itself that it goes."""
-    return bool(past.doomed or past.stopped)
 
 
 def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
@@ -239,7 +247,7 @@ def _silent(says: Health | None, past: Past, now: float, policy: Policy) -> str:
     if past.heard_at is None:
         return "booting: its agent has not answered yet"
     if now - past.heard_at > policy.silence_s:
-        return f"sick: {says.why}" if says is not None else f"its agent has been silent for {now - past.heard_at:.0f} s"
+        return f"{SICK}{says.why}" if says is not None else f"its agent has been silent for {now - past.heard_at:.0f} s"
     return ""
 
 
@@ -269,6 +277,6 @@ def _keep_one_type(instances: Sequence[Instance], reasons: dict[str, str], past:
                 reasons[i.id] = f"{i.type}, and most are {chosen}"
 
 
-def _may_enter(arrived: list[float], now: float, policy: Policy) -> bool:
+def _may_enter(since: list[float], now: float, policy: Policy) -> bool:
     """True when nobody has arrived for a while, or the first one has waited long enough."""
-    return now - max(arrived) >= policy.settle_s or now - min(arrived) >= policy.settle_most_s
+    return now - max(since) >= policy.settle_s or now - min(since) >= policy.settle_most_s

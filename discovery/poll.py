@@ -4,7 +4,8 @@ ec2, agents → here → hosts file (replaced whole) → `python -m discovery ho
 
 What always holds:
 1. The file is replaced whole, and only by an answer that was whole. While the cloud does not answer it stays as it is, but
-   for what the agents say. Its age is that of the cloud's last believed answer, whatever was written since: the script
+   for what the agents say. Its age is that of what is known of the hosts on it, whatever was written since: of each the
+   cloud's last believed answer or its agent's last word, whichever is later, and of all hosts the earliest. The script
    that prints it says by its exit code that it is too old.
 2. Every change of the list is an event with its reason, in the run's diary.
 3. The agents are asked every second, the cloud every few, in a thread of its own: a notice reaches the file within two
@@ -35,6 +36,7 @@ from discovery.hosts import (
     HELD,
     IN,
     MOST_DOUBLINGS,
+    SICK,
     Decision,
     Health,
     History,
@@ -90,6 +92,8 @@ class Poller:
     """The questions to agents, by instance, whose answers no turn has taken: one at most to each."""
     _answered_at: float | None = None
     """When the cloud's last believed answer came, by `wall`."""
+    _heard_at: dict[str, float] = field(default_factory=dict)
+    """When each instance's agent last said something by the right time, by `clock`; of this poller's life only."""
     _written: str | None = None
     _reasons: Mapping[str, str] = field(default_factory=dict)
     _strangers: dict[str, int] = field(default_factory=dict)
@@ -133,15 +137,17 @@ class Poller:
         self.instances = before if answer is None else answer
         if self._answered_at is None and not is_fresh:
             return  # nothing was ever known: there is no file yet, and the script says so
-        asked, doubts = self._ask_agents(pool), self.history.doubts
-        history = self.history if is_fresh else replace(self.history, doubts=0)
+        asked, doubted = self._ask_agents(pool), self.history.doubted
+        history = self.history if is_fresh else replace(self.history, doubted=())
         decision = decide(self.instances, asked, history, self.clock(), self.policy)
         self.history = decision.history
-        if is_fresh and self.history.doubts:
+        if not is_fresh:
+            self.history = replace(self.history, doubted=doubted)  # settled by the cloud's next answer, by nothing else
+        elif self.history.doubted:
             self.instances = before  # whom the answer lacks is asked still, and a notice of theirs counts
-        elif doubts and not is_fresh:
-            self.history = replace(self.history, doubts=doubts)  # settled by the cloud's next answer, by nothing else
-        if is_fresh and not self.history.doubts:
+            self.emit("discovery.answer_doubted", listed=len(decision.hosts),
+                      lacks=sum(why.endswith(DOUBTED) for why in decision.reasons.values()))
+        else:
             self._answered_at = self.wall()
         self._tell(decision, former, before)
         self._publish(decision)
@@ -186,22 +192,34 @@ class Poller:
         done, _ = wait(self._asking.values(), self.agents_patience_s)
         answers = {i: self._asking.pop(i).result() for i, question in list(self._asking.items()) if question in done}
         self.health = {i: says for i, says in answers.items() if says and i in running}
+        self._heard_at |= {i: says.heard_at for i, says in self.health.items() if not says.is_clock_off}
         return self.health
+
+    def _known_at(self) -> float:
+        """Return since when it may be that the list is not true any more, by `wall`."""
+        said, now = self._answered_at or 0.0, self.clock()
+        known_at = {i: max(said, self.wall() - (now - heard_at)) for i, heard_at in self._heard_at.items()}
+        if self.history.listed:
+            return min(known_at.get(i, said) for i, _, _ in self.history.listed)
+        return max([said, *(known_at.get(i, said) for i, past in self.history.past.items() if past.leaves)])
 
     def _tell(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:
         """Say in the diary what has changed, and why."""
         names = {i.id: i.name for i in (*before, *self.instances)}
         reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
+        if decision.history.doubted:
+            reasons = {**self._reasons, **reasons}  # whom else the answer lacks is not gone either
         for identity, why in reasons.items():
             was, name = self._reasons.get(identity), names.get(identity, identity)
             if why != was and (why == IN) != (was == IN):
                 self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name, id=identity, why=why)
             elif why.startswith(HELD) and not (was or "").startswith(HELD):
                 self.emit("discovery.host_held_back", host=name, id=identity, why=why)
+            elif why.startswith(SICK) and _words(why) != _words(was or ""):
+                self.emit("discovery.host_sick", host=name, id=identity, why=why)
         for identity in sorted(self._reasons.keys() - reasons.keys()):
-            if self._reasons[identity] == IN:
-                self.emit("discovery.host_out", host=names.get(identity, identity), id=identity,
-                          why="the cloud knows it no more")
+            self.emit("discovery.host_out" if self._reasons[identity] == IN else "discovery.host_gone",
+                      host=names.get(identity, identity), id=identity, why="the cloud knows it no more")
         self._reasons = reasons
         if decision.history.unheard and not former.unheard:
             self.emit("discovery.poller_doubts_itself", unheard=decision.history.unheard, listed=len(decision.hosts),
@@ -222,8 +240,9 @@ class Poller:
 
     def _publish(self, decision: Decision) -> None:
         """Write memory, list and table; what cannot be written is tried again at the next turn."""
-        text, at = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts), self._answered_at or 0.0
-        memory = Memory(self.clock(), at, tuple(self.instances), self.history, self._reasons,
+        text, at = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts), self._known_at()
+        self._heard_at = {i: heard_at for i, heard_at in self._heard_at.items() if i in self.history.past}
+        memory = Memory(self.clock(), self._answered_at or 0.0, tuple(self.instances), self.history, self._reasons,
                         {i: count for i, count in self._strangers.items() if i in self.history.past})
         is_kept = self._write(self._memory_file, write_down(memory))
         if text != self._written:
@@ -245,7 +264,7 @@ class Poller:
             return False
 
     def _touch(self, at: float) -> bool:
-        """Give the list the age of the cloud's answer."""
+        """Give the list the age of what is known."""
         try:
             os.utime(self.hosts_file, (at, at))
             return True
@@ -305,6 +324,11 @@ def replace_whole(path: Path, text: str, at: float | None = None) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def _words(why: str) -> str:
+    """Return a reason without its figures, which change from turn to turn."""
+    return "".join(letter for letter in why if letter not in "+-.0123456789")
 
 
 def _begin(question: Callable[[], list[Instance]]) -> Future[list[Instance]]:

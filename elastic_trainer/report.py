@@ -19,6 +19,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESULT_FILE = "result.json"
+POLLER_GONE_S = 10.0
+"""A poller that runs has written its table anew within two seconds."""
 PHASES = ("booting", "training", "pausing", "restarting", "stopped")
 LOST_REASONS = ("crashed", "frozen", "cut_off", "stuck", "evicted", "boot_failed", "boot_timeout", "exit_timeout")
 
@@ -308,6 +311,8 @@ def print_hosts(fleet: dict[str, Any]) -> None:
                       "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
+    if (age_s := time.time() - fleet["time"]) > POLLER_GONE_S:
+        console.print(f"this was {age_s:.0f} s ago: the poller has not run since. Look at its service on the coordinator.")
     if fleet["cloud_failures"]:
         console.print(f"the cloud has not answered {fleet['cloud_failures']} times in a row; what it said last stands")
     if fleet["unheard"]:

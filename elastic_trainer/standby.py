@@ -12,7 +12,8 @@ What always holds:
    worker only, whole: the kernel does it, also behind a wrapper script. The service's death ends those that nobody has
    taken, and no worker.
 3. What a standby prints before its place is printed when it gets one, as if it had been started then. What it, or a
-   wrapper script, has set in its environment stays.
+   wrapper script, has set in its environment stays, and so does where a script has sent its output; what the script prints
+   itself is printed a second later.
 4. One boots at a time, and takes as much of one core as the others leave idle, but at least a fifth: it is stopped and
    let go in turns. (No scheduling class would do: tried as a user, SCHED_IDLE and a nice of 19 have no way back.)
 5. A standby has touched nothing of the run: no store, no diary, no socket, no random numbers that count.
@@ -73,6 +74,8 @@ MAX_BACK_OFF_S = 60.0
 LAST_WORDS_BYTES = 2000
 OUTPUT_BYTES = 60_000
 """So much of what a standby has printed is handed on: it fits a pipe, so that writing it never waits for a reader."""
+FORWARD_S = 1.0
+"""So often what a wrapper script has printed is handed on."""
 PR_SET_PDEATHSIG = 1
 OF_THE_PLACE = ("HOROVOD_", "ELASTIC_TRAINER_")
 CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
@@ -97,29 +100,31 @@ def wait_for_place() -> dict[str, float]:
     """
     if not is_standby():
         return {}
-    descriptor, began_ns, _ = os.environ.pop(VARIABLE).split(",")
-    keeper = socket.socket(fileno=int(descriptor))
+    number_of_keeper, began_ns, _ = os.environ.pop(VARIABLE).split(",")
+    keeper = socket.socket(fileno=int(number_of_keeper))
     keeper.set_inheritable(False)
     sys.stdout.flush()
     sys.stderr.flush()
     since = time.monotonic()
     loaded = stamps(own_files())
     keeper.send(b"waiting")
-    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 5)
+    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 6)
     if not descriptors:
         os._exit(EXIT_LEFT)  # the keeper has gone
-    place, *output, booted_with = descriptors
+    place, *places, booted_with, printed = descriptors
     if changed := changed_files(loaded, stamps(loaded), int(began_ns), (os.getcwd(), *filter(None, sys.path))):
         keeper.send(", ".join(changed).encode()[:LAST_WORDS_BYTES])
         os._exit(EXIT_LEFT)
     environment = merged(read_environment(booted_with), os.environ, read_environment(place))
     os.environ.clear()
     os.environ.update(environment)
-    for number, descriptor_of in enumerate(output):
-        os.dup2(descriptor_of, number)
-        os.close(descriptor_of)
-    os.close(place)
-    os.close(booted_with)
+    given = os.stat(os.devnull), os.fstat(printed), os.fstat(printed)
+    for number, (of_place, of_keeper) in enumerate(zip(places, given, strict=True)):
+        with suppress(OSError):  # a script has closed it
+            if os.path.samestat(os.fstat(number), of_keeper):  # else a script has redirected it
+                os.dup2(of_place, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
     keeper.send(b"here")
     if keeper.recv(64) != b"go":
         os._exit(EXIT_LEFT)  # the shim has not waited for us: the command itself runs in this place
@@ -239,6 +244,8 @@ class Keeper:
                 preexec_fn=lambda: _die_with_keeper(life))  # noqa: PLW1509 (no threads here)
         os.close(life)
         self.end_of_process = os.pidfd_open(self.process.pid)
+        self.stdout, self.handed_on = -1, 0
+        """The place's standard output, and how much of `printed` has been written to it."""
 
     def run(self) -> int:
         """Boot, wait, hand over, accompany; returns this process's exit code."""
@@ -323,12 +330,14 @@ class Keeper:
             if changed := changed_files(self.program, stamps(self.program), self.began_ns):
                 raise BootFailed(f"it was booted before {', '.join(changed)} changed")
             descriptors.append(write_environment(self.env))
-            socket.send_fds(self.worker, [b"place"], descriptors)
+            socket.send_fds(self.worker, [b"place"], [*descriptors, self.printed.fileno()])
             if self.worker not in self._ready(WAKE_S, self.worker):
                 raise BootFailed(f"it did not answer in {WAKE_S:.0f} s when its place had come")
             if (word := self.worker.recv(LAST_WORDS_BYTES)) != b"here":
                 raise BootFailed(f"it was booted before {word.decode(errors='replace')} changed" if word else self._why())
-            os.write(descriptors[2], self._printed(OUTPUT_BYTES))
+            self.stdout = os.dup(descriptors[2])
+            self.handed_on = max(0, os.fstat(self.printed.fileno()).st_size - OUTPUT_BYTES)
+            self._forward()
             shim.send(b"taken")
             shim.settimeout(None)
             return True
@@ -346,7 +355,10 @@ class Keeper:
 
     def _accompany(self, shim: socket.socket) -> None:
         """Be between the shim and the worker until one of them ends."""
-        while self.end_of_process not in self._ready(None, shim):
+        while self.end_of_process not in (ready := self._ready(FORWARD_S, shim)):
+            self._forward()
+            if shim not in ready:
+                continue
             try:
                 word, _, number = shim.recv(64).partition(b" ")
             except ConnectionResetError:
@@ -359,10 +371,22 @@ class Keeper:
                 self._kill()  # the shim is dead, and so is its worker, frozen or not
                 return
         status = self._kill()
+        self._forward()
         try:
             shim.send(b"ended %d" % status)
         except OSError:
             pass
+
+    def _forward(self) -> None:
+        """Hand on what was printed before the place came, and by a wrapper script, or its `tee`, since.
+
+        A slow reader must not keep us from seeing the shim's end: so little fits a pipe that has room at all.
+        """
+        file = self.printed.fileno()
+        end = os.fstat(file).st_size
+        with suppress(OSError):
+            while self.handed_on < end and select.select([], [self.stdout], [], 0.0)[1]:
+                self.handed_on += os.write(self.stdout, os.pread(file, select.PIPE_BUF, self.handed_on))
 
     # --- its process --------------------------------------------------------------------------------------------------
 

@@ -126,14 +126,19 @@ def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_says_sick_when_the_disk_is_full_or_a_gpu_is_gone(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch,
-                                                          tmp_path: Path) -> None:
+def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(agent: tuple[Agent, str],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """And ready again when it is not."""
     here, address = agent
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 999, 1))
         here.examine()
         assert "disk full" in ask(address, KEY, PATIENCE_S).why
+    with monkeypatch.context() as patch:
+        patch.setattr(agent_module, "MEMORY_FREE", 1.0)  # no machine has so much
+        here.examine()
+        says = ask(address, KEY, PATIENCE_S)
+        assert says.state == "sick" and re.fullmatch(r"no memory: \d+ MiB left", says.why)
     monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
     here.examine()
     assert ask(address, KEY, PATIENCE_S).state == "ready"

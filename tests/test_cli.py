@@ -6,7 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -109,8 +109,8 @@ def test_each_host_is_listed_as_it_was_given(tmp_path: Path) -> None:
 
 
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> tuple[argparse.Namespace, dict[str, int]]:
-    """Return what the driver would be told, and the hosts that it would find."""
-    told: list[argparse.Namespace] = []
+    """Return what the driver would be told (and how many standbys wait), and the hosts that it would find."""
+    told, standbys = list[argparse.Namespace](), list[int]()
 
     def supervise(run_dir: Path, horovodrun_options: list[str], *_: object, **__: object) -> int:
         parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -121,11 +121,16 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
         return 130
 
     monkeypatch.setattr("elastic_trainer.attempts.supervise", supervise)
-    monkeypatch.setattr("elastic_trainer.standby.local_standbys", lambda *_: nullcontext())
+    def local_standbys(run_dir: Path, command: list[str], count: int) -> AbstractContextManager[None]:
+        standbys.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr("elastic_trainer.standby.local_standbys", local_standbys)
     for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
     assert main(["run", "--run", "x", "--runs-dir", str(tmp_path), *options, "--", "true"]) == 130
+    (told[0].standbys,) = standbys
     printed = subprocess.run(told[0].host_discovery_script, shell=True, capture_output=True, text=True)
     return told[0], parse_hosts(printed.stdout, None)
 
@@ -154,6 +159,16 @@ def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, 
     options = [str(tmp_path / "file") if word == "FILE" else word for word in given]
     told, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
     assert listed == {"a": 1, "b": 2} and (told.np, told.max_np) == (2, 2)
+
+
+@pytest.mark.parametrize(("options", "standbys"), [
+    ([], 1), (["--standby", "0"], 0), (["--standby", "2"], 2), (["-H", "a:2", "-np", "2"], 0),
+    (["--host-discovery-script", "echo a:4", "-np", "4"], 0),
+])
+def test_one_standby_waits_where_the_workers_are_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                       options: list[str], standbys: int) -> None:
+    """Unless another number was asked for; on other hosts a service keeps them."""
+    assert started(monkeypatch, tmp_path, *options)[0].standbys == standbys
 
 
 @pytest.mark.parametrize(("options", "min_np"), [

@@ -76,7 +76,7 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     stopped = launch(moto, 1)
     client("ec2", moto).stop_instances(InstanceIds=stopped)
     found = {i.id: i for i in Ec2(TAGS, cpu_slots=3).instances()}
-    assert set(spot + on_demand + gpus) <= found.keys() <= set(spot + on_demand + gpus + stopped)
+    assert found.keys() == {*spot, *on_demand, *gpus}
     assert [found[i].lifecycle for i in (spot[0], on_demand[0])] == ["spot", "on-demand"]
     assert found[gpus[0]].slots == 4 and found[spot[0]].slots == 3
     assert all(i.name and i.launched > 0 for i in found.values())
@@ -130,6 +130,29 @@ def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy, kind: str) 
 def changed(pattern: str, text: str, times: int = 1) -> Callable[[bytes], bytes]:
     """Return what changes an answer's text, in so many places; moto has no words for what EC2 says on bad days."""
     return lambda data: re.sub(pattern.encode(), text.encode(), data, count=times)
+
+
+@pytest.mark.parametrize("state", ["pending", "shutting-down", "stopping", "stopped", "terminated"])
+def test_an_instance_that_does_not_run_is_out(moto: str, proxy: FaultyProxy, state: str) -> None:
+    """In whichever state the API describes it (moto's are in none for long); one that has ended is no host at all."""
+    ids = launch(moto, 2)
+    proxy.on_answer = changed(f"(?s)(<instanceId>{ids[0]}</instanceId>.*?<instanceState>.*?<name>)running", rf"\1{state}")
+    found = Ec2(TAGS).instances()
+    out = {ids[0]: state} if state != "terminated" else {}
+    assert {i.id: i.state for i in found} == out | {ids[1]: "running"}
+    decision = decide(found, {}, History(), 0.0, Policy())
+    assert decision.reasons == {i: f"the cloud says {out[i]}" for i in out} | {ids[1]: "in"}
+    assert len(decision.hosts) == 1
+
+
+def test_nobody_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
+    """The API has answered, and names nobody: who has ended it does not describe. No lines, and exit code 0."""
+    client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
+    client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
+    assert Ec2(TAGS).instances() == []
+    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: FaultyProxy) -> None:

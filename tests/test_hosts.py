@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -61,9 +62,12 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
         assert not doomed & set(listed)
         assert {i.id for i in fleet} <= decision.reasons.keys()
         assert len(set(listed)) == len(listed) == len(decision.hosts)
-        if not history.doubts:
+        if not decision.hosts:
+            assert not any(why.startswith("arriving") for why in decision.reasons.values())
+        if not history.doubted:
             by_id = {i.id: i for i in fleet}
-            assert [by_id[i].launched for i in listed] == sorted(by_id[i].launched for i in listed)
+            order = [(len(history.past[i].arrivals) > 1, by_id[i].launched) for i in listed]
+            assert order == sorted(order)
             for i in listed:
                 assert by_id[i].state == "running" and not by_id[i].is_impaired and by_id[i].slots > 0
                 assert by_id[i].group_state in ("", "InService") and decision.reasons[i] == IN
@@ -71,7 +75,7 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
             if policy.same_type:
                 assert len({by_id[i].type for i in listed}) <= 1
         else:
-            assert set(listed) <= {i for i, _, _ in before.listed}
+            assert set(listed) <= {i for i, _, _ in before.listed} and not set(history.doubted) <= set(before.doubted)
 
 
 @pytest.mark.parametrize(("how", "why"), [
@@ -113,7 +117,7 @@ def test_a_rebalance_recommendation_makes_no_one_leave() -> None:
 
 def test_ten_that_arrive_within_seconds_enter_together() -> None:
     """Each join costs a pause: one for all of them, and none waits for ever."""
-    policy, history, changes, listed = Policy(), History(), 0, []
+    policy, history, changes, listed = Policy(), History(), 0, list[str]()
     for second in range(40):
         fleet = [instance(0), *(instance(n) for n in range(1, 11) if second >= 2 * n)]
         decision = decide(fleet, {}, history, float(second), policy)
@@ -121,6 +125,53 @@ def test_ten_that_arrive_within_seconds_enter_together() -> None:
         listed, history = names(decision), decision.history
     assert len(listed) == 11
     assert changes <= 3  # the first host, a batch after settle_most_s, the rest
+
+
+def lists(policy: Policy, seconds: int, fleet: Callable[[int], list[Instance]],
+          health: Callable[[int], dict[str, Health]] = lambda second: {}, past: Mapping[str, Past] = {}) -> list[list[str]]:
+    """Return the list of each second of a story."""
+    made, history = [], History(past)
+    for second in range(seconds):
+        decision = decide(fleet(second), health(second), history, float(second), policy)
+        made.append(names(decision))
+        history = decision.history
+    return made
+
+
+def test_ten_that_arrive_one_by_one_cost_one_change() -> None:
+    """None of them is later than settle_s behind the one before."""
+    every = lists(Policy(), 30, lambda second: [instance(n) for n in range(11) if second >= n])
+    assert [len(listed) for listed in every] == [1] * 13 + [11] * 17
+
+
+def test_newcomers_wait_for_nobody_who_leaves() -> None:
+    """A larger group of another type comes, or replacements, and then everybody has notice: the list is never empty."""
+    fleet = [instance(1, type="a"), instance(2, type="a"), *(instance(n, type="b") for n in (3, 4, 5))]
+    old, new = ["host-1", "host-2"], ["host-3", "host-4", "host-5"]
+    every = lists(Policy(same_type=True), 10, lambda second: fleet[:5 if second >= 3 else 2])
+    assert every == [old] * 4 + [new] * 6  # doubted once
+
+    def health(second: int) -> dict[str, Health]:
+        return {i.id: Health("draining" if second >= 4 and i.type == "a" else "ready", heard_at=second) for i in fleet}
+
+    assert lists(Policy(agents=True), 10, lambda second: fleet[:5 if second >= 3 else 2], health) == [old] * 4 + [new] * 6
+
+
+def test_a_host_whose_hold_ends_waits_for_others_like_a_newcomer() -> None:
+    """It has been fit for long, and could not enter: it cuts no batch short."""
+    held = Past(first_fit=-100.0, arrivals=(-300.0, -200.0, -100.0), holds=1, held_until=11.0)
+    came = {1: 0, 3: 0, 4: 10, 5: 12}
+    every = lists(Policy(), 30, lambda second: [instance(n) for n, at in came.items() if second >= at],
+                  past={"i-3": held})
+    assert every == [["host-1"]] * 15 + [["host-1", "host-4", "host-5", "host-3"]] * 15
+
+
+def test_whoever_came_again_stands_behind_those_who_stayed() -> None:
+    """It has become no less likely to go; the order stays as it is while nobody comes or goes."""
+    fleet = [instance(n) for n in (1, 2, 3)]
+    every = lists(QUICK, 2000, lambda second: fleet[1:] if second == 5 else fleet)
+    stayed = ["host-2", "host-3"]
+    assert every == [["host-1", *stayed]] * 5 + [stayed] + [[*stayed, "host-1"]] * 1994
 
 
 def test_a_host_that_flaps_is_held_back_longer_each_time() -> None:

@@ -135,18 +135,16 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_las
     s.agent(3).drain("terminate", None)
     assert s.poll() == [1, 2, 4]
     s.poll(4.0)  # the cloud answers once more
-    answered_at = s.hosts.stat().st_mtime
     s.cloud.answer = SILENT
     s.stop_agent(2)
     s.stop_agent(3)
     s.start_agent(3)  # it says ready: it has forgotten
     s.now += 30.0  # in which no poller runs
     s.restart(boot=-1000.0)
-    assert s.poll() == [1, 2, 4]
+    assert s.poll() == [1, 2, 4] and s.age_s() == 31  # this poller has not heard the second one's agent
     s.start_agent(2)
     s.agent(1).drain("terminate", None)
-    assert s.poll() == [2, 4]
-    assert s.hosts.stat().st_mtime == answered_at  # nothing that agents say makes the cloud's answer younger
+    assert s.poll() == [2, 4] and s.age_s() == 0
     assert [(e["id"], e["why"]) for e in s.told("host_out")] == [("i-3", "notice: terminate"), ("i-1", "notice: terminate")]
 
 
@@ -186,7 +184,7 @@ def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: C
             "host_in", "host_out", "host_held_back", "hosts_changed")]))
     assert ends[0] == ends[1]
     assert [ends[0][0][turn] for turn in (0, 6, 11, 13, 16, 21, 33, 44, 50)] == [
-        [1, 2, 3, 4], [1, 3, 4], [1, 2, 3, 4], [1, 2, 4], [1, 4], [1, 4], [1, 4], [1], []]
+        [1, 2, 3, 4], [1, 3, 4], [1, 3, 4, 2], [1, 4, 2], [1, 4], [1, 4], [1, 4], [1], []]
     assert any(e["event"] == "discovery.host_held_back" for e in ends[0][1])
 
 
@@ -195,10 +193,10 @@ WRONG = {
     "zeros": lambda text: "\0" * len(text),
     "empty": lambda text: "",
     "no object": lambda text: "[]",
-    "a word for a number": lambda text: text.replace('"doubts": 0', '"doubts": "0"'),
+    "a word for a number": lambda text: text.replace('"holds": 0', '"holds": "0"'),
     "no number": lambda text: text.replace('"launched": 1.0', '"launched": NaN'),
     "another form": lambda text: text.replace('"holds": 0', '"holds": 0, "more": 0'),
-    "a form without": lambda text: text.replace('"doubts": 0, ', ""),
+    "a form without": lambda text: text.replace('"doubted": [], ', ""),
     "a short list": lambda text: text.replace('"127.0.0.1", 1]', '"127.0.0.1"]'),
 }
 
@@ -231,6 +229,28 @@ def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -
     s.cloud.answer = SILENT
     s.poller.failures = 5000
     assert s.poll(100.0) == [1] and s.poller.failures == 5001
+
+
+def test_a_cloud_that_fails_is_asked_ever_more_seldom(story: Callable[..., Story]) -> None:
+    """The pause doubles with each failure up to its end, and is the usual one after an answer."""
+    s, asked = story(1, agent_port=None, policy=Policy(settle_s=0.0), interval_s=5.0), list[float]()
+
+    def pauses(turns: int, answer: list[Instance] | None) -> list[float]:
+        def instances() -> list[Instance]:
+            asked.append(s.now)
+            if answer is None:
+                raise SILENT
+            return answer
+
+        s.cloud.answer = instances
+        asked[:-1] = []
+        for _ in range(turns):
+            s.poll()
+        return [after - before for before, after in zip(asked, asked[1:], strict=False)]
+
+    assert pauses(12, s.fleet) == [5.0, 5.0]
+    assert pauses(264, None) == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
+    assert pauses(69, s.fleet) == [60.0, 5.0, 5.0, 5.0]
 
 
 def test_a_notice_reaches_the_file_when_the_diary_cannot_be_written(story: Callable[..., Story],
@@ -314,11 +334,12 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story], jump_s: float) -> None:
-    """All agents seem to have another clock. The file is of unknown age until the cloud's next answer, not for longer."""
+    """All agents seem to have another clock. A file from ahead is of unknown age until the cloud's next answer, not for
+    longer; else its age is that of the agents' last words by the right time."""
     s = story(3)
     s.poll()
     s.jump_s = jump_s
-    assert s.poll() == [1, 2, 3] and abs(s.age_s()) > 3000
+    assert s.poll() == [1, 2, 3] and (s.age_s() == 1 if jump_s > 0 else s.age_s() < -3000)
     assert [s.poll(5.0) for _ in range(20)] == [[1, 2, 3]] * 20 and s.age_s() == 0
     (doubt,) = s.told("poller_doubts_itself")
     assert doubt["clock_off"] == 3
@@ -335,9 +356,9 @@ def test_the_script_does_not_trust_a_file_from_the_future(tmp_path: Path, ahead_
     assert capfd.readouterr().out == ("" if code else "a:1\n")
 
 
-def test_the_lists_age_is_that_of_the_clouds_last_believed_answer(story: Callable[..., Story]) -> None:
-    """Neither an agent's word nor a doubted answer makes it younger."""
-    s = story(4)
+def test_without_agents_the_lists_age_is_that_of_the_clouds_last_believed_answer(story: Callable[..., Story]) -> None:
+    """A doubted answer does not make it younger, and no answer does not."""
+    s = story(4, agent_port=None, policy=Policy(settle_s=0.0))
     s.poll()
     s.poll(6.0)
     assert s.age_s() == 0
@@ -345,18 +366,76 @@ def test_the_lists_age_is_that_of_the_clouds_last_believed_answer(story: Callabl
     s.poll(6.0)
     assert s.age_s() == 6
     s.cloud.answer = SILENT
-    s.agent(1).drain("terminate", None)
-    assert s.poll(6.0) == [2, 3, 4] and s.age_s() == 12
+    assert s.poll(6.0) == [1, 2, 3, 4] and s.age_s() == 12
     s.cloud.answer = s.fleet
     s.poll(60.0)
     assert s.age_s() == 0
+
+
+def printed(s: Story, capfd: pytest.CaptureFixture[str]) -> list[int] | None:
+    """Return whom the script prints now, by the story's clock; None: it finds the list too old."""
+    seen, at = s.folder / "seen", time.time() - s.age_s()
+    seen.write_bytes(s.hosts.read_bytes())
+    os.utime(seen, (at, at))
+    capfd.readouterr()
+    code = script.main(["hosts-file", str(seen), "120"])
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 0 or not lines
+    return None if code else [int(line.removeprefix("127.0.0.").partition(":")[0]) for line in lines]
+
+
+def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(story: Callable[..., Story],
+                                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    """All agents are heard, so the list is as young as their words. When the last host leaves by its own word the list is
+    empty for as long as that is young; then nothing is known."""
+    s = story(3)
+    s.poll()
+    s.cloud.answer = SILENT
+    for _ in range(30):
+        s.poll(10.0)
+    assert printed(s, capfd) == [1, 2, 3]
+    s.agent(1).drain("terminate", None)
+    s.poll()
+    assert printed(s, capfd) == [2, 3]
+    s.stop_agent(1)
+    s.agent(2).drain("terminate", None)
+    s.agent(3).drain("terminate", None)
+    s.poll()
+    assert printed(s, capfd) == []
+    s.stop_agent(2)
+    s.stop_agent(3)
+    s.poll(100.0)
+    assert printed(s, capfd) == []
+    s.poll(30.0)
+    assert printed(s, capfd) is None
+
+
+def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(story: Callable[..., Story],
+                                                                capfd: pytest.CaptureFixture[str]) -> None:
+    """It is as old as the least that is known of anybody on it."""
+    s = story(3)
+    s.poll()
+    s.cloud.answer = SILENT
+    for number in (1, 2):  # most of them: their hosts keep their places
+        s.stop_agent(number)
+    for _ in range(11):
+        assert s.poll(10.0) == [1, 2, 3]
+    assert s.age_s() == 110 and printed(s, capfd) == [1, 2, 3]
+    s.poll(20.0)
+    assert printed(s, capfd) is None
+    s.start_agent(1)
+    s.poll()
+    assert printed(s, capfd) is None
+    s.start_agent(2)
+    s.poll()
+    assert printed(s, capfd) == [1, 2, 3]
 
 
 # --- what it hears ----------------------------------------------------------------------------------------------------
 
 
 def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
-    """It leaves while it is told to stop, and is let in when the next agent says ready."""
+    """It leaves while it is told to stop, and is let in when the next agent says ready, behind who has stayed."""
     s = story(2)
     s.poll()
     s.agent(1).drain("the host is being stopped", None, for_good=False)
@@ -364,7 +443,7 @@ def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]
     s.stop_agent(1)
     assert s.poll() == [2]
     s.start_agent(1)
-    assert s.poll() == [1, 2]
+    assert s.poll() == [2, 1]
 
 
 def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> None:
@@ -453,3 +532,80 @@ def test_an_answer_has_an_end() -> None:
         threading.Thread(target=drip, daemon=True).start()
         with pytest.raises(AgentUnreachable):
             ask(f"127.0.0.1:{listener.getsockname()[1]}", KEY, 0.5)
+
+
+# --- what it tells ----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_is_not_believed_is_told(story: Callable[..., Story]) -> None:
+    """Once, with how many it lacks; and nobody is said to be gone for it, neither a host on the list nor another."""
+    s = story(4)
+    s.agent(4)._sick = "disk full: 1 MiB left under /"
+    assert s.poll() == [1, 2, 3]
+    s.cloud.answer = s.fleet[:1]
+    for _ in range(4):
+        s.poll()
+    s.poll()
+    (doubt,) = s.told("answer_doubted")
+    assert (doubt["lacks"], doubt["listed"]) == (2, 3) and not s.told("host_out", "host_gone")
+    s.cloud.answer = s.fleet
+    s.poll(5.0)
+    s.poll(5.0)
+    assert len(s.told("answer_doubted")) == 1 and len(s.told("host_sick")) == 1 and not s.told("host_out", "host_gone")
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[..., Story], is_answered: bool) -> None:
+    """Three of four turn sick, before or at an answer of the cloud, which counts once; then its answer is empty: that is
+    the first time that the fourth is lost, so the list stands."""
+    s = story(4)
+    s.poll()
+    for number in (2, 3, 4):
+        s.agent(number)._sick = "disk full: 1 MiB left under /"
+    assert s.poll(5.0 if is_answered else 1.0) == [1, 2, 3, 4]
+    s.cloud.answer = []
+    assert s.poll(5.0) == [1, 2, 3, 4]
+    assert s.poll(5.0) == []
+
+
+def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story]) -> None:
+    """Most are sick for a moment between two answers, and then an answer is without them, for the first time."""
+    s = story(4)
+    s.poll()
+    for why in ("disk full: 1 MiB left under /", ""):
+        for number in (2, 3, 4):
+            s.agent(number)._sick = why
+        assert s.poll() == [1, 2, 3, 4]
+    s.cloud.answer = s.fleet[:1]
+    assert s.poll(5.0) == [1, 2, 3, 4]
+    assert s.poll(5.0) == [1]
+
+
+def test_a_host_that_is_sick_from_the_beginning_is_told(story: Callable[..., Story]) -> None:
+    """Once for each reason, whatever its figures are by then, also after a restart of the poller."""
+    s = story(2)
+    for left in (30, 29, 28):
+        s.agent(2)._sick = f"disk full: {left} MiB left under /"
+        assert s.poll() == [1]
+    s.restart()
+    s.poll()
+    s.agent(2)._sick = "no memory: 7 MiB left"
+    s.poll()
+    s.poll()
+    assert [(e["host"], e["id"], e["why"]) for e in s.told("host_sick")] == [
+        ("127.0.0.2", "i-2", "sick: disk full: 30 MiB left under /"), ("127.0.0.2", "i-2", "sick: no memory: 7 MiB left")]
+    assert not s.told("host_out")
+
+
+def test_the_end_of_a_host_that_had_left_is_told(story: Callable[..., Story]) -> None:
+    """Once; that of a host on the list is its leaving."""
+    s = story(3)
+    s.poll()
+    s.agent(1).drain("terminate", None)
+    s.poll()
+    s.cloud.answer = s.fleet[2:]
+    assert s.poll(5.0) == [3]
+    s.poll(5.0)
+    assert [(e["event"], e["id"], e["why"]) for e in s.told("host_out", "host_gone")] == [
+        ("discovery.host_out", "i-1", "notice: terminate"), ("discovery.host_gone", "i-1", "the cloud knows it no more"),
+        ("discovery.host_out", "i-2", "the cloud knows it no more")]

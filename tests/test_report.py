@@ -366,6 +366,14 @@ def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixtur
     assert "1 booting, 2 at step 7, 1 waiting 6" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("age_s", [0.0, 3600.0])
+def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(capsys: pytest.CaptureFixture[str],
+                                                                      age_s: float) -> None:
+    """It is of some moment in the past then, however it looks."""
+    print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})
+    assert ("this was 3600 s ago: the poller has not run since" in capsys.readouterr().out) == (age_s > 0)
+
+
 def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(tmp_path: Path,
                                                                          capsys: pytest.CaptureFixture[str]) -> None:
     """It is said, and can be made again from the diary."""

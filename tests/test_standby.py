@@ -324,6 +324,34 @@ def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
     wait_for("the end of both", lambda: not is_running(pid) and not is_running(script))
 
 
+@pytest.mark.parametrize(("line", "logged", "printed"), [
+    ("PYTHON job.py > log 2> errors", b"imported\nout\n", b"before\nafter\n"),
+    ("PYTHON job.py | tee log", b"imported\nout\n", b"before\nimported\nout\nafter\n"),
+])
+def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged: bytes, printed: bytes) -> None:
+    """[3] Its redirections hold for a standby as for any worker, and what it prints itself is printed, also meanwhile."""
+    bench.behind_a_script()
+    (bench.folder / "job.sh").write_text(f"echo before\n{line.replace('PYTHON', sys.executable)}\necho after\nexit 7\n")
+    bench.write("while not os.path.exists('go'): time.sleep(0.05)")
+    bench.serve()
+    bench.booted()
+    worker, heard = bench.take(), b""
+    assert worker.stdout and bench.here()["was"]
+    os.set_blocking(worker.stdout.fileno(), False)
+
+    def has_said_so_far() -> bool:
+        nonlocal heard
+        heard += worker.stdout.read() or b""  # type: ignore[union-attr]
+        return heard == printed.removesuffix(b"after\n")
+
+    wait_for("its words", has_said_so_far)
+    (bench.folder / "go").touch()
+    os.set_blocking(worker.stdout.fileno(), True)
+    rest, err = worker.communicate(timeout=DEADLINE_S)
+    assert (worker.returncode, heard + rest, (bench.folder / "log").read_bytes()) == (7, printed, logged)
+    assert err == (b"err\n" if "tee" in line else b"")
+
+
 def test_a_script_that_boots_dies_with_its_keeper(bench: Bench) -> None:
     """[2] It was stopped, perhaps, and nobody would ever let it go on."""
     bench.behind_a_script()

@@ -5,7 +5,7 @@
 The instances are described by an EC2 API on loopback that answers in pages of 1,000, like AWS's (moto takes minutes to
 make so many). A poll is EC2's answer, the decision and the file. The script is what horovodrun calls every second.
 
-Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000, notice_to_file_s.
+Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000, notice_to_file_s, met.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from discovery.poll import Poller  # noqa: E402
 
 ROOT = HERE.parent.parent
 PAGE = 1000
+SCRIPT_MS, NOTICE_S = 60.0, 3.0
+"""What was promised: below these."""
 
 
 class Api(BaseHTTPRequestHandler):
@@ -150,10 +152,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small, large = polled(folder, 1000), polled(folder, 10000)
-        times = [notice_to_file(folder) for _ in range(3)]
-        print(json.dumps({"script_ms": round(script_ms(folder), 1), "poll_s_1000": round(small[0], 3),
+        notice_s, script = max(notice_to_file(folder) for _ in range(3)), script_ms(folder)
+        print(json.dumps({"script_ms": round(script, 1), "poll_s_1000": round(small[0], 3),
                           "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
-                          "notice_to_file_s": round(max(times), 2)}))
+                          "notice_to_file_s": round(notice_s, 2),
+                          "met": script < SCRIPT_MS and notice_s < NOTICE_S}))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,17 @@ The pause is the longest time between two finished steps from the moment the hos
 steps after it trains, less a step's usual time before. The peer: stock horovodrun with `hvd.elastic.run` and
 `TorchState`, at its defaults. Same model, same machine, one after the other.
 
-Last line: one JSON object with median_s, peer_median_s, ratio.
+A peer that does not train with five within 180 s has failed: its seconds are null, and where that is half of the peer's
+joins or more there is no median to compare with, and nothing is met.
+
+Last line: one JSON object with median_s, peer_median_s, ratio, peer_failed, met.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -62,7 +66,7 @@ def ours(folder: Path, joins: int) -> list[float]:
 
 
 def peer(folder: Path) -> float:
-    """Return the pause of one join."""
+    """Return the pause of one join; infinite if none was seen in PEER_DEADLINE_S."""
     with StockJob(folder, HOSTS[:4]) as job:
         assert job.wait(lambda: any(line.step >= 8 for line in job.lines()), 180), job.output()
         joined_at = time.time()
@@ -89,12 +93,16 @@ def main() -> None:
     for number in range(options.peer_joins):
         with tempfile.TemporaryDirectory() as folder:
             theirs.append(peer(Path(folder)))
-            print(f"peer: join {number + 1}, a pause of {theirs[-1]:.3f} s", flush=True)
+            print(f"peer: join {number + 1}, " + (f"a pause of {theirs[-1]:.3f} s" if math.isfinite(theirs[-1]) else
+                  f"failed: it did not train with five in {PEER_DEADLINE_S:.0f} s"), flush=True)
     median_s, peer_median_s = statistics.median(mine), statistics.median(theirs)
-    print(json.dumps({"median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3),
-                      "ratio": round(median_s / peer_median_s, 4), "seconds": [round(s, 3) for s in mine],
-                      "peer_seconds": [round(s, 3) for s in theirs],
-                      "met": median_s < 1.0 and median_s < peer_median_s / 10}))
+    is_measured = math.isfinite(peer_median_s)
+    print(json.dumps({"median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3) if is_measured else None,
+                      "ratio": round(median_s / peer_median_s, 4) if is_measured else None,
+                      "seconds": [round(s, 3) for s in mine],
+                      "peer_seconds": [round(s, 3) if math.isfinite(s) else None for s in theirs],
+                      "peer_failed": sum(math.isinf(s) for s in theirs),
+                      "met": is_measured and median_s < 1.0 and median_s < peer_median_s / 10}))
 
 
 if __name__ == "__main__":
