@@ -30,6 +30,21 @@ OF_BUCKET = {name: VARIABLES[name] for name in ("region", "bucket")}
 AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
        "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}
 """What every client of the server needs besides its endpoint."""
+THINGS = (("ec2", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateId"),
+          ("ec2", "describe_volumes", "Volumes", "VolumeId"),
+          ("ec2", "describe_key_pairs", "KeyPairs", "KeyPairId"),
+          ("ec2", "describe_vpcs", "Vpcs", "VpcId"),
+          ("ec2", "describe_subnets", "Subnets", "SubnetId"),
+          ("ec2", "describe_route_tables", "RouteTables", "RouteTableId"),
+          ("ec2", "describe_internet_gateways", "InternetGateways", "InternetGatewayId"),
+          ("ec2", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
+          ("ec2", "describe_security_groups", "SecurityGroups", "GroupId"),
+          ("ec2", "describe_addresses", "Addresses", "PublicIp"),
+          ("autoscaling", "describe_auto_scaling_groups", "AutoScalingGroups", "AutoScalingGroupName"),
+          ("iam", "list_roles", "Roles", "RoleName"),
+          ("iam", "list_instance_profiles", "InstanceProfiles", "InstanceProfileName"))
+"""What a fleet may be made of, besides machines and their interfaces (which moto forgets to delete with them): how a
+service is asked for it, and what it answers."""
 SPOT_ONLY = {"OnDemandBaseCapacity": 0, "OnDemandPercentageAboveBaseCapacity": 0,
              "SpotAllocationStrategy": "price-capacity-optimized"}
 
@@ -41,14 +56,13 @@ class Cloud:
         self.folder = folder
         self.outputs: dict[str, Any] = {}
         self.why_not_terraform = ""
-        self.is_destroyed = False
 
     def __enter__(self) -> Cloud:
         with ExitStack() as stack:
             self.endpoint = stack.enter_context(moto_server(self.folder))
             self.ec2, self.scaling = self.client("ec2"), self.client("autoscaling")
             self.client("s3").create_bucket(Bucket=OPEN_BUCKET)
-            self.others = self._networks()
+            self.others = self._things()
             try:
                 provider()
             except Unavailable as error:
@@ -110,19 +124,20 @@ class Cloud:
         """
         return self._fleet.replace("aws_instance.coordinator", "aws_launch_template.worker")
 
-    def destroy(self) -> None:
-        """Have terraform destroy the fleet, not the bucket."""
-        self.is_destroyed = True
-        self._fleet.destroy()
+    def destroy(self) -> str:
+        """Have terraform destroy the fleet, not the bucket; returns what it said."""
+        return self._fleet.destroy()
 
-    def is_empty(self) -> bool:
-        """True when nothing is there but the bucket and what was there before."""
-        roles = [r for r in self.client("iam").list_roles()["Roles"] if r["RoleName"].startswith(f"{NAME}-")]
-        return (not self.instances() and not self.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
-                and not roles and self._networks() == self.others)
+    def left(self) -> set[str]:
+        """Return what is there and was not before, but for the bucket."""
+        return self._things() - self.others
 
-    def _networks(self) -> tuple[int, int]:
-        return len(self.ec2.describe_security_groups()["SecurityGroups"]), len(self.ec2.describe_vpcs()["Vpcs"])
+    def _things(self) -> set[str]:
+        things = {str(i["InstanceId"]) for i in self.instances()}
+        for service, question, answer, name in THINGS:
+            found = getattr(self.client(service), question)()[answer]
+            things |= {f"{answer} {thing[name]}" for thing in found if thing.get("State") != "deleted"}
+        return things
 
     def _apply_bucket(self) -> None:
         with Root(self.folder / "bucket", "bucket", self.endpoint, OF_BUCKET) as bucket:

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run
 mount --bind "$lab/hosts" /etc/hosts && mount --bind "$lab/ssh/config" /etc/ssh/ssh_config
 mount --bind "$lab/ssh/shadow" /etc/shadow
 mount -t tmpfs -o size=4m tmpfs /run/disk
-[ -z "$3" ] || mount -t tmpfs tmpfs "$3"
+[ -z "$3" ] || mount -t tmpfs -o size=4m tmpfs "$3"
 for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ -f $file ] && mount --bind "$lab/empty" $file; done
 ulimit -n 20000
 echo booted; read -r plugged
@@ -101,7 +102,7 @@ class Lab:
         self.addresses: dict[str, str] = {}
         """Of the hosts that somebody else has named and given an address."""
         self.hidden = ""
-        """A folder that hosts which boot from now on have of their own, empty; not the coordinator."""
+        """A folder that hosts which boot from now on have of their own, empty and small; not the coordinator."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
         self.output = open(folder / "lab.log", "ab")
@@ -178,13 +179,16 @@ class Lab:
             self.inside(here, "ip", "neigh", "del", self.address(there), "dev", self.hosts[here].interface)
 
     def slow(self, name: str, kbit: int) -> None:
-        """Give a host a slow line (what it sends), or end that with 0."""
-        line = ("dev", self.hosts[name].interface, "root")
-        if kbit:
-            self.inside(name, "tc", "qdisc", "replace", *line, "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency",
-                        "400ms")
-        else:
-            self.inside(name, "tc", "qdisc", "del", *line)
+        """Give a host a slow line, for what it sends and for what is sent to it; or end that with 0."""
+        host = self.hosts[name]
+        pace = ("tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "400ms") if kbit else ()
+        for there, device in ((host.enter(), host.interface), (self._enter_switch(), host.port)):
+            subprocess.run([*there, "tc", "qdisc", "replace" if kbit else "del", "dev", device, "root", *pace], check=True,
+                           capture_output=True)
+
+    def fill(self, name: str, folder: str | Path) -> None:
+        """Fill a disk of a host's own: with a file named full, which may be removed."""
+        self.inside(name, "sh", "-c", f"cat /dev/zero > {folder}/full; true")
 
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
@@ -208,9 +212,11 @@ class Lab:
             finally:
                 assert libc.setns(ours.fileno(), CLONE_NEWNET) == 0
 
+    def _enter_switch(self) -> list[str]:
+        return ["nsenter", "-t", str(self.switch.pid), "-n"]
+
     def _ip(self, *arguments: str, given: str = "") -> None:
-        subprocess.run(["nsenter", "-t", str(self.switch.pid), "-n", "ip", *arguments], input=given.encode(), check=True,
-                       capture_output=True)
+        subprocess.run([*self._enter_switch(), "ip", *arguments], input=given.encode(), check=True, capture_output=True)
 
 
 class Host:
@@ -277,6 +283,58 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
             pass
         assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
         time.sleep(0.01)
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+RUBBISH = b"\x16\x03\x01" + bytes(range(256)) + b"\r\n\r\n"
+
+
+class Pickled:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def overheard(lab: Lab, name: str, beginning: bytes) -> bytes:
+    """Return what somebody says to a host, as it arrives there: the next whole request that begins so."""
+    with lab.network_of(name):
+        tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+    streams: dict[bytes, bytes] = {}
+    with tap:
+        tap.bind((lab.hosts[name].interface, 0x0800))
+        tap.settimeout(20.0)
+        while True:
+            frame = tap.recv(65536)
+            header = 4 * (frame[14] & 15)
+            tcp = frame[14 + header : 14 + int.from_bytes(frame[16:18], "big")]
+            if frame[23] != socket.IPPROTO_TCP or frame[14 + 16 : 14 + 20] != socket.inet_aton(lab.address(name)):
+                continue
+            source, payload = frame[26:30] + tcp[:2], tcp[4 * (tcp[12] >> 4) :]
+            streams[source] = payload if payload.startswith(beginning) else streams.get(source, b"") + payload
+            head, end, body = streams[source].partition(b"\r\n\r\n")
+            length = re.search(rb"Content-Length: (\d+)", head)
+            if head.startswith(beginning) and end and len(body) == (int(length[1]) if length else 0):
+                return streams[source]
+
+
+def knock(lab: Lab, stranger: str, name: str, port: int, words: Sequence[bytes]) -> int:
+    """Say words to a port of a host: what it answers must be no consent. Returns how often it listened."""
+    knocked = 0
+    with lab.network_of(stranger):
+        for word in words:
+            with suppress(OSError), socket.create_connection((lab.address(name), port), 5.0) as connection:
+                knocked += 1
+                connection.sendall(word)
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(1.0)
+                answer = connection.recv(65536)
+                assert b" 200 " not in answer, (name, port, word, answer)
+    return knocked
 
 
 @contextmanager

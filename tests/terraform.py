@@ -103,9 +103,13 @@ class Root:
         """Apply it with one resource made anew, up to another one that follows from it; returns what terraform said."""
         return self._terraform("apply", f"-replace={address}", f"-target={up_to}", *QUIETLY)
 
-    def destroy(self) -> None:
-        """Destroy what `apply` made, or the part that it made before it failed."""
-        self._terraform("destroy", "-refresh=false", *QUIETLY)
+    def destroy(self) -> str:
+        """Destroy what `apply` made, or the part that it made before it failed; returns what terraform said."""
+        return self._terraform("destroy", "-refresh=false", *QUIETLY)
+
+    def validate(self) -> None:
+        """Have terraform check it against the provider's schema; no API is asked."""
+        self._terraform("validate", "-no-color")
 
     def state(self) -> str:
         """Return terraform's state."""

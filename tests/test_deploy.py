@@ -7,6 +7,7 @@ that write down how they were called in place of those that would change this ma
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -16,15 +17,25 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import netlab
 import pytest
 import yaml
+from cloud import VARIABLES
 from s3_servers import Unavailable
-from terraform import DEPLOY, HOSTS, rendered, user_data
+from terraform import DEPLOY, HOSTS, Root, rendered, user_data
 
 ROOT = DEPLOY.parent
 FLEET = DEPLOY / "terraform" / "fleet"
+
+WRONG_OF_BUCKET = {"region": "eu-central-1a", "bucket": "s3://mine"}
+WRONG = WRONG_OF_BUCKET | {
+    "name": "Mine", "command": [], "torch_spec": "torch", "pip_extra_index_url": "https://me:word@index", "min_workers": 3,
+    "max_workers": 1, "slots": 0, "instance_types": [], "zones": ["us-east-1a", "us-east-1a"],
+    "spot_allocation_strategy": "cheapest", "image_id": "al2023", "worker_disk_gb": 8, "data_buckets": ["s3://data"],
+    "coordinator_type": "m6i", "admin_cidr": "0.0.0.0/0", "network": "10.0.0.0/8"}
+BY_WHICH_OTHERS_ARE_MEASURED = {"workers": 0, "admin_public_key": "AAAA"}
 
 
 # --- terraform -------------------------------------------------------------------------------------------------------
@@ -39,13 +50,52 @@ def test_terraform_is_formatted() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def variables_of(root: str) -> dict[str, str]:
+    """Return the variables of a root of deploy/terraform by name: what stands in their blocks."""
+    text = "".join(path.read_text() for path in (DEPLOY / "terraform" / root).glob("*.tf"))
+    return dict(re.findall(r'^variable "(\w+)" {\n(.*?)^}', text, re.M | re.S))
+
+
 def test_every_variable_is_typed_and_described_and_those_that_can_be_wrong_are_checked() -> None:
     """No surprise after the first minutes of an apply."""
-    blocks = re.findall(r'^variable "(\w+)" {\n(.*?)^}', (FLEET / "variables.tf").read_text(), re.M | re.S)
-    assert len(blocks) > 15
-    for name, body in blocks:
-        assert "  type " in body and "  description" in body, name
-        assert "validation {" in body or "= bool\n" in body or name in ("region", "coordinator_type"), name
+    for root, wrong in (("fleet", WRONG | BY_WHICH_OTHERS_ARE_MEASURED), ("bucket", WRONG_OF_BUCKET)):
+        blocks = variables_of(root)
+        for name, body in blocks.items():
+            assert "  type " in body and "  description" in body, name
+            assert "validation {" in body or "= bool\n" in body, name
+        assert {name for name, body in blocks.items() if "= bool\n" not in body} == wrong.keys()
+
+
+@pytest.mark.parametrize(("root", "wrong"), [("fleet", WRONG), ("fleet", BY_WHICH_OTHERS_ARE_MEASURED),
+                                             ("bucket", WRONG_OF_BUCKET)])
+def test_a_wrong_variable_is_refused_by_name(root: str, wrong: dict[str, Any], tmp_path: Path) -> None:
+    """All of them at once, before anybody is asked for anything; right ones are taken."""
+    if not shutil.which("terraform"):
+        pytest.skip("terraform is not on the PATH.")
+    blocks = variables_of(root)
+    (tmp_path / "variables.tf").write_text("".join(f'variable "{name}" {{\n{body}}}\n' for name, body in blocks.items()))
+    right = {name: VARIABLES[name] for name in blocks.keys() & VARIABLES.keys()}
+
+    def refused(values: dict[str, Any]) -> set[str]:
+        (tmp_path / "test.auto.tfvars.json").write_text(json.dumps(values))
+        done = subprocess.run(["terraform", "plan", "-no-color", "-input=false"], cwd=tmp_path, capture_output=True,
+                              text=True, env=os.environ | {"CHECKPOINT_DISABLE": "1"})
+        said = set(re.findall(r"(\w+) must ", done.stderr))
+        assert (done.returncode == 0) == (not said), done.stderr
+        return said
+
+    assert refused(right) == set()
+    assert refused(right | wrong) == wrong.keys()
+
+
+@pytest.mark.parametrize("root", ["fleet", "bucket"])
+def test_terraform_finds_it_valid(root: str, tmp_path: Path) -> None:
+    """By `terraform validate`, with the provider's schema."""
+    try:
+        with Root(tmp_path, root, "http://127.0.0.1:9", {}) as it:
+            it.validate()
+    except Unavailable as error:
+        pytest.skip(str(error))
 
 
 # --- who may do what -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -23,16 +24,19 @@ import s3_servers
 from cloud import AWS, BUCKET, OPEN_BUCKET, Cloud
 from faulty_proxy import FaultyProxy
 from metadata_server import MetadataServer
-from netlab import COORDINATOR, Fleet, Lab
+from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard
 from terraform import DEPLOY, HOSTS, no_secret_in, user_data
 
 import discovery
+from elastic_trainer.events import EVENTS_FILE
 
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent
 DISCOVER = Path(discovery.__file__).with_name("__main__.py")
 JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
+UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"}
+"""What the API does (faulty_proxy.py), and how the diary tells it."""
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +134,10 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
     """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to none and back: nobody is
     lost but those that are taken without notice, and nothing is done again but what the last checkpoint does not have.
 
-    The group has two hosts, then six, of which one has a wrong clock and never works; the API is throttled, fails, talks
-    rubbish and says that there is nobody; meanwhile a host gets its notice, leaves, and is terminated; the disk of another
-    one fills again and again, until it is held back. Then all are taken at once, and the group starts three others.
+    The group has two hosts, then six, of which one has a wrong clock and never works. A stranger talks to an agent. The API
+    says that there is nobody, is throttled, fails, and talks rubbish; meanwhile a host gets its notice, leaves, and is
+    terminated; the disk of another one fills again and again, until it is held back. Then all are taken at once, and the
+    group starts three others.
 
     The hosts are the machines that terraform has asked for, by name and address. Agents and poller are called as their
     units call them, the run as train.sh does, with what user data says. Other than on EC2: no cloud-init, no systemd, no
@@ -172,12 +177,18 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
                 agent = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, folder)
                 lab.start(name, [*agent, "--folder", "/run/disk"], env=fleet.env)
 
-        def why(name: str) -> str:
+        def row(name: str) -> dict[str, Any]:
             hosts = json.loads((folder / "hosts.json").read_text())["hosts"]
-            return next((str(h["why"]) for h in hosts if h["name"] == name), "")
+            return next((h for h in hosts if h["name"] == name), {"why": ""})
+
+        def why(name: str) -> str:
+            return str(row(name)["why"])
+
+        def unavailable() -> list[str]:
+            return [e["error"] for e in fleet.events("discovery.cloud_unavailable")]
 
         def fill_disk(name: str) -> None:
-            lab.inside(name, "sh", "-c", "cat /dev/zero > /run/disk/full; true")
+            lab.fill(name, "/run/disk")
             fleet.wait_for("full disk", lambda: why(name).startswith("sick: disk full"))
 
         def empty_disk(name: str) -> None:
@@ -195,17 +206,20 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             more = cloud.scale(6)
             boot(more, with_wrong_clock=more[-1])
             generation = fleet.wait_for_world(5)
-            api.on_request = lambda method, path: "empty"
-            fleet.wait_for("empty answer", lambda: why(first[0]).startswith("missing"))
-            api.on_request = lambda method, path: None
+            knock(lab, more[-1], more[1], 7411, [RUBBISH, pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
+                                                 overheard(lab, more[1], b"GET /health")])
+            fleet.wait_for("strangers", lambda: row(more[1])["refused"] == 3)
+            diary = fleet.run_dir / EVENTS_FILE
+            api.on_request = lambda method, path: None if "answer_doubted" in diary.read_text() else "empty"
+            fleet.wait_for("doubt", lambda: fleet.events("discovery.answer_doubted"))
             fleet.wait_for("whole answer", lambda: why(first[0]) == "in")
-            for kind in ("slow_down", "internal", "rubbish"):
-                asked = len(api.seen)
+            for kind, error in UNAVAILABLE.items():
+                told = len(unavailable())
                 api.on_request = lambda method, path, kind=kind: kind  # type: ignore[misc]
-                fleet.wait_for("question", lambda asked=asked: len(api.seen) > asked)  # type: ignore[misc]
-                if kind == "internal":
+                if kind == "rubbish":
                     metadata[first[0]].announce()
                     generation = fleet.wait_for_world(4, after=generation)
+                fleet.wait_for(kind, lambda told=told, error=error: error in "".join(unavailable()[told:]))  # type: ignore[misc]
             api.on_request = lambda method, path: None
             cloud.terminate(first[0])
             lab.power_cut(first[0])
@@ -238,10 +252,16 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert held["host"] == more[0] and held["why"].startswith("held back: it came 3 times")
             added = [e["time"] for e in fleet.events("driver.host_added") if e["host"] == more[0]]
             assert added and max(added) < held["time"]
-            assert fleet.events("discovery.cloud_unavailable")
+            assert fleet.events("discovery.answer_doubted")[0]["lacks"] == 5
+            assert [(e["host"], e["why"][:20]) for e in fleet.events("discovery.host_sick") if e["host"] == more[-1]] == [
+                (more[-1], "sick: its clock is +")]
+            assert {said[name] for name in (first[1], more[1], more[2])} == {"the cloud knows it no more"}
+            assert {e["host"] for e in fleet.events("discovery.host_gone")} >= {first[0], more[0], more[-1], replacement}
+            assert {e["host"] for e in fleet.events("discovery.stranger_refused")} == {more[1]}
             assert more[-1] not in {e["host"] for e in fleet.events("driver.worker_started")}
     assert result["steps_redone"] <= 10  # two checkpoints: the newer one may have been on its way
     assert result["attempts"] == 2
+    assert not (tmp_path / "executed").exists()
 
 
 def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None:
@@ -261,12 +281,20 @@ def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None
 
 
 def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
-    """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked."""
+    """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked.
+
+    What machines need for their last words (the way out, S3, the right to write there) goes when they have gone.
+    """
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
-    assert not cloud.is_empty()
-    cloud.destroy()
-    assert cloud.is_empty()
+    assert cloud.left()
+    said = cloud.destroy()
+    assert cloud.left() == set()
+    gone = [said.index(f"{machines}: Destruction complete") for machines in (
+        "aws_autoscaling_group.workers", "aws_instance.coordinator")]
+    for need in ("aws_main_route_table_association.fleet", "aws_vpc_endpoint.s3", "aws_iam_role_policy.coordinator",
+                 'aws_vpc_security_group_egress_rule.out["coordinator: APIs, packages"]'):
+        assert said.index(f"{need}: Destroying") > max(gone), need
     cloud.bucket.result()
     bucket_is_locked(cloud.client("s3"), BUCKET)
 

@@ -5,19 +5,18 @@ Each test is a real run that ends proved, with the undisturbed twin's bits and n
 
 from __future__ import annotations
 
-import os
 import pickle
-import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 import s3_servers
-from netlab import COORDINATOR, Fleet, Lab, store_on, wait_for
+from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on, wait_for
 
 from discovery.agent import ask
 
@@ -42,10 +41,12 @@ def store(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
 
 def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """No RST, no FIN: the beats' silence ends it, be it a worker's host, rank 0's, or rank 0's that its peers still hear;
-    when it is back it joins again. No step was voted on before the last one's line was kept, so at most one is told again.
+    when it is back it joins again, and may go again. No step was voted on before the last one's line was kept, so at most
+    one is told again. A full disk of a worker's host is nothing to it: it keeps nothing there.
     """
     fleet = Fleet(lab, tmp_path, FOUR, job=JOB, own_disks=True, options=["--store", str(tmp_path / "store")])
     lab.boot(COORDINATOR, *FOUR)
+    lab.fill("h4", tmp_path / "runs")
     with fleet:
         fleet.wait_for_step(3)
         lab.unplug("h3")
@@ -64,12 +65,14 @@ def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
         assert begun[-1]["generation"] == generation  # rank 0 writes that
         lab.unplug("h2")
         fleet.wait_for_world(3, after=generation)
+        lab.unplug("h3")
+        fleet.wait_for_world(2, after=generation)
         assert fleet.finish() == 0
-        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=3)
-        assert fleet.evicted() == [("h3", "frozen"), ("h1", "frozen"), ("h2", "frozen")]
+        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=4)
+        assert fleet.evicted() == [("h3", "frozen"), ("h1", "frozen"), ("h2", "frozen"), ("h3", "frozen")]
         print(fleet.story())
     assert result["attempts"] == 1
-    assert result["steps_redone"] <= 3
+    assert result["steps_redone"] <= 4
 
 
 def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
@@ -129,38 +132,6 @@ WORDS = 6
 """So many different ones a stranger says."""
 
 
-class Pickled:
-    """Runs a command where it is unpickled."""
-
-    def __init__(self, command: str):
-        self.command = command
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (self.command,)
-
-
-def overheard_word(lab: Lab) -> bytes:
-    """Return a worker's signed word as it passes on the coordinator's line."""
-    with lab.network_of(COORDINATOR):
-        tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
-    streams: dict[bytes, bytes] = {}
-    with tap:
-        tap.bind((lab.hosts[COORDINATOR].interface, 0x0800))
-        tap.settimeout(20.0)
-        while True:
-            frame = tap.recv(65536)
-            header = 4 * (frame[14] & 15)
-            tcp = frame[14 + header : 14 + int.from_bytes(frame[16:18], "big")]
-            if frame[23] != socket.IPPROTO_TCP or frame[14 + 16 : 14 + 20] != socket.inet_aton(lab.address(COORDINATOR)):
-                continue
-            source, payload = frame[26:30] + tcp[:2], tcp[4 * (tcp[12] >> 4) :]
-            streams[source] = payload if payload.startswith(b"POST /word") else streams.get(source, b"") + payload
-            head, _, body = streams[source].partition(b"\r\n\r\n")
-            length = re.search(rb"Content-Length: (\d+)", head)
-            if head.startswith(b"POST /word") and length and len(body) == int(length[1]):
-                return streams[source]
-
-
 def open_ports(lab: Lab, name: str) -> list[int]:
     """Return the TCP ports of a host that others can connect to."""
     rows = [line.split() for line in lab.inside(name, "cat", "/proc/net/tcp").splitlines()[1:]]
@@ -195,8 +166,9 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
             assert ask(f"{lab.address('h2')}:{AGENT_PORT}", KEY, 5.0).refused >= WORDS
         lab.mend("h3", "h8")
         fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
+        before = fleet.newest_step()
         lab.slow("h2", 4000)
-        fleet.wait_for_step(fleet.newest_step() + 5)
+        fleet.wait_for_step(before + 7)
         lab.slow("h2", 0)
         for _ in range(3):
             lab.unplug("h3")
@@ -207,34 +179,26 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         assert fleet.finish() == 0
         result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
         print(fleet.story())
+        took = {e["step"]: e["step_s"] for e in fleet.events("worker.step_committed")}
+        (formed,), (started,) = fleet.events("driver.generation_formed"), fleet.events("worker.generation_started")
         refused = {e["reason"] for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")}
     assert knocked >= 10 * WORDS  # sshd and the worker's door on each host, an agent, sshd and two ports of the driver's
     assert {"signature does not match", "a word of another's, played back", "not a member of this generation",
             "bytes that are no word"} <= refused
     assert not (tmp_path / "executed").exists()
+    assert median(took[s] for s in range(before + 3, before + 8)) > 1.5 * median(took[s] for s in range(before + 1))
+    assert started["worker"].startswith("h1/") and 180 < formed["time"] - started["time"] < 300
     assert result["generations"] == 1
 
 
 def knock_everywhere(lab: Lab, stranger: str, names: list[str], executed: Path) -> int:
     """Say words to all open ports of hosts: what they answer must be no consent. Returns how often one was listened to."""
     pickled = pickle.dumps(Pickled(f"touch {executed}"))
-    words = [b"\x16\x03\x01" + os.urandom(500) + b"\r\n\r\n", pickled, overheard_word(lab),
+    words = [RUBBISH, pickled, overheard(lab, COORDINATOR, b"POST /word"),
              *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
                for line in (b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"))]
     assert len(words) == WORDS
-    knocked = 0
-    with lab.network_of(stranger):
-        for name in names:
-            for port in open_ports(lab, name):
-                for word in words:
-                    with suppress(OSError), socket.create_connection((lab.address(name), port), 5.0) as connection:
-                        knocked += 1
-                        connection.sendall(word)
-                        connection.shutdown(socket.SHUT_WR)
-                        connection.settimeout(1.0)
-                        answer = connection.recv(65536)
-                        assert b" 200 " not in answer, (name, port, word, answer)
-    return knocked
+    return sum(knock(lab, stranger, name, port, words) for name in names for port in open_ports(lab, name))
 
 
 HOLDER = """

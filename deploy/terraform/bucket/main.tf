@@ -23,6 +23,11 @@ provider "aws" {
 variable "region" {
   type        = string
   description = "Where the bucket lies; the fleet's region, so that reading it is free."
+
+  validation {
+    condition     = can(regex("^[a-z]+(-[a-z]+)+-[0-9]+$", var.region))
+    error_message = "region must be a region's name, e.g. eu-central-1, not a zone's."
+  }
 }
 
 variable "bucket" {

@@ -76,5 +76,9 @@ resource "aws_instance" "coordinator" {
     ignore_changes = [ami, user_data]
   }
 
-  depends_on = [aws_iam_role_policy.coordinator, aws_vpc_endpoint.s3, aws_vpc_security_group_egress_rule.out]
+  # Also for the end: while machines have something to say, their way to the bucket stays.
+  depends_on = [
+    aws_iam_role_policy.coordinator, aws_vpc_endpoint.s3, aws_vpc_security_group_egress_rule.out,
+    aws_main_route_table_association.fleet,
+  ]
 }

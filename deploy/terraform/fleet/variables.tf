@@ -3,6 +3,11 @@
 variable "region" {
   type        = string
   description = "Where the fleet runs, e.g. eu-central-1; the bucket's region."
+
+  validation {
+    condition     = can(regex("^[a-z]+(-[a-z]+)+-[0-9]+$", var.region))
+    error_message = "region must be a region's name, e.g. eu-central-1, not a zone's."
+  }
 }
 
 variable "bucket" {
@@ -190,6 +195,11 @@ variable "coordinator_type" {
   type        = string
   default     = "m6i.large"
   description = "The coordinator's type: two cores and 8 GB build and drive; the workers' kind of processor."
+
+  validation {
+    condition     = can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", var.coordinator_type))
+    error_message = "coordinator_type must be an instance type, e.g. m6i.large."
+  }
 }
 
 variable "admin_cidr" {

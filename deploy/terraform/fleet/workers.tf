@@ -123,7 +123,10 @@ resource "aws_autoscaling_group" "workers" {
     }
   }
 
-  depends_on = [aws_iam_role_policy.workers, aws_vpc_security_group_ingress_rule.in, aws_vpc_security_group_egress_rule.out]
+  depends_on = [
+    aws_iam_role_policy.workers, aws_vpc_security_group_ingress_rule.in, aws_vpc_security_group_egress_rule.out,
+    aws_main_route_table_association.fleet,
+  ]
 }
 
 # Whoever sends a worker away (a smaller group, rebalancing, a refresh): for these seconds it is Terminating:Wait, which
