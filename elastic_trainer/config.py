@@ -107,6 +107,8 @@ class Launch:
     """Not 0: this same process was there before, in that generation, and `hvd.init()` was about to abort it."""
     revived_count: int = 0
     """The number of the last word that it sent to the driver."""
+    revived_since: float | None = None
+    """When the generation before that ended, by this machine's monotonic clock: its pause goes on."""
     revived_from: Path | None = None
     """The live state that it left for itself, if it held any."""
     limits: Limits = field(default_factory=Limits)
@@ -119,7 +121,7 @@ class Launch:
         if reduce not in REDUCERS:
             raise ConfigError(f"ELASTIC_TRAINER_REDUCE is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
         run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
-        revived = env.get("ELASTIC_TRAINER_REVIVED_FROM")
+        revived, since = env.get("ELASTIC_TRAINER_REVIVED_FROM"), env.get("ELASTIC_TRAINER_REVIVED_SINCE")
         return Launch(
             run_dir=Path(run_dir) if run_dir else None,
             run=Path(run_dir).name if run_dir else "",
@@ -139,5 +141,6 @@ class Launch:
             resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
             revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),
+            revived_since=float(since) if since else None,
             revived_from=Path(revived) if revived else None,
         )

@@ -285,11 +285,16 @@ class MendedDriver:
         discovery: HostDiscovery = self.settings.discovery
         if not isinstance(discovery, HostDiscoveryScript):
             return dict(discovery.find_available_hosts_and_slots())
-        done = subprocess.run(discovery._discovery_script, shell=True, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=DISCOVERY_TIMEOUT_S)
-        if done.returncode != 0:
-            raise ValueError(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}")
-        return parse_hosts(done.stdout, discovery._default_slots)
+        with subprocess.Popen(discovery._discovery_script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, start_new_session=True) as script:
+            try:
+                hosts, complaint = script.communicate(timeout=DISCOVERY_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(script.pid, signal.SIGKILL)  # what it has started hangs too, and would be left each time
+                raise
+        if script.returncode != 0:
+            raise ValueError(f"exit code {script.returncode}: {complaint.strip()[-200:]}")
+        return parse_hosts(hosts, discovery._default_slots)
 
     def _discover(self) -> None:
         while not self.ended:

@@ -120,12 +120,16 @@ def read_live_state(path: Path) -> dict[str, Any] | None:
 _once = threading.Lock()
 
 
-def start_anew(live_state: Path | None, generation: int, count: int) -> None:
-    """Replace this process by a fresh one of the same command and pid. Does not return; the first caller wins."""
+def start_anew(live_state: Path | None, generation: int, count: int, since: float) -> None:
+    """Replace this process by a fresh one of the same command and pid. Does not return; the first caller wins.
+
+    The rest is for `Launch.revived_…`.
+    """
     if not _once.acquire(blocking=False):
         threading.Event().wait()
     os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"] = str(generation)
     os.environ["ELASTIC_TRAINER_REVIVED_COUNT"] = str(count)
+    os.environ["ELASTIC_TRAINER_REVIVED_SINCE"] = str(since)
     os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state or "")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that failed may have blocked them
     os.closerange(3, 65536)  # Gloo's sockets are inherited otherwise, and peers would wait for us

@@ -33,7 +33,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
@@ -45,7 +45,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, byte_ranges, fill_range, unpack
+from state.layout import LayoutError, Packed, byte_ranges, fill_range, tensors_digest, unpack
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20
@@ -97,6 +97,18 @@ class Control:
     """Somebody wants the world to change, if not after this step then soon."""
 
 
+class Standing(NamedTuple):
+    """Where a worker stands when a generation begins."""
+
+    committed: int
+    begun: int
+    has_state: bool
+    last_vote: tuple[int, int]
+    """Samples and digest, totals of the last vote that it saw pass."""
+    paused_ms: int
+    """How long ago its last generation ended."""
+
+
 class World:
     """One worker's membership in the run, over all generations."""
 
@@ -117,6 +129,8 @@ class World:
         """True while this member has a reason to put a planned change of the world off: a checkpoint is being made."""
         self._change_wanted_since: float | None = None
         self._told_redone = -1
+        self._left_at = launch.revived_since or time.monotonic()
+        """When this worker's last generation ended."""
 
     # --- the life of a generation ---------------------------------------------------------------------------------
 
@@ -132,24 +146,23 @@ class World:
         self._live_state = live_state
         self._guard_init()
         state.bind(receive=lambda: self._transfer(state), hosts_updated=self.driver.wants_change)
-        idle, last_step, left_at = 0, -1, time.monotonic()
+        idle, last_step = 0, -1
         while True:
             try:
                 self._enter(self.driver.next_place(state.has_state, state.committed))
-                source = self._reconcile(state, restore, roll_forward)
-                self._say_started(state, source, time.monotonic() - left_at)
+                self._say_started(state, *self._reconcile(state, restore, roll_forward))
                 body()
                 self._leave()
                 self._is_guarded = False
                 return
             except (HorovodInternalError, PeersLost) as error:
-                left_at = time.monotonic()
+                self._left_at = time.monotonic()
                 self._close_sockets()  # first of all: our neighbours notice by it
                 self.events.emit("worker.generation_broken", error=str(error)[:500])
                 self._leave()
                 state.restore()
             except WorldChanged:
-                left_at = time.monotonic()
+                self._left_at = time.monotonic()
                 self._leave()
             idle = 0 if state.committed > last_step else idle + 1
             last_step = state.committed
@@ -216,7 +229,8 @@ class World:
             for name in FOR_THIS_WORLD:  # else the next life takes them for the user's
                 os.environ.pop(name, None)
             os.environ.update({name: self._asked[name] for name in FOR_THIS_WORLD if name in self._asked})
-            revive.start_anew(self._live_state(), self.generation, driver.count + 1)
+            since = time.monotonic() if self._init_since is None else self._left_at
+            revive.start_anew(self._live_state(), self.generation, driver.count + 1, since)
 
         def on_broken() -> None:
             if self._init_since is not None:
@@ -325,15 +339,18 @@ class World:
 
     # --- reconcile and transfer ---------------------------------------------------------------------------------------
 
-    def _reconcile(self, state: ElasticState, restore: Callable[[], str], roll_forward: Callable[[int, int], None]) -> str:
-        """Agree on the last finished step and give everybody its state; returns where the state came from."""
-        ranks = self._standings(state)
-        source = "memory"
-        if not any(has for _, _, has, _ in ranks):
+    def _reconcile(self, state: ElasticState, restore: Callable[[], str],
+                   roll_forward: Callable[[int, int], None]) -> tuple[str, float]:
+        """Agree on the last finished step and give everybody its state; returns where the state came from, and for how
+        many seconds whoever has had it (or if nobody has, this worker) has not trained.
+        """
+        ranks, source, began = self._standings(state), "memory", time.monotonic()
+        paused_s = max((rank.paused_ms / 1000 for rank in ranks if rank.has_state), default=began - self._left_at)
+        if not any(rank.has_state for rank in ranks):
             source = restore()  # disk, or the store: only at the start of an attempt, all together
             ranks = self._standings(state)
-        newest, last_vote = max((committed, vote) for committed, _, has, vote in ranks if has)
-        was_begun = any(begun > newest for _, begun, has, _ in ranks if has)
+        newest, last_vote = max((rank.committed, rank.last_vote) for rank in ranks if rank.has_state)
+        was_begun = any(rank.has_state and rank.begun > newest for rank in ranks)
         # By rank 0, also where it is a newcomer; not twice, where somebody has not heard of the last reconcile's end.
         if self.rank == 0 and was_begun and (state.begun > newest or self._told_redone != newest):
             self._told_redone = newest
@@ -346,17 +363,20 @@ class World:
             assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
             # Also when all are prepared and nobody has committed: the gradients are not to be trusted
             state.prepared = state.begun = state.committed
-        givers = [rank for rank, (_, _, has, _) in enumerate(ranks) if has]
+        givers = [rank for rank, standing in enumerate(ranks) if standing.has_state]
         if len(givers) < self.size:
             self._givers = givers
             self._transfer(state)
-        return source
+        return source, paused_s + time.monotonic() - began
 
-    def _standings(self, state: ElasticState) -> list[tuple[int, int, bool, tuple[int, int]]]:
-        """Exchange (committed, begun, has_state, totals of the last vote that this worker saw pass)."""
-        mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote]], dtype=torch.int64)
+    def _standings(self, state: ElasticState) -> list[Standing]:
+        """Exchange where each worker stands, by rank."""
+        paused_ms = int(1000 * (time.monotonic() - self._left_at))
+        mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote, paused_ms]],
+                            dtype=torch.int64)
         everyone = self.allgather(mine, "reconcile") if self.size > 1 else mine
-        return [(c, b, bool(h), (samples, digest)) for c, b, h, samples, digest in everyone.tolist()]
+        return [Standing(committed, begun, bool(has), (samples, digest), paused)
+                for committed, begun, has, samples, digest, paused in everyone.tolist()]
 
     def _transfer(self, state: ElasticState) -> None:
         """Move the state from all who have it, each its share, to all who do not, and to nobody else.
@@ -368,21 +388,26 @@ class World:
         takers = [rank for rank in range(self.size) if rank not in givers]
         is_giver = self.rank in givers
         packed = state.packed() if is_giver else None
-        sizes = [len(packed.header), packed.payload_bytes] if packed else [0, 0]
-        header_bytes, payload_bytes = self.allgather(torch.tensor([sizes]), "state.sizes").max(dim=0).values.tolist()
+        sizes = [len(packed.header), packed.payload_bytes, zlib.crc32(packed.header)] if packed else [0, 0, 0]
+        told = self.allgather(torch.tensor([sizes]), "state.sizes").tolist()
+        header_bytes, payload_bytes, _ = told[givers[0]]
+        if any(told[giver] != told[givers[0]] for giver in givers):
+            self._compare(packed, givers)
         self.events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         read_header = read_payload = None
         if packed:
             whole = torch.frombuffer(bytearray(packed.header), dtype=torch.uint8)
 
-            def read_header(low: int, high: int) -> Iterable[torch.Tensor]:
+            def read_first_header(low: int, high: int) -> Iterable[torch.Tensor]:
                 return [whole[low:high]]
+
+            read_header = read_first_header if self.rank == givers[0] else None  # numbers may differ: all of one giver's
 
             def read_payload(low: int, high: int) -> Iterable[torch.Tensor]:
                 return byte_ranges(packed, low, high)
 
         header = torch.empty(0 if is_giver else header_bytes, dtype=torch.uint8)
-        for low, piece in self._deal(read_header, header_bytes, givers, takers, "header"):
+        for low, piece in self._deal(read_header, header_bytes, givers[:1], takers, "header"):
             header[low : low + piece.numel()] = piece
         room = Packed(b"", []) if is_giver else self._room_for(state, header, payload_bytes)
         for low, piece in self._deal(read_payload, payload_bytes, givers, takers, "payload"):
@@ -392,6 +417,15 @@ class World:
             self.events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                              duration_s=round(time.monotonic() - started, 4))
         self.events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
+
+    def _compare(self, packed: Packed | None, givers: list[int]) -> None:
+        """Raise RuntimeError on all workers if those who have the state, each giving a share, have other tensors."""
+        digests = self.gather_texts(tensors_digest(packed.header) if packed else "")
+        odd = [giver for giver in givers if digests[giver] != digests[givers[0]]]
+        if odd:
+            raise RuntimeError(f"ranks {odd} have other tensors than rank {givers[0]} (names, order, types or shapes), so "
+                               f"nobody can join. Let the state_dict of each extra give the same tensors in the same "
+                               f"order on all workers.")
 
     @staticmethod
     def _room_for(state: ElasticState, header: torch.Tensor, payload_bytes: int) -> Packed:

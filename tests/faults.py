@@ -21,6 +21,8 @@ from typing import Any
 
 POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left", "world.transfer_started",
           "world.transfer_ended", "world.generation_entered", "step.prepared", "step.voted", "step.applied", "data")
+RELEASED = "released"
+"""A test lets those go who are held when it makes this file in its folder."""
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Injector:
             case "hang":
                 while True:
                     time.sleep(3600)
+            case "hold":
+                _hold_until_there(self.folder / RELEASED)
             case "lose_vote":
                 from elastic_trainer.world import (
                     PeersLost,  # here: it imports torch, which a test does not need
@@ -117,6 +121,14 @@ class Injector:
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, f"not all of {files} are there"
             time.sleep(0.001)
+
+
+def _hold_until_there(file: Path) -> None:
+    """Hold this thread; the others, which say that we live, go on."""
+    deadline = time.monotonic() + 150
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} is not there"
+        time.sleep(0.001)
 
 
 def _wait_for_death(fired: Path) -> None:

@@ -11,10 +11,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster import Cluster
-from faults import Plan
+from cluster import PATIENT, Cluster, is_running
+from faults import RELEASED, Plan
 
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
@@ -25,6 +26,21 @@ SLOW = ("--steps", "120", "--step-s", "0.15")
 def host(rank: int) -> str:
     """The host that has this rank while nobody has left."""
     return f"127.0.0.{rank + 1}"
+
+
+def shown(pid: int) -> str:
+    """What a worker says of itself as the name of its process, without the number of steps."""
+    return Path(f"/proc/{pid}/comm").read_text().split()[0]
+
+
+def stopped(events: list[dict[str, Any]]) -> list[str]:
+    """The hosts of those workers that stopped by themselves, because their attempt was over."""
+    return [e["worker"].split("/")[0] for e in events if e["event"] == "worker.stopped"]
+
+
+def index_of(story: list[str], event: str, count: int) -> int:
+    """Where in the story an event is for the second (third, …) time."""
+    return [at for at, told in enumerate(story) if told == event][count - 1]
 
 
 @pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"), (0, "step.voted"),
@@ -150,20 +166,26 @@ def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path,
                       generation=generation)
     plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)  # else init may be faster
     if generation == 2:
-        plan.kill(host=host(0), at="step.voted", step=12)
+        plan.kill(host=host(0), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=generation, revived=True)
         assert cluster.events("worker.revives"), cluster.story()
+        if generation == 2:
+            broken = cluster.events("worker.generation_broken")[0]["time"]
+            [started, *_] = [e for e in cluster.events("worker.generation_started") if e["time"] > broken]
+            # The pause began when the generation broke, not when the new process did.
+            assert started["time"] - started["pause_s"] < (broken + started["time"]) / 2, cluster.story()
     assert result["attempts"] == 1
-    assert result["steps_redone"] <= 1
+    assert result["steps_redone"] == generation - 1
 
 
-@pytest.mark.parametrize("victim", ["giver", "receiver"])
-def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, victim: str) -> None:
+@pytest.mark.parametrize(("rank", "point"), [(0, "world.transfer_started"), (1, "world.transfer_started"),
+                                             (4, "world.transfer_started"), (0, "world.transfer_ended"),
+                                             (4, "world.transfer_ended")])
+def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, rank: int, point: str) -> None:
     """Survivors' state is never written by a transfer, and a newcomer takes all of it or nothing."""
-    dying = host(1) if victim == "giver" else host(4)
-    plan = Plan().kill(host=dying, at="world.transfer_started", size=5, is_giver=victim == "giver")
+    plan = Plan().kill(host=host(rank), at=point, size=5, is_giver=rank < 4)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
@@ -172,15 +194,44 @@ def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 4])
+def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+    """It has taken its place and never enters `hvd.init()`: the others, who are in there, wait for it in vain (F1)."""
+    plan = Plan().kill(host=host(rank), at="world.place_taken", size=5)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1, revived=True)
+    assert result["attempts"] == 1
+    assert result["steps_redone"] == 0
+
+
 def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: Path, twin_of: Twin) -> None:
     """Two of four die, the rest wait for a third; one of them dies while it waits; the last one still holds the state."""
-    plan = Plan().kill(host=host(0), at="step.voted", step=12).kill(host=host(1), at="step.voted", step=12)
+    plan = Plan()
+    for rank in (0, 1):
+        plan.add("kill_together", host=host(rank), at="step.voted", step=12)
+        plan.add("hold", host=host(rank), at="boot", generation=1)  # their successors: nobody is there to go on with
     with Cluster(tmp_path, job=SLOW, min_workers=3, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        (tmp_path / "joined").touch()  # who boots from now on is of "generation" 1
         cluster.wait_until_fired()
-        cluster.wait_for("two deaths", lambda: len(cluster.events("driver.worker_gone")) == 2)
+        cluster.wait_for("two who wait", lambda: [
+            shown(pid) for name, pid in cluster.live_pids().items() if name.split("/")[0] in (host(2), host(3))
+        ] == ["waiting", "waiting"])
         cluster.signal_worker(host(2), signal.SIGKILL)
+        cluster.wait_for("the third death", lambda: len(cluster.lost()) == 3)
+        (tmp_path / RELEASED).touch()
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=3)
+        formed, broken = cluster.events("driver.generation_formed"), cluster.events("worker.generation_broken")
+        story = [e["event"] for e in cluster.events()]
+        waited = story[index_of(story, "driver.worker_gone", 2) : index_of(story, "driver.generation_formed", 2)]
+    assert {host(2), host(3)} <= {e["worker"].split("/")[0] for e in broken}
+    assert min(e["size"] for e in formed) >= 3
+    assert waited.count("driver.worker_gone") == 2 and "worker.step_committed" not in waited
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 1
 
@@ -230,6 +281,44 @@ def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of:
     assert result["steps_redone"] == 0
 
 
+def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path, twin_of: Twin) -> None:
+    """Its host leaves the list between its word that it is ready and the step boundary at which it would be let in."""
+    plan = Plan().add("hold", host=host(1), at="step.prepared", step=12)  # nobody gets to a boundary
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+        cluster.wait_until_fired()
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for("newcomer", lambda: any(
+            e["worker"].split("/")[0] == host(4) for e in cluster.events("driver.worker_ready")))
+        cluster.set_hosts(cluster.all_hosts[:4])
+        [gone] = cluster.wait_for("its end", lambda: cluster.events("driver.worker_gone"))
+        (tmp_path / RELEASED).touch()
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert (gone["host"], gone["reason"]) == (host(4), "left")
+    assert result["generations"] == 1
+    assert result["steps_redone"] == 0
+
+
+def test_no_step_is_done_again_when_a_newcomer_leaves_as_it_is_let_in(tmp_path: Path, twin_of: Twin) -> None:
+    """Its host leaves the list while the others wait for it in `hvd.init()`: it comes in, and goes at a boundary."""
+    plan = Plan().add("hold", host=host(4), at="world.place_taken")
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan, limits=f"{PATIENT},gloo_s=60") as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        cluster.set_hosts(cluster.all_hosts[:4])
+        cluster.wait_for("its host's leave", lambda: cluster.events("driver.host_removed"))
+        (tmp_path / RELEASED).touch()
+        cluster.wait_for_world(4, after=1)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+        formed = [e["size"] for e in cluster.events("driver.generation_formed")]
+        gone = {e["host"]: e["reason"] for e in cluster.events("driver.worker_gone")}
+    assert formed == [4, 5, 4]
+    assert gone[host(4)] == "left"
+    assert result["steps_redone"] == 0
+
+
 def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp_path: Path, twin_of: Twin) -> None:
     """Nobody may work, so all wait, alive, with their state; then they go on as if nothing had been."""
     with Cluster(tmp_path, job=SLOW) as cluster:
@@ -275,15 +364,40 @@ def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: T
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
+def test_keeps_the_last_list_when_the_discovery_hangs(tmp_path: Path, twin_of: Twin) -> None:
+    """What never answers is unknown too: it is told, a death is recovered from meanwhile, and the next answer counts."""
+    hangs, script = tmp_path / "hangs", tmp_path / "discovery.sh"
+    script.write_text('if [ -e "$1" ]; then sleep 120 & echo $! >> "$1"; wait; fi\ncat "$2"\n')
+    discovery = f"sh {script} {hangs} {tmp_path / 'hosts'}"
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, discovery=discovery) as cluster:
+        cluster.wait_for_step(3)
+        hangs.touch()
+        [failed, *_] = cluster.wait_for("failed discovery", lambda: cluster.events("driver.discovery_failed"))
+        assert "timed out" in failed["error"]
+        started = int(hangs.read_text().split()[0])
+        cluster.wait_for("the end of what the script has started", lambda: not is_running(started))
+        cluster.signal_worker(host(1), signal.SIGKILL)
+        cluster.wait_for_world(3)
+        cluster.set_hosts(cluster.all_hosts)
+        hangs.unlink()
+        cluster.wait_for_world(5)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+    assert result["attempts"] == 1
+
+
 def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path, twin_of: Twin) -> None:
     """Workers notice, finish their step, write it down and stop; the next attempt goes on from there."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
-        cluster_driver = cluster.driver_pid()
-        os.kill(cluster_driver, signal.SIGKILL)
+        os.kill(cluster.driver_pid(), signal.SIGKILL)
+        [restored, *_] = cluster.wait_for("restore", lambda: cluster.events("state.checkpoint_restored"))
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
-        assert cluster.events("state.checkpoint_restored"), cluster.story()
+        first = [e for e in cluster.events() if e["attempt"] == 1]
+    assert sorted(stopped(first)) == cluster.all_hosts  # nobody is left who could say how they ended
+    assert restored["step"] == [e["step"] for e in first if e["event"] == "worker.step_committed"][-1] + 1
+    assert 7 < restored["step"] < result["steps"]
     assert result["attempts"] == 2
     assert result["steps_redone"] == 0
 
@@ -330,12 +444,15 @@ def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_p
     assert result["attempts"] == 2
 
 
-def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin, rank: int) -> None:
     """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit is what counts."""
-    plan = Plan().add("child_holds_stdout", host=host(2), at="step.prepared", step=12)
+    plan = Plan().add("child_holds_stdout", host=host(rank), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+        assert [e["reason"] for e in cluster.lost()] == ["crashed"]
+        assert not cluster.events("driver.worker_evicted"), cluster.story()  # its silence would have ended it, later
 
 
 def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Path) -> None:
@@ -360,14 +477,33 @@ def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path:
     assert result["steps_redone"] == 0
 
 
-def test_the_driver_thaws_without_a_victim_when_it_was_frozen(tmp_path: Path, twin_of: Twin) -> None:
-    """While the driver stands still its workers write a checkpoint or train on; it takes nobody for dead."""
+def test_the_driver_takes_nobody_for_dead_when_it_thaws(tmp_path: Path, twin_of: Twin) -> None:
+    """It has heard nobody for longer than a worker may be silent: it was the one who stood still. All train on."""
+    with Cluster(tmp_path, job=SLOW, limits="silence_s=8,gloo_s=16,driver_lost_s=60") as cluster:
+        cluster.wait_for_step(7)
+        driver = cluster.driver_pid()
+        os.kill(driver, signal.SIGSTOP)
+        last = cluster.events("worker.step_committed")[-1]
+        cluster.wait_for("more than a worker's silence", lambda: (
+            cluster.events("worker.step_committed")[-1]["time"] > last["time"] + 9))
+        os.kill(driver, signal.SIGCONT)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert result["generations"] == result["attempts"] == 1
+    assert result["steps_redone"] == 0
+
+
+def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path, twin_of: Twin) -> None:
+    """Its workers have given it up, written their last step down and gone: it finds nobody, and no victim either."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         driver = cluster.driver_pid()
         os.kill(driver, signal.SIGSTOP)
-        cluster.wait_for("the workers' stop", lambda: cluster.events("state.checkpoint_published"))
+        cluster.wait_for("the workers' stop", lambda: len(stopped(cluster.events())) == 4)
         os.kill(driver, signal.SIGCONT)
+        [restored, *_] = cluster.wait_for("restore", lambda: cluster.events("state.checkpoint_restored"))
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert 7 < restored["step"] < result["steps"]
+    assert result["attempts"] == 2
     assert result["steps_redone"] == 0

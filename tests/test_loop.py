@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.report import summarize
 from elastic_trainer.schedule import Schedule, cosine
 from elastic_trainer.verify import verify
-from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, World
+from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, Standing, World
 from state.cadence import Cadence
 from state.checkpoint import Plan
 from state.elastic_state import ElasticState
@@ -999,7 +1000,7 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
     world, trained = World(Launch(), Alone(), events), built()
     world.size = len(ranks)
     state = ElasticState(trained, torch.optim.SGD(trained.parameters(), 0.1))
-    monkeypatch.setattr(world, "_standings", lambda state: [(*rank, (8, 1)) for rank in ranks])
+    monkeypatch.setattr(world, "_standings", lambda state: [Standing(*rank, (8, 1), 0) for rank in ranks])
     monkeypatch.setattr(world, "_transfer", lambda state: None)
     for _ in range(2):
         state.committed, state.begun, state.has_state = ranks[0]
@@ -1007,6 +1008,43 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
         world._reconcile(state, lambda: "", lambda *vote: state.commit(*vote))
         ranks[0] = state.committed, state.begun, state.has_state
     assert [step for event, step in heard if event == "worker.step_redone"] == told
+
+
+class Ordered:
+    """An extra whose tensors come in an order of its own, and with a number of its own."""
+
+    def __init__(self, names: str, number: float):
+        self.values: dict[str, Any] = {name: torch.full((2,), float(ord(name))) for name in names} | {"number": number}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: str) -> None:
+    """Each gives a share of the bytes: of the same tensors, in the same order, or all are told. Numbers are one's."""
+    hub = Hub(3)
+
+    def member(rank: int) -> dict[str, Any]:
+        model = built()
+        state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        state.has_state, state.extras = rank < 2, {"mine": Ordered("ab" if rank == 0 else order, 10.0**rank)}
+        world, collectives = World(Launch(), Alone(), Events(None)), Member(hub, rank)
+        world.rank, world.size, world._givers = rank, 3, [0, 1]
+        for name in ("alltoall", "allgather", "gather_texts"):
+            setattr(world, name, getattr(collectives, name))
+        world._transfer(state)
+        return state.extras["mine"].values
+
+    with ThreadPoolExecutor(3) as pool:
+        got = [pool.submit(member, rank) for rank in range(3)]
+    if order == "ba":
+        assert all("ranks [1] have other tensors" in str(one.exception()) for one in got)
+    else:
+        assert repr(got[2].result()) == repr(Ordered("ab", 1.0).values)
 
 
 def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: Path,

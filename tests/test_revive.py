@@ -159,7 +159,7 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     os.set_inheritable(listener.fileno(), True)
     print(revive.write_live_state(state, {}, {}))
     print(os.getpid(), sha(state.values()), flush=True)
-    revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51))
+    revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
 values = revive.read_live_state(Path(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
 links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
