@@ -150,6 +150,7 @@ SICK = "sick: "
 """Begins the reason of a host that its agent finds unwell."""
 HELD = "held back"
 """Begins the reason of a host that comes and goes."""
+ARRIVING = "arriving: others may be about to"
 DOUBTED = "but so are most: asked again first"
 """Ends the reason of a host that is still on the list although the cloud's last answer was without it."""
 
@@ -174,13 +175,14 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
     if waiting and not _may_enter(could_enter, now, policy) and any(
             why == IN and past[i].is_listed for i, why in reasons.items()):
         for i in waiting:
-            reasons[i] = "arriving: others may be about to"
+            reasons[i] = ARRIVING
     listed = {i for i, why in reasons.items() if why == IN}
     unexplained = [i for i, _, _ in history.listed if i not in listed and not (i in past and past[i].leaves)]
     if 2 * len(unexplained) > len(history.listed) and not set(unexplained) <= set(history.doubted):
         leaving = {i: p for i, p in past.items() if p.leaves}
         kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
         stand = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
+        stand |= {i: ARRIVING for i in listed - {entry[0] for entry in kept}}
         return Decision(tuple((name, slots) for _, name, slots in kept), reasons | stand,
                         History({**history.past, **leaving}, kept, doubted=tuple(sorted({*history.doubted, *unexplained})),
                                 unheard=unheard))

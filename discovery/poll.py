@@ -197,18 +197,24 @@ class Poller:
 
     def _known_at(self) -> float:
         """Return since when it may be that the list is not true any more, by `wall`."""
-        said, now = self._answered_at or 0.0, self.clock()
-        known_at = {i: max(said, self.wall() - (now - heard_at)) for i, heard_at in self._heard_at.items()}
+        said, now, wall = self._answered_at or 0.0, self.clock(), self.wall()
+        known_at = {i: max(said if said <= wall else 0.0, wall - (now - heard_at))  # else our clock was set back since
+                    for i, heard_at in self._heard_at.items()}
+        here = {i.id: self.history.past.get(i.id, Past()) for i in self.instances}
         if self.history.listed:
             return min(known_at.get(i, said) for i, _, _ in self.history.listed)
-        return max([said, *(known_at.get(i, said) for i, past in self.history.past.items() if past.leaves)])
+        heard = {i for i, heard_at in self._heard_at.items() if now - heard_at <= self.policy.silence_s}
+        if any(past.heard_at is not None and not past.leaves and i not in heard for i, past in here.items()):
+            return said  # who has fallen silent may work all the same
+        return max([said, *(known_at.get(i, said) for i, past in here.items() if past.leaves)])
 
     def _tell(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:
         """Say in the diary what has changed, and why."""
         names = {i.id: i.name for i in (*before, *self.instances)}
         reasons = {i: self._reasons.get(i, why) if why.endswith(DOUBTED) else why for i, why in decision.reasons.items()}
-        if decision.history.doubted:
-            reasons = {**self._reasons, **reasons}  # whom else the answer lacks is not gone either
+        if decision.history.doubted:  # whom else the answer lacks is not gone, and whom it has anew is not known yet
+            known = {i.id for i in self.instances}
+            reasons = {**self._reasons, **{i: why for i, why in reasons.items() if i in known}}
         for identity, why in reasons.items():
             was, name = self._reasons.get(identity), names.get(identity, identity)
             if why != was and (why == IN) != (was == IN):

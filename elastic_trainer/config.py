@@ -108,7 +108,7 @@ class Launch:
     revived_count: int = 0
     """The number of the last word that it sent to the driver."""
     revived_since: float | None = None
-    """When the generation before that ended, by this machine's monotonic clock: its pause goes on."""
+    """When it last trained, by this machine's monotonic clock: the pause goes on."""
     revived_from: Path | None = None
     """The live state that it left for itself, if it held any."""
     limits: Limits = field(default_factory=Limits)

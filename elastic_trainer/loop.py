@@ -322,7 +322,7 @@ class Trainer:
         self._say_where_we_are()
         self._leave_seen, self._leave_saved, self._has_room = None, False, False
         if self.checkpoints:
-            self.checkpoints.drop("the world has changed")  # a share of it may be gone with its worker
+            self.checkpoints.enter_world()
         for step in range(state.committed, job.schedule.steps):
             started = time.monotonic()
             samples, digest = self._forward_backward(step)
@@ -582,7 +582,8 @@ class Trainer:
         elif control.uploaded == world.size:
             checkpoints.collect(world.gather_texts(checkpoints.parts_up()), state.lineage, publish=world.rank == 0)
         if control.checkpoint:
-            checkpoints.begin(state, world.rank, world.size)
+            if checkpoints.may_begin(state, world):
+                checkpoints.begin(state, world.rank, world.size)
             self.timing.begun(state.committed, checkpoints)
             self._leave_saved = world.rank == 0 and self._leave_seen is not None
             self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)

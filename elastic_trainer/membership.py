@@ -398,7 +398,7 @@ class Membership:
         current = self._current()
         if not self.generation or self.is_finished:
             return ""
-        if any(not self._is_wanted(w) for w in current):
+        if any(not self._is_wanted(w) for w in current) or (self.max_workers and len(current) > self.max_workers):
             return "leave"
         newcomers = [w for w in self._alive() if w.phase is Phase.STANDBY and self._is_wanted(w) and self._reaches_all(w)]
         room = self.max_workers is None or len(current) < self.max_workers

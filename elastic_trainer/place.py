@@ -265,6 +265,7 @@ class OurDriver:
                 news = self._main.ask({**words, "hold_s": self.limits.beat_s, "seen": seen})
             except DriverUnreachable as error:
                 if time.monotonic() - self._heard_at > self.limits.driver_lost_s:
+                    self._lost = True
                     raise RunOver("failed", f"driver lost: {error}") from error
                 time.sleep(0.02)
                 continue

@@ -209,7 +209,7 @@ class _Story:
             case "worker.generation_started":
                 self._start_generation(event)
             case "worker.step_redone":
-                self.redone.add((*self._attempt(event), int(event["generation"]), int(event["step"])))
+                self.redone.add((*self._attempt(event), self.generations, int(event["step"])))
             case "job.described":
                 if self.finished and event.get("steps") != self.finished["steps"]:
                     self.finished = None  # resumed with more steps

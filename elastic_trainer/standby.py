@@ -12,8 +12,8 @@ What always holds:
    worker only, whole: the kernel does it, also behind a wrapper script. The service's death ends those that nobody has
    taken, and no worker.
 3. What a standby prints before its place is printed when it gets one, as if it had been started then. What it, or a
-   wrapper script, has set in its environment stays, and so does where a script has sent its output; what the script prints
-   itself is printed a second later.
+   wrapper script, has set in its environment stays, and so does where a script has sent its output (into a file of each
+   run's own, or with `>>`: the next standby runs it again); what the script prints itself is printed a second later.
 4. One boots at a time, and takes as much of one core as the others leave idle, but at least a fifth: it is stopped and
    let go in turns. (No scheduling class would do: tried as a user, SCHED_IDLE and a nice of 19 have no way back.)
 5. A standby has touched nothing of the run: no store, no diary, no socket, no random numbers that count.
@@ -76,6 +76,10 @@ OUTPUT_BYTES = 60_000
 """So much of what a standby has printed is handed on: it fits a pipe, so that writing it never waits for a reader."""
 FORWARD_S = 1.0
 """So often what a wrapper script has printed is handed on."""
+BEHIND_S = 0.05
+"""So often where the reader is slower than the script."""
+LAST_FORWARD_S = 5.0
+"""So long the reader may rest before it has the end of what was printed."""
 PR_SET_PDEATHSIG = 1
 OF_THE_PLACE = ("HOROVOD_", "ELASTIC_TRAINER_")
 CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
@@ -355,8 +359,9 @@ class Keeper:
 
     def _accompany(self, shim: socket.socket) -> None:
         """Be between the shim and the worker until one of them ends."""
-        while self.end_of_process not in (ready := self._ready(FORWARD_S, shim)):
-            self._forward()
+        is_behind = False
+        while self.end_of_process not in (ready := self._ready(BEHIND_S if is_behind else FORWARD_S, shim)):
+            is_behind = not self._forward()
             if shim not in ready:
                 continue
             try:
@@ -371,22 +376,27 @@ class Keeper:
                 self._kill()  # the shim is dead, and so is its worker, frozen or not
                 return
         status = self._kill()
-        self._forward()
+        self._forward(LAST_FORWARD_S, shim)
         try:
             shim.send(b"ended %d" % status)
         except OSError:
             pass
 
-    def _forward(self) -> None:
-        """Hand on what was printed before the place came, and by a wrapper script, or its `tee`, since.
+    def _forward(self, patience_s: float = 0.0, *shim: socket.socket) -> bool:
+        """Hand on what was printed before the place came, and by a wrapper script, or its `tee`, since; False if there is
+        more, for which the reader has no room yet.
 
         A slow reader must not keep us from seeing the shim's end: so little fits a pipe that has room at all.
         """
         file = self.printed.fileno()
         end = os.fstat(file).st_size
         with suppress(OSError):
-            while self.handed_on < end and select.select([], [self.stdout], [], 0.0)[1]:
+            while self.handed_on < end:
+                is_over, has_room, _ = select.select(shim, [self.stdout], [], patience_s)
+                if is_over or not has_room:
+                    return False
                 self.handed_on += os.write(self.stdout, os.pread(file, select.PIPE_BUF, self.handed_on))
+        return True
 
     # --- its process --------------------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ class _History:
     weights: tuple[int, str] | None = None  # line, SHA-256, of a finish after as many steps
     repeated_lines: int = 0
     steps_rolled_back: int = 0
-    redone: set[tuple[int, int, int]] = field(default_factory=set)  # attempt, generation, step
+    redone: set[tuple[int, int | None, int]] = field(default_factory=set)  # attempt, the generation that broke, step
 
     def violate(self, sentence: str) -> None:
         self.violations.append(f"line {self.number}: {sentence}")
@@ -261,7 +261,7 @@ class _History:
         if step > self.next + 1:  # one more is fine: the repeated line that follows may be that step's first
             self.violate(f"starts at step {step}, but step {self.next} never came.")
         # The only one who knew that a step was finished may have died behind its line: to the others it is in flight.
-        is_in_flight = step == self.next - 1 and (int(event["attempt"]), generation, step) in self.redone
+        is_in_flight = step == self.next - 1 and (int(event["attempt"]), self.generation, step) in self.redone
         if step < self.next and self.has_generation and not is_in_flight:
             self.violate(f"goes back to step {step} within an attempt where step {self.next} is due.")
         elif (step < self.next and not is_in_flight) or event["source"] != "memory":
@@ -278,7 +278,7 @@ class _History:
         step = int(event["step"])
         if step not in (self.next - 1, self.next, self.next + 1):
             self.violate(f"step {step} is done again, but step {self.next} was in flight.")
-        self.redone.add((int(event["attempt"]), int(event["generation"]), step))
+        self.redone.add((int(event["attempt"]), self.generation, step))  # the one that tells it may break before it trains
 
     def step_committed(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):

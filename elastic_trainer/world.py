@@ -106,7 +106,7 @@ class Standing(NamedTuple):
     last_vote: tuple[int, int]
     """Samples and digest, totals of the last vote that it saw pass."""
     paused_ms: int
-    """How long ago its last generation ended."""
+    """How long ago it last trained."""
 
 
 class World:
@@ -130,7 +130,8 @@ class World:
         self._change_wanted_since: float | None = None
         self._told_redone = -1
         self._left_at = launch.revived_since or time.monotonic()
-        """When this worker's last generation ended."""
+        """When this worker last trained."""
+        self._trains = False
 
     # --- the life of a generation ---------------------------------------------------------------------------------
 
@@ -156,13 +157,13 @@ class World:
                 self._is_guarded = False
                 return
             except (HorovodInternalError, PeersLost) as error:
-                self._left_at = time.monotonic()
+                self._note_end()
                 self._close_sockets()  # first of all: our neighbours notice by it
                 self.events.emit("worker.generation_broken", error=str(error)[:500])
                 self._leave()
                 state.restore()
             except WorldChanged:
-                self._left_at = time.monotonic()
+                self._note_end()
                 self._leave()
             idle = 0 if state.committed > last_step else idle + 1
             last_step = state.committed
@@ -208,6 +209,11 @@ class World:
         self._sockets = _open_sockets() - before
         self.events.reach("world.init_left")
 
+    def _note_end(self) -> None:
+        """Note when the training paused: not when a generation broke that had not begun to train."""
+        if self._trains:
+            self._trains, self._left_at = False, time.monotonic()
+
     def _leave(self) -> None:
         if self._is_up:
             self._is_up = False
@@ -229,8 +235,8 @@ class World:
             for name in FOR_THIS_WORLD:  # else the next life takes them for the user's
                 os.environ.pop(name, None)
             os.environ.update({name: self._asked[name] for name in FOR_THIS_WORLD if name in self._asked})
-            since = time.monotonic() if self._init_since is None else self._left_at
-            revive.start_anew(self._live_state(), self.generation, driver.count + 1, since)
+            self._note_end()
+            revive.start_anew(self._live_state(), self.generation, driver.count + 1, self._left_at)
 
         def on_broken() -> None:
             if self._init_since is not None:
@@ -467,6 +473,7 @@ class World:
                 yield low, piece
 
     def _say_started(self, state: ElasticState, source: str, pause_s: float) -> None:
+        self._trains = True
         self.driver.note("training", state.committed)
         self.events.reach("world.generation_entered", step=state.committed)
         if self.rank == 0:

@@ -154,6 +154,13 @@ class Checkpoints:
         """The parts of the last checkpoint that all workers have collected or restored; and its step."""
         self._last_step = -1
         self._names: dict[int, frozenset[str]] = {}
+        self._are_mixed = False
+        """The last checkpoint came to nothing because some worker's tensors differ from rank 0's."""
+
+    def enter_world(self) -> None:
+        """Let go of what another world has left: a share of it may be gone with its worker, and newcomers know nothing."""
+        self.drop("the world has changed")
+        self._are_mixed = False
 
     # --- at a step's end, on every worker alike -----------------------------------------------------------------------
 
@@ -261,10 +268,8 @@ class Checkpoints:
         """
         assert self.share
         told = [json.loads(text) for text in texts]
-        odd = [str(rank) for rank, its in enumerate(told) if its["tensors"] != told[0]["tensors"]]
-        if odd:
-            self.share.error = (f"the tensors of rank {', '.join(odd)} differ from rank 0's (names, order, types, shapes). "
-                                f"Let the state_dict of each extra give the same tensors in the same order on all workers")
+        self.share.error = self._compare([its["tensors"] for its in told])
+        if self._are_mixed:
             self.drop()
             return
         share, self.share = self.share, None
@@ -280,6 +285,25 @@ class Checkpoints:
             self._publisher = threading.Thread(target=self._publish, args=(share, parts, lineage), name="publisher",
                                                daemon=True)
             self._publisher.start()
+
+    def _compare(self, digests: list[str]) -> str:
+        """Return what is wrong with the workers' tensors, by rank; "" if they are the same."""
+        odd = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        self._are_mixed = bool(odd)
+        if not odd:
+            return ""
+        return (f"the tensors of rank {', '.join(odd)} differ from rank 0's (names, order, types, shapes). "
+                f"Let the state_dict of each extra give the same tensors in the same order on all workers")
+
+    def may_begin(self, state: ElasticState, peers: Peers) -> bool:
+        """False, and told, if the last checkpoint came to nothing for other tensors and they differ still.
+
+        Asked by all workers alike. Bytes that no record will name are not sent again and again, for nobody to collect.
+        """
+        if self._are_mixed and (wrong := self._compare(peers.gather_texts(tensors_digest(state.packed().header)))):
+            self.failures += 1
+            self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
+        return not self._are_mixed
 
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight: what is up of it is rubbish, which a later one collects."""
@@ -417,10 +441,10 @@ class Checkpoints:
         if last.step >= share.step:
             return None  # a publisher before us has published this step or a later one
         # A kept checkpoint with a later step was passed over by the restore: it is of a branch that was left.
-        before = {sequence: step for sequence, step in last.kept.items()
-                  if step < share.step and self._names_of(sequence) is not None}
+        names = {sequence: self._names_if_known(sequence) for sequence, step in last.kept.items() if step < share.step}
+        before = {sequence: last.kept[sequence] for sequence, found in names.items() if found is not None}
         reused = {part.name for part in parts if _age(part.name) != (last.lineage, share.step)}
-        if not reused <= frozenset().union(*(self._names_of(sequence) or () for sequence in before)):
+        if not reused <= frozenset().union(*(names[sequence] or () for sequence in before)):
             raise StoreUnavailable("a part of an older checkpoint that this one names is not kept any more")
         steps = retained([*before.values(), share.step], self.plan.keep_last, self.plan.keep_every)
         kept = {sequence: step for sequence, step in before.items() if step in steps}
@@ -430,6 +454,13 @@ class Checkpoints:
                 "bytes": share.total, "part_bytes": self.plan.part_bytes, "parts": entries,
                 "time": time.time(), **self.facts}  # for people; nothing compares them
         return replace(last, kind="checkpoint", step=share.step, kept=kept | {sequence: share.step}, body=body)
+
+    def _names_if_known(self, sequence: int) -> frozenset[str] | None:
+        """Return the same; no names for a record that is not given to us now: it stays, and holds up no later one."""
+        try:
+            return self._names_of(sequence)
+        except StoreUnavailable:
+            return frozenset()
 
     def _names_of(self, sequence: int) -> frozenset[str] | None:
         """Return the names of a checkpoint's parts; None when its record is damaged. Only what was read back is kept:

@@ -150,7 +150,8 @@ class S3Store:
             if not self._has(key):
                 raise FileNotFoundError(f"{self.where} has no {name}") from error
             if is_gone:  # a balancer whose server is away says so too, and a part that is gone costs a checkpoint
-                raise OSError("it is listed, but the answer was 404") from error
+                raise OSError("it is listed, but the answer was 404. Look at what stands between us and the "
+                              "store; if the store has lost it, name the run anew (--run)") from error
             raise
 
     def _has(self, key: str) -> bool:
@@ -223,7 +224,9 @@ def _check_size(name: str, body: memoryview | bytes) -> None:
 
 
 def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+    """Return the error's code; the status, where a balancer's page and not the store has answered."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    return str(error.response.get("Error", {}).get("Code", "") or status)
 
 
 def _may_pass(error: BaseException) -> bool:

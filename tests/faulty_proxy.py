@@ -26,7 +26,7 @@ STATUS = {"slow_down": (503, "SlowDown"), "internal": (500, "InternalError"), "f
 WRAPPED = {"request_limit": "<Response><Errors>{}</Errors></Response>", "throttling": "<ErrorResponse>{}</ErrorResponse>"}
 """How EC2 and Auto Scaling wrap an error; S3 does not."""
 KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish", "unconditional", "drop", "empty",
-         "torn_xml", "bare_404", *STATUS)
+         "torn_xml", "bare_404", "page_404", *STATUS)
 
 
 @dataclass
@@ -128,8 +128,8 @@ class FaultyProxy:
             return self._reset(request)
         if kind == "slow":
             self.released.wait(0.7)
-        if kind == "bare_404":  # as a balancer says it whose server is briefly away
-            return self._answer(request, 404, [], b"")
+        if kind in ("bare_404", "page_404"):  # as balancers say it whose server is briefly away
+            return self._answer(request, 404, [], b"<html><body>Not Found</body></html>" if kind == "page_404" else b"")
         if kind in STATUS:
             status, code = STATUS[kind]
             answer = f"<Error><Code>{code}</Code><Message>as planned</Message></Error>"

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -814,6 +815,28 @@ def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: P
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
+def test_an_old_record_that_cannot_be_read_holds_up_no_later_one(tmp_path: Path) -> None:
+    """It is unknown, and not gone: it stays kept, and nothing that it may name is deleted."""
+    first = Fleet(tmp_path)
+    first.restore()
+    for _ in range(2):
+        first.train()
+        first.checkpoint()
+    fleet = Fleet(tmp_path, steps=0)
+    assert fleet.restore() == [5]
+    record = sorted((tmp_path / "log").iterdir())[-2]
+    record.rename(tmp_path / "away")
+    record.symlink_to(tmp_path / "nowhere")
+    parts = files(tmp_path, "parts")
+    fleet.train()
+    fleet.checkpoint()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [6]
+    assert set(parts) < set(files(tmp_path, "parts"))
+    record.unlink()
+    (tmp_path / "away").rename(record)
+    assert sorted(CommitLog(FolderStore(tmp_path)).tail().kept.values()) == [4, 5, 6]
+
+
 class Extra:
     """What a user registers: it keeps what the test says."""
 
@@ -851,7 +874,19 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
     assert len(failed) == 3 and len({e["error"] for e in failed}) == 1
     assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0]["error"]
     assert all(worker.failures == 1 and worker.share is None for worker in fleet.workers)
+
+    def may_begin() -> set[bool]:
+        hub = Hub(3)
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(worker.may_begin, state, Member(hub, number))
+                     for number, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True))]
+        return {one.result() for one in asked}
+
+    parts = files(tmp_path, "parts")
+    assert may_begin() == {False} and files(tmp_path, "parts") == parts
+    assert len(fleet.events.facts("state.checkpoint_failed")) == 6
     fleet.states[rank].extras = {"odd": Extra(a=A, b=B, rate=0.5)}
+    assert may_begin() == {True}
     fleet.train()
     fleet.checkpoint()
     reader = Fleet(tmp_path, 2, steps=0)

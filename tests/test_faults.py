@@ -367,14 +367,14 @@ def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: T
 def test_keeps_the_last_list_when_the_discovery_hangs(tmp_path: Path, twin_of: Twin) -> None:
     """What never answers is unknown too: it is told, a death is recovered from meanwhile, and the next answer counts."""
     hangs, script = tmp_path / "hangs", tmp_path / "discovery.sh"
-    script.write_text('if [ -e "$1" ]; then sleep 120 & echo $! >> "$1"; wait; fi\ncat "$2"\n')
+    script.write_text('if [ -e "$1" ]; then sleep 120 & echo $! >> "$1.pids"; wait; fi\ncat "$2"\n')
     discovery = f"sh {script} {hangs} {tmp_path / 'hosts'}"
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, discovery=discovery) as cluster:
         cluster.wait_for_step(3)
         hangs.touch()
         [failed, *_] = cluster.wait_for("failed discovery", lambda: cluster.events("driver.discovery_failed"))
         assert "timed out" in failed["error"]
-        started = int(hangs.read_text().split()[0])
+        started = int(Path(f"{hangs}.pids").read_text().split()[0])
         cluster.wait_for("the end of what the script has started", lambda: not is_running(started))
         cluster.signal_worker(host(1), signal.SIGKILL)
         cluster.wait_for_world(3)

@@ -216,7 +216,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             for kind, error in UNAVAILABLE.items():
                 told = len(unavailable())
                 api.on_request = lambda method, path, kind=kind: kind  # type: ignore[misc]
-                if kind == "rubbish":
+                if kind == "internal":
                     metadata[first[0]].announce()
                     generation = fleet.wait_for_world(4, after=generation)
                 fleet.wait_for(kind, lambda told=told, error=error: error in "".join(unavailable()[told:]))  # type: ignore[misc]

@@ -75,6 +75,7 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
             if policy.same_type:
                 assert len({by_id[i].type for i in listed}) <= 1
         else:
+            assert not {i for i, why in decision.reasons.items() if why == IN} - set(listed)
             assert set(listed) <= {i for i, _, _ in before.listed} and not set(history.doubted) <= set(before.doubted)
 
 

@@ -306,6 +306,15 @@ def test_who_has_the_newest_state_stays_longest_when_it_drains_and_the_rest_are_
     assert f.membership.workers[d].phase is Phase.GONE
 
 
+def test_one_goes_when_there_are_more_than_max_workers() -> None:
+    """Who came along with the newest state may be wanted again when the others have it."""
+    f = fleet()
+    f.run()
+    f.membership.max_workers = 3
+    f.run()
+    assert f.world() == ["a", "b", "c"]
+
+
 def test_an_offer_that_others_broke_is_held_against_nobody() -> None:
     """Who is slow to accept may have tried to reach one that was dying."""
     f = fleet("abcdefghij", least=1)

@@ -101,7 +101,7 @@ WRITING = [(kind, "PUT", where) for kind in ("reset", "timeout", "lose_answer", 
            for where in ("/parts/", "/log/")]
 READING = [*((kind, "GET", "/parts/") for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal",
                                                    "bare_404")),
-           *((kind, "GET", "/log/") for kind in ("truncate", "bare_404")),
+           *((kind, "GET", "/log/") for kind in ("truncate", "bare_404", "page_404")),
            *((kind, "GET", "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))]
 
 

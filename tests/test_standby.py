@@ -333,10 +333,12 @@ def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged
     bench.behind_a_script()
     (bench.folder / "job.sh").write_text(f"echo before\n{line.replace('PYTHON', sys.executable)}\necho after\nexit 7\n")
     bench.write("while not os.path.exists('go'): time.sleep(0.05)")
-    bench.serve()
+    service = bench.serve()
     bench.booted()
     worker, heard = bench.take(), b""
     assert worker.stdout and bench.here()["was"]
+    service.kill()  # its next standby would begin the same log again
+    service.wait()
     os.set_blocking(worker.stdout.fileno(), False)
 
     def has_said_so_far() -> bool:

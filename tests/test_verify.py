@@ -128,6 +128,19 @@ def test_a_step_may_be_done_again_when_only_the_dead_knew_that_it_was_finished()
     assert any("step 3 again with loss 7.0" in note for note in judged([*again]).notes)
 
 
+def test_a_step_may_be_done_again_when_the_generation_that_told_it_never_trained() -> None:
+    """Somebody died in its transfer, and the next one has nothing new to tell."""
+    events = last_line_of_the_dead()
+    told = find(events, "worker.step_redone")
+    for event in events[told + 1 :]:
+        if "generation" in event:
+            event["generation"] += 1
+    again = copy.deepcopy(events[told])
+    assert judged([*events]).is_proved
+    again["generation"] += 1
+    assert judged([*events[: told + 1], again, *events[told + 1 :]]).steps_redone == 1
+
+
 def eventful() -> list[Event]:
     """Two attempts: a death in the middle of step 4, the death of all after step 8, a restart from step 6."""
     story = Story()

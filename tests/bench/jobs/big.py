@@ -60,7 +60,7 @@ def timed(act: Any) -> float:
 def bare_copy(rank: int, size: int) -> Any:
     """Return what copies as much of the state as this worker's share, tensor by tensor, into memory that is there already.
 
-    A share is whole parts, so shares differ: of 15 parts and 4 workers three have 4 and one has 3.
+    A share is whole parts, so shares may differ.
     """
     tensors = [tensor for parameter in model.parameters() for tensor in
                (parameter.detach(), *(v for v in optimizer.state[parameter].values() if v.numel() > 1))]
