@@ -32,7 +32,7 @@ import s3_servers  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
 PEERS_AT = 7
-CHECKPOINTS = 6
+CHECKPOINTS = 9
 DEADLINE_S = 1800.0
 
 
@@ -69,7 +69,7 @@ def measured(folder: Path, job: list[str], store: list[str], every: int) -> dict
             f"checkpoints at {begun}: an upload takes longer than --every {every} steps")
         peers = [json.loads(path.read_text()) for path in sorted(folder.glob("peers-*.json"))]
         first_pauses, *pauses = noted(folder, "pause")
-        _, *copies = noted(folder, "memcpy")
+        copies = noted(folder, "memcpy")
         cluster.kill_everyone()
         killed_at = time.time()
         cluster.start()

@@ -1,9 +1,9 @@
 """A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's pause is, beside its peers'.
 
-At the end of the step before each checkpoint every worker times, at the same time as the others, a bare copy of as many
-bytes of the state as its share has, into memory that is there already. At the step that --peers-at names it times
-`torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0 alone, the others wait, as they would)
-`torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others.
+At the end of each of the steps before a checkpoint (COPIES of them) every worker times, at the same time as the others, a
+bare copy of as many bytes of the state as its share has, into memory that is there already. At the step that --peers-at
+names it times `torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0 alone, the others wait, as
+they would) `torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others.
 """
 
 import argparse
@@ -30,6 +30,7 @@ parser.add_argument("--work", type=int, default=8, help="how much arithmetic a s
 options = parser.parse_args()
 
 BLOCKS = 16
+COPIES = 3
 WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)  # 12 bytes a parameter: itself and Adam's two moments
 
 
@@ -142,7 +143,7 @@ def after_step(step: int) -> None:
     rank, size = place["rank"], place["size"]
     if step == 0:
         copier.append(bare_copy(rank, size))
-    elif (step + 2) % options.every == 0:  # at a step's end, as the snapshot is, and with no upload in flight
+    elif -(step + 1) % options.every in range(1, COPIES + 1):  # at a step's end, as the snapshot is; no upload is in flight
         note("memcpy", timed(copier[0]))
     if step + 1 != options.peers_at:
         return
