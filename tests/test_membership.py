@@ -264,13 +264,19 @@ def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
     assert f.membership.verdict is None
 
 
-def test_the_newest_state_is_the_one_that_is_written_down() -> None:
-    """Of two whose last vote broke, one has seen it pass: what it has finished is not done again."""
-    f = fleet(least=3)
+def one_ahead(least: int = 1) -> tuple[Fleet, tuple[str, ...]]:
+    """Return a fleet of four whose rank 0 has died, and the others: of them one has seen the last vote pass, rank 2."""
+    f = fleet(least=least)
     f.run()
-    a, b, c, d = f.membership.members
-    f.steps = {a: 12, b: 12, c: 13, d: 12}
-    f.membership.exited(a, -9, f.now)
+    dead, *others = f.membership.members
+    f.steps = {name: 13 if rank == 2 else 12 for rank, name in enumerate(f.membership.members)}
+    f.membership.exited(dead, -9, f.now)
+    return f, tuple(others)
+
+
+def test_the_newest_state_is_the_one_that_is_written_down() -> None:
+    """What one has finished is not done again."""
+    f, (b, c, d) = one_ahead(least=3)
     f.membership.hosts_listed({})
     f.run()
     assert [name for name in (b, c, d) if f.membership.told(name, f.now).get("writes")] == [c]
@@ -279,11 +285,7 @@ def test_the_newest_state_is_the_one_that_is_written_down() -> None:
 @pytest.mark.parametrize("left", ["wxyz", "bwxyz"])
 def test_the_newest_state_comes_along_when_its_host_has_left_the_list(left: str) -> None:
     """Whether the rest of the old ones leave too or stay."""
-    f = fleet()
-    f.run()
-    a, b, c, d = f.membership.members
-    f.steps = {a: 12, b: 12, c: 13, d: 12}
-    f.membership.exited(a, -9, f.now)
+    f, (_, c, d) = one_ahead()
     f.membership.hosts_listed({h: 1 for h in left})
     f.run()
     second = [action for action in f.acted if isinstance(action, Form)][1]
@@ -293,11 +295,7 @@ def test_the_newest_state_comes_along_when_its_host_has_left_the_list(left: str)
 
 def test_who_has_the_newest_state_stays_longest_when_it_drains_and_the_rest_are_too_few() -> None:
     """The rest waits for others, and would do its last step again."""
-    f = fleet(least=3)
-    f.run()
-    a, b, c, d = f.membership.members
-    f.steps = {a: 12, b: 12, c: 13, d: 12}
-    f.membership.exited(a, -9, f.now)
+    f, (_, c, d) = one_ahead(least=3)
     f.membership.hosts_listed({"b": 1})
     for name in (c, d):
         f.say(name, "training", drains=True)
