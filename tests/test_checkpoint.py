@@ -98,6 +98,12 @@ class Fleet:
                         parameter.add_(1)
                 state.commit(8, 1)
 
+    def publish(self, count: int) -> None:
+        """Train a step and publish it, so many times."""
+        for _ in range(count):
+            self.train()
+            self.checkpoint()
+
     def checkpoint(self, *, without: int | None = None) -> None:
         """Publish a checkpoint; worker `without` dies before its share is up."""
         for worker in self.workers:
@@ -420,9 +426,7 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
     """All workers pass over the same checkpoint, say so, and the run can publish earlier steps again."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
-    for _ in range(2):
-        fleet.train()
-        fleet.checkpoint()
+    fleet.publish(2)
     part = part_of_step(tmp_path, 5)
     match damage:
         case "flip":
@@ -451,9 +455,7 @@ def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(tmp_path: P
     """The store fails between the two: they restore once more, and publish under their own lineage, not the old one."""
     fleet = Fleet(tmp_path)
     fleet.restore()
-    for _ in range(2):
-        fleet.train()
-        fleet.checkpoint()
+    fleet.publish(2)
     part_of_step(tmp_path, 5).unlink()
 
     class NoSecondTakeover(FolderStore):
@@ -622,9 +624,7 @@ def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
 
     fleet = Fleet(tmp_path)
     fleet.restore()
-    for _ in range(3):
-        fleet.train()
-        fleet.checkpoint()
+    fleet.publish(3)
     assert Fleet(tmp_path, steps=0, store=OneFlip).restore() == [6]
     assert OneFlip.flips == 0
 
@@ -798,9 +798,7 @@ def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: P
     """As by a network disk that remembers that it was not there: nobody lets the newest checkpoint go for that."""
     fleet = Fleet(tmp_path)
     fleet.restore()
-    for _ in range(2):
-        fleet.train()
-        fleet.checkpoint()
+    fleet.publish(2)
     path = part_of_step(tmp_path, 5) if what == "part" else min((tmp_path / "log").iterdir())
     path.rename(tmp_path / "away")
     path.symlink_to(tmp_path / "nowhere")
@@ -819,9 +817,7 @@ def test_an_old_record_that_cannot_be_read_holds_up_no_later_one(tmp_path: Path)
     """It is unknown, and not gone: it stays kept, and nothing that it may name is deleted."""
     first = Fleet(tmp_path)
     first.restore()
-    for _ in range(2):
-        first.train()
-        first.checkpoint()
+    first.publish(2)
     fleet = Fleet(tmp_path, steps=0)
     assert fleet.restore() == [5]
     record = sorted((tmp_path / "log").iterdir())[-2]
@@ -950,9 +946,7 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> N
     plan = Plan(part_bytes=100, keep_last=2)
     fleet = Fleet(tmp_path, 1, plan)
     fleet.restore()
-    for _ in range(2):
-        fleet.train()
-        fleet.checkpoint()
+    fleet.publish(2)
     part_of_step(tmp_path, 5).write_bytes(b"")
     reader = Fleet(tmp_path, 2, plan, steps=0)
     assert reader.restore() == [4, 4]

@@ -124,9 +124,7 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
     """Truncated, wrong or refused answers are asked for again; the newest checkpoint is the one that comes back."""
     writers = fleet(url)
     writers.restore()
-    for _ in range(2):
-        writers.train()
-        writers.checkpoint()
+    writers.publish(2)
     fault = proxy.fault(kind, method=method, contains=where, times=2)
     reader = fleet(url, 2, steps=0)
     assert reader.restore() == [5, 5]
@@ -139,9 +137,7 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy,
     """A balancer says 404 for good: that is unknown and not gone. The restore fails, and lets go of nothing."""
     writers = fleet(url)
     writers.restore()
-    for _ in range(2):
-        writers.train()
-        writers.checkpoint()
+    writers.publish(2)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     monkeypatch.setattr("state.checkpoint.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
