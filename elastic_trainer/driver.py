@@ -60,7 +60,7 @@ from elastic_trainer import remote
 from elastic_trainer.config import ALLOCATOR, EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
-from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop
+from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
 from elastic_trainer.rendezvous import Rendezvous
@@ -85,6 +85,10 @@ FAR_KILL_S = 2.0
 """How long an ssh has to deliver the word that kills."""
 FAR_OUTPUT_S = 1.0
 """How long after a far worker's exit its last words may arrive, when something there still holds its output."""
+HEARD_AGAIN_S = 1.0
+"""A worker that was silent for longer than this (and than four of its beats), and less than silence_s, is told."""
+CLOCK_S = 60.0
+"""A worker whose clock differs from ours by more is told (discovery/agent.py has the same limit)."""
 LAST_OUTPUT_S = 2.0
 """How long the last lines of workers that are gone may take; a process that one has left behind may hold its output."""
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
@@ -237,6 +241,7 @@ class MendedDriver:
         self.address = ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
+        self.said_clock: set[str] = set()
         self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
 
     # --- the outside -------------------------------------------------------------------------------------------------
@@ -350,6 +355,8 @@ class MendedDriver:
             now = time.monotonic()
             worker = self.membership.workers.get(name)
             before = worker.phase if worker else None
+            # At our last decision: while we stand still ourselves nobody is silent.
+            silent_s = self.membership.decided_at - worker.heard_at if worker else 0.0
             is_new = self.membership.reported(
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
@@ -359,6 +366,8 @@ class MendedDriver:
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
             elif self.addresses.get(name, address) != address:
                 raise WordRefused("a word of another's, played back")
+            if worker and is_new and before is not Phase.BOOTING:
+                self._say_odd(worker, silent_s, words)
             if worker and worker.phase is not before:
                 if before is Phase.BOOTING:
                     process = self.processes[name]
@@ -374,6 +383,15 @@ class MendedDriver:
                 if told["version"] != words.get("seen") or (left := deadline - time.monotonic()) <= 0:
                     return told
                 self.changed.wait(left)
+
+    def _say_odd(self, worker: Worker, silent_s: float, words: dict[str, Any]) -> None:
+        """Tell what costs nobody anything yet: a line that comes and goes, a clock that is wrong."""
+        if silent_s > max(HEARD_AGAIN_S, 4 * self.membership.limits.beat_s):
+            self.events.emit("driver.worker_heard_again", worker=worker.name, silent_s=round(silent_s, 2))
+        off_s = float(words["time"]) - time.time()
+        if abs(off_s) > CLOCK_S and worker.name not in self.said_clock:
+            self.said_clock.add(worker.name)
+            self.events.emit("driver.clock_differs", worker=worker.name, host=worker.host, off_s=round(off_s, 1))
 
     def _told(self, name: str) -> dict[str, Any]:
         told = self.membership.told(name, time.monotonic())

@@ -53,7 +53,7 @@ from elastic_trainer.place import (
 )
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.timing import Timing
+from elastic_trainer.timing import Pace, Timing
 from elastic_trainer.world import Control, PeersLost, World, WorldChanged
 from state.cadence import Cadence
 from state.checkpoint import PART_BYTES, Checkpoints, Plan
@@ -323,9 +323,11 @@ class Trainer:
         self._leave_seen, self._leave_saved, self._has_room = None, False, False
         if self.checkpoints:
             self.checkpoints.enter_world()
+        pace = Pace(self.events)
         for step in range(state.committed, job.schedule.steps):
             started = time.monotonic()
             samples, digest = self._forward_backward(step)
+            computed = time.monotonic()
             self.events.reach("step.computed", step=step)
             self.reducer.finish(world)                                          # network: the gradients, once
             state.prepare()
@@ -335,12 +337,15 @@ class Trainer:
             control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
                                  *self._checkpoint_words(state.committed + 1))
             self.events.reach("step.voted", step=step)
+            voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             step_s = time.monotonic() - started
             self._say_committed(step, step_s)
             self.timing.step(step_s, self._is_uploading())
+            if world.rank == 0:
+                pace.step(step, step_s, voted - computed)
             self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
             if control.stop or control.all_drain:
                 self._checkpoint_now(instead=2 * control.uploaded < world.size)  # nothing may be lost

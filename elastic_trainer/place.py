@@ -228,7 +228,8 @@ class OurDriver:
         with self._lock:
             self._status.update(changes)
             self._count += 1
-            return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), **self._status}
+            return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), "time": time.time(),
+                    **self._status}
 
     def _beat(self) -> None:
         assert self.launch.driver is not None

@@ -1,11 +1,13 @@
-"""What steps and checkpoints cost, as rank 0 measures it, and so when the next checkpoint is due.
+"""What steps and checkpoints cost, as rank 0 measures it: when the next checkpoint is due, and whether steps became slower.
 
 loop (each step's time) → here → cadence (the interval) → the vote's wish for a checkpoint
 """
 
 from __future__ import annotations
 
+import math
 import time
+from statistics import median
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
@@ -13,6 +15,10 @@ from state.checkpoint import Checkpoints
 
 OVERDUE_S = 60.0
 """The last good checkpoint may always be so old before an alarm is raised."""
+PACE_STEPS, PACE_S = 5, 3.0
+"""A pace is the median of so many steps at least, and of so much time."""
+SLOWER, AS_BEFORE = 1.5, 1.2
+"""So many times their best pace in this world, steps are slower; and are again as before."""
 
 
 class Timing:
@@ -62,3 +68,31 @@ class Timing:
         if checkpoints.failures:
             return True  # the last one came to nothing
         return step // every.steps > begun_step // every.steps if every.steps else waited_s >= interval_s
+
+
+class Pace:
+    """How long the steps of one generation take: says when they become slower, and when they no longer are.
+
+    A line that is slow, a host that is: nobody dies of it, and everybody waits for the slowest. How long rank 0 waits for
+    the others and the network says whether it is itself the slow one.
+    """
+
+    def __init__(self, events: Events):
+        self.events, self.best_s, self.is_slow = events, math.inf, False
+        self._steps: list[tuple[float, float]] = []
+
+    def step(self, step: int, step_s: float, waited_s: float) -> None:
+        """Note how long a step took, and how long of that this worker waited for the others' gradients and votes."""
+        self._steps.append((step_s, waited_s))
+        if len(self._steps) < PACE_STEPS or sum(took for took, _ in self._steps) < PACE_S:
+            return
+        pace_s, waited_s = (median(times) for times in zip(*self._steps, strict=True))
+        self._steps.clear()
+        if pace_s > SLOWER * self.best_s and not self.is_slow:
+            self.is_slow = True
+            self.events.emit("worker.steps_slower", step=step, step_s=round(pace_s, 4), waited_s=round(waited_s, 4),
+                             best_s=round(self.best_s, 4))
+        elif pace_s < AS_BEFORE * self.best_s and self.is_slow:
+            self.is_slow = False
+            self.events.emit("worker.steps_as_before", step=step, step_s=round(pace_s, 4))
+        self.best_s = min(self.best_s, pace_s)

@@ -144,6 +144,12 @@ def in_words(event: Event, picture: Picture) -> str | None:
         case "driver.worker_evicted":
             worker = picture.workers[event["worker"]]
             return f"host {worker.host}: worker {worker.pid} given up: {event['reason']}"
+        case "driver.clock_differs":
+            return f"host {event['host']}: its clock is {event['off_s']:+.0f} s off"
+        case "worker.steps_slower":
+            return f"steps take {event['step_s']:.2f} s, not {event['best_s']:.2f}: a host or a line is slow"
+        case "worker.steps_as_before":
+            return f"steps take {event['step_s']:.2f} s again"
         case "worker.generation_started":
             workers = f"generation {event['generation']}: {_count(event['size'], 'worker')}"
             if event["source"] == "memory":
@@ -158,6 +164,9 @@ def in_words(event: Event, picture: Picture) -> str | None:
             return f"checkpoint of step {event['step']} published"
         case "state.checkpoint_failed":
             return f"checkpoint of step {event['step']} FAILED: {event['error']}"
+        case "state.upload_stalled":
+            who, still_s = event["worker"], event["still_s"]
+            return f"checkpoint of step {event['step']}: {who} has had nothing more up for {still_s:.0f} s"
         case "state.checkpoint_refused":
             return f"a checkpoint is damaged and passed over: {event['error']}"
         case "state.checkpoint_restored":

@@ -47,6 +47,8 @@ from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checke
 PART_BYTES = 16 << 20
 UPLOAD_S = 900.0
 """A share of which nothing more came up for so long has failed: a folder's file system may hang without an error."""
+STALLED_S = 5.0
+"""A share of which nothing more came up for so long, or a record not written for so long, is told, once."""
 RESTORE_S = 3600.0
 """How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
@@ -114,7 +116,8 @@ class Share:
     started: float
     done: list[Part]
     moved: float = 0.0
-    """When a part of it was done last."""
+    """When a part of it was done last, or begun after a rest."""
+    is_stall_told: bool = False
     error: str = ""
     is_dropped: bool = False
     pause_s: float = 0.0
@@ -150,6 +153,8 @@ class Checkpoints:
         self._publisher: threading.Thread | None = None
         self._publishing = (-1, 0.0)
         """The step of the publisher's checkpoint, and when its record went on its way."""
+        self._stall_told = -1
+        """The newest step of whose record it was said that it is long on its way."""
         self._last_parts: dict[int, Part] = {}
         """The parts of the last checkpoint that all workers have collected or restored; and its step."""
         self._last_step = -1
@@ -231,19 +236,34 @@ class Checkpoints:
 
     def progress(self) -> tuple[bool, bool]:
         """Return (my share is up, my share has failed), for the vote. What hangs is given up here."""
+        self._mind_publisher()
+        share = self.share
+        if share is None:
+            return False, False
+        share.may_go.set()
+        is_up, still_s = len(share.done) == len(share.pieces), time.monotonic() - share.moved
+        if not is_up and not share.error and still_s > STALLED_S and not share.is_stall_told:
+            share.is_stall_told = True
+            self.emit("state.upload_stalled", step=share.step, still_s=round(still_s, 1), what=(
+                f"{len(share.pieces) - len(share.done)} of this worker's {len(share.pieces)} parts"))
+        if not is_up and still_s > UPLOAD_S and not share.error:
+            share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
+        return is_up and not share.error, bool(share.error)
+
+    def _mind_publisher(self) -> None:
+        """Say that a record is long on its way, and give up one that hangs."""
         step, since = self._publishing
-        if self.is_publishing() and time.monotonic() - since > UPLOAD_S:
+        if not self.is_publishing():
+            return
+        still_s, is_there = time.monotonic() - since, self.newest_step >= step  # then only the rubbish takes its time
+        if still_s > STALLED_S and not is_there and self._stall_told < step:
+            self._stall_told = step
+            self.emit("state.upload_stalled", step=step, still_s=round(still_s, 1), what="its record")
+        if still_s > UPLOAD_S:
             self._publisher, self.log = None, CommitLog(self.store)  # the next one takes over from it
-            if self.newest_step < step:  # else only the rubbish hangs
+            if not is_there:
                 self.failures, self._last_parts = self.failures + 1, {}
                 self.emit("state.checkpoint_failed", step=step, error=f"its record was not there after {UPLOAD_S:.0f} s")
-        if self.share is None:
-            return False, False
-        self.share.may_go.set()
-        is_up = len(self.share.done) == len(self.share.pieces)
-        if not is_up and time.monotonic() - self.share.moved > UPLOAD_S and not self.share.error:
-            self.share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
-        return is_up and not self.share.error, bool(self.share.error)
 
     def know(self, published: int) -> None:
         """Take over what rank 0 knows to be published."""
@@ -389,6 +409,7 @@ class Checkpoints:
                 if not waiting.empty():
                     ahead_s = share.planned_s * len(share.done) / count - (now - share.started)
                     share.is_urgent.wait(rest_s(now - began, ahead_s, _load()))
+                    share.moved = time.monotonic()
         except queue.Empty:
             pass
         except Exception as error:  # whatever it was, the training goes on, and the vote tells the others

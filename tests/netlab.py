@@ -1,10 +1,13 @@
 """Hosts on one machine: namespaces with an sshd each, on a bridge; what happens to them is what happens to real ones.
+Each has an agent too, called as its unit in deploy/hosts calls it, and a metadata service; the coordinator has neither.
 
     with Lab(folder) as lab:
         lab.boot("h1"); lab.boot("h2")
         lab.unplug("h2")            packets are dropped both ways, nobody is told
         lab.power_cut("h2")         so that not even a FIN gets out
         lab.cut("h1", "h2")         only these two do not hear each other
+        lab.health("h1")            what its agent answers
+        lab.metadata["h1"].announce()
 
 What always holds:
 1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
@@ -21,20 +24,29 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import s3_servers
 from cluster import Cluster
 from faulty_proxy import FaultyProxy
+from metadata_server import MetadataServer
 from s3_servers import Unavailable
+from terraform import HOSTS
+
+from discovery.agent import ask, read_key
+from discovery.commands import AGENT_PORT
+from discovery.hosts import Health
 
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
@@ -89,6 +101,15 @@ def sshd() -> str | None:
     return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str | Path]:
+    """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the machines' own."""
+    (line,) = re.findall("^ExecStart=(.*)$", (HOSTS / f"{unit}.service").read_text(), re.M)
+    for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable),
+                        ("/etc/elastic-trainer", folder), ("/var/lib/elastic-trainer", folder)):
+        line = line.replace(there, str(here))
+    return [Template(word).substitute(settings) for word in line.split()]
+
+
 def dying_with_us(*command: str | Path) -> list[str]:
     """Return the command, changed so that the kernel kills it when this process dies."""
     return ["setpriv", "--pdeathsig", "KILL", *map(str, command)]
@@ -97,8 +118,12 @@ def dying_with_us(*command: str | Path) -> list[str]:
 class Lab:
     """A bridge and its hosts; use as a context manager. The coordinator is a host as the others are."""
 
-    def __init__(self, folder: Path, interface: str = ""):
-        self.folder, self.interface = folder, interface
+    def __init__(self, folder: Path, interface: str = "", has_agents: bool = True):
+        self.folder, self.interface, self.has_agents = folder, interface, has_agents
+        self.metadata: dict[str, MetadataServer] = {}
+        """Each host's own service, which its agent asks."""
+        self.clocks: dict[str, float] = {}
+        """By how many seconds the clock of a host is wrong that boots from now on."""
         self.addresses: dict[str, str] = {}
         """Of the hosts that somebody else has named and given an address."""
         self.hidden = ""
@@ -122,6 +147,8 @@ class Lab:
                                     f"UserKnownHostsFile {ssh}/known_hosts\nGSSAPIAuthentication no\n")
         (self.folder / "empty").touch()
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n")
+        (self.folder / "agent.key").touch(mode=0o600)
+        (self.folder / "agent.key").write_text(secrets.token_hex(32))
         site = self.folder / "site"
         site.mkdir()
         (site / "sitecustomize.py").write_text(SITE)
@@ -142,7 +169,7 @@ class Lab:
         return self.addresses.get(name) or f"{NETWORK}.0.{254 if name == COORDINATOR else int(name[1:])}"
 
     def boot(self, *names: str) -> None:
-        """Start hosts, all at once, and wait until ssh on them answers."""
+        """Start hosts, all at once, and wait until ssh on them answers; their agents may take a little longer."""
         for name in names:
             assert name not in self.hosts or not self.hosts[name].is_up(), f"{name} is up"
             self.hosts[name] = Host(self, name)
@@ -150,6 +177,10 @@ class Lab:
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")  # the same inode: it is mounted
         for name in names:
             self.hosts[name].plug_in()
+            if name in self.clocks:
+                self.inside(name, "sh", "-c", f"echo {self.clocks[name]} > /run/clock-off")
+            if self.has_agents and name != COORDINATOR:
+                self.hosts[name].start_agent()
         for name in names:
             self.hosts[name].wait_for_ssh()
 
@@ -201,6 +232,11 @@ class Lab:
         said = {"stdout": self.output, "stderr": self.output, "start_new_session": True} | popen
         return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], **said)
 
+    def health(self, name: str) -> Health:
+        """Return what a host's agent answers its poller. Raises AgentUnreachable."""
+        with self.network_of(COORDINATOR):
+            return ask(f"{self.address(name)}:{AGENT_PORT}", read_key(self.folder / "agent.key"), 5.0)
+
     @contextmanager
     def network_of(self, name: str) -> Iterator[None]:
         """Let this thread open its sockets on a host."""
@@ -231,6 +267,8 @@ class Host:
             dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder, "" if name == COORDINATOR else lab.hidden),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
         self.pid = 0
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.metadata: MetadataServer | None = None
 
     def is_up(self) -> bool:
         """True while its first process runs."""
@@ -251,6 +289,16 @@ class Host:
         self.process.stdin.write(b"plugged\n")
         self.process.stdin.flush()
 
+    def start_agent(self) -> None:
+        """Start its metadata service and its agent, which watches a small disk of the host's own."""
+        lab, name = self.lab, self.name
+        with lab.network_of(name):
+            self.metadata = lab.metadata[name] = MetadataServer((METADATA, 80))
+        self.metadata.__enter__()
+        command = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, lab.folder)
+        self.agent = lab.start(name, [*command, "--folder", "/run/disk"],
+                               env=os.environ | {"PYTHONPATH": str(lab.folder / "site")})
+
     def wait_for_ssh(self) -> None:
         """Wait until its sshd accepts."""
         def answers() -> bool:
@@ -270,6 +318,11 @@ class Host:
             os.kill(self.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        if self.agent:
+            self.agent.wait()
+        if self.metadata:
+            self.metadata.__exit__()
+            self.metadata = None
 
 
 def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) -> None:

@@ -698,6 +698,33 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     Slow.turns.release(1000)
 
 
+def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before it is given up: the host that does not reach the store is named while it does not."""
+    monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
+    fleet = Fleet(tmp_path, store=Slow)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    for number in range(2):
+        worker.begin(state, 0, 1)
+        share = worker.share
+        assert share and worker.progress() == (False, False)
+        assert len(fleet.events.facts("state.upload_stalled")) == number
+        for _ in range(2):
+            share.moved -= 6.0
+            assert worker.progress() == (False, False)
+        *_, told = fleet.events.facts("state.upload_stalled")
+        assert told["still_s"] >= 6.0 and told["what"] == f"{len(share.pieces)} of this worker's {len(share.pieces)} parts"
+        Slow.turns.release(1000)
+        wait_for("share", lambda: worker.progress() == (True, False), 60)
+        share.moved -= 6.0
+        assert worker.progress() == (True, False)  # it waits for the others' shares
+        worker.drop("as planned")
+        worker.wait()
+        while Slow.turns.acquire(blocking=False):
+            pass
+    assert len(fleet.events.facts("state.upload_stalled")) == 2
+
+
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
     """A dropped checkpoint's upload may hang, and go on from the same memory: the next one says so, and begins nothing."""
     is_in, go = threading.Event(), threading.Event()
@@ -742,6 +769,11 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     assert hung and store.is_in.wait(60)
     worker.progress()
     assert worker.is_publishing() and not fleet.events.facts("state.checkpoint_failed")
+    monkeypatch.setattr("state.checkpoint.STALLED_S", 0.0)
+    for _ in range(2):
+        worker.progress()
+    (stalled,) = fleet.events.facts("state.upload_stalled")
+    assert (stalled["step"], stalled["what"]) == (3, "its record")
     with monkeypatch.context() as patch:
         patch.setattr("state.checkpoint.UPLOAD_S", 0.0)
         worker.progress()

@@ -24,12 +24,14 @@ from hypothesis import strategies as st
 from elastic_trainer import remote
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import (
+    MendedDriver,
     WorkerProcess,
     check_version,
     is_local,
     parse_hosts,
 )
-from elastic_trainer.membership import Start
+from elastic_trainer.events import Events
+from elastic_trainer.membership import Phase, Start, Worker
 from elastic_trainer.place import own_address_towards
 
 DEADLINE_S = 60.0
@@ -438,3 +440,45 @@ def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod:
     assert done.returncode == 2
     assert "9.9.9" in done.stderr
     assert not (another_horovod / "started").exists()
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
+    """A driver with one worker; returns what it tells of a word that comes so long after the one before."""
+    events, heard = Events(None), list[tuple[str, dict[str, Any]]]()
+    events.listeners.append(lambda event, facts: heard.append((event, facts)))
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
+    driver = MendedDriver(numbers, {}, [], events)
+    worker = driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.STANDBY)
+    driver.membership.hosts_listed({"a": 1})
+
+    def spoken(silent_s: float, still_s: float = 0.1, off_s: float = 0.0) -> list[tuple[str, dict[str, Any]]]:
+        heard.clear()
+        now = time.monotonic()
+        worker.heard_at, driver.membership.decided_at = now - silent_s, now - still_s
+        word = {"worker": worker.name, "count": worker.count + 1, "phase": "standby", "generation": 0,
+                "time": time.time() + off_s}
+        driver._answer(word, "127.0.0.1")
+        return list(heard)
+
+    return spoken
+
+
+def test_a_worker_that_was_silent_is_told_when_it_is_heard_again(
+        spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
+    """Below the time that evicts it; not for a beat or two, and not when it was the driver that stood still."""
+    assert spoken(0.5) == []
+    [(event, facts)] = spoken(3.0)
+    assert (event, facts["worker"]) == ("driver.worker_heard_again", "a/0/1") and 2.5 < facts["silent_s"] < 3.0
+    assert spoken(3.0, still_s=2.9) == []
+
+
+def test_a_wrong_clock_is_told_once(spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
+    """Its lines in the diary have its own time."""
+    assert spoken(0.2, off_s=50.0) == []
+    [(event, facts)] = spoken(0.2, off_s=-240.0)
+    assert (event, facts["host"], round(facts["off_s"])) == ("driver.clock_differs", "a", -240)
+    assert spoken(0.2, off_s=-240.0) == []

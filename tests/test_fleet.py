@@ -10,22 +10,20 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import netlab
 import pytest
 import s3_servers
 from cloud import AWS, BUCKET, OPEN_BUCKET, Cloud
 from faulty_proxy import FaultyProxy
-from metadata_server import MetadataServer
-from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard
-from terraform import DEPLOY, HOSTS, no_secret_in, user_data
+from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, command_of, knock, overheard
+from terraform import DEPLOY, no_secret_in, user_data
 
 import discovery
 from elastic_trainer.events import EVENTS_FILE
@@ -121,15 +119,6 @@ def nothing_is_open(policy: Any, role: str) -> None:
 # --- its machines ----------------------------------------------------------------------------------------------------
 
 
-def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str | Path]:
-    """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the machines' own."""
-    (line,) = re.findall("^ExecStart=(.*)$", (HOSTS / f"{unit}.service").read_text(), re.M)
-    for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable),
-                        ("/etc/elastic-trainer", folder), ("/var/lib/elastic-trainer", folder)):
-        line = line.replace(there, str(here))
-    return [Template(word).substitute(settings) for word in line.split()]
-
-
 def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to none and back: nobody is
     lost but those that are taken without notice, and nothing is done again but what the last checkpoint does not have.
@@ -147,7 +136,6 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
     if cloud.why_not_terraform:
         print(f"{cloud.why_not_terraform} The instances of this story are made by boto3, not by deploy/terraform.")
     settings, folder = cloud.settings(), tmp_path / "fleet"
-    metadata: dict[str, MetadataServer] = {}
     with ExitStack() as stack:
         lab.addresses |= {COORDINATOR: cloud.coordinator()}
         lab.boot(COORDINATOR)
@@ -162,20 +150,11 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
         fleet.hosts_file.unlink()
         fleet.run_dir.mkdir()
         fleet.env |= AWS | {"AWS_ENDPOINT_URL_S3": store.endpoint}
-        (folder / "agent.key").write_text("5ec4e7" * 10)
-        (folder / "agent.key").chmod(0o600)
+        shutil.copy2(lab.folder / "agent.key", folder)
 
-        def boot(names: list[str], with_wrong_clock: str = "") -> None:
+        def boot(names: list[str]) -> None:
             lab.addresses |= {name: cloud.workers()[name]["PrivateIpAddress"] for name in names}
             lab.boot(*names)
-            for name in names:
-                with lab.network_of(name):
-                    metadata[name] = MetadataServer((netlab.METADATA, 80))
-                stack.enter_context(metadata[name])
-                if name == with_wrong_clock:
-                    lab.inside(name, "sh", "-c", "echo 300 > /run/clock-off")
-                agent = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, folder)
-                lab.start(name, [*agent, "--folder", "/run/disk"], env=fleet.env)
 
         def row(name: str) -> dict[str, Any]:
             hosts = json.loads((folder / "hosts.json").read_text())["hosts"]
@@ -204,7 +183,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             boot(first)
             fleet.wait_for_world(2)
             more = cloud.scale(6)
-            boot(more, with_wrong_clock=more[-1])
+            lab.clocks[more[-1]] = 300
+            boot(more)
             generation = fleet.wait_for_world(5)
             knock(lab, more[-1], more[1], 7411, [RUBBISH, pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
                                                  overheard(lab, more[1], b"GET /health")])
@@ -217,7 +197,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
                 told = len(unavailable())
                 api.on_request = lambda method, path, kind=kind: kind  # type: ignore[misc]
                 if kind == "internal":
-                    metadata[first[0]].announce()
+                    lab.metadata[first[0]].announce()
                     generation = fleet.wait_for_world(4, after=generation)
                 fleet.wait_for(kind, lambda told=told, error=error: error in "".join(unavailable()[told:]))  # type: ignore[misc]
             api.on_request = lambda method, path: None

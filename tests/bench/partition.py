@@ -37,7 +37,7 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
     struck = set[str]()
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
     (folder / "lab").mkdir()
-    with Lab(folder / "lab") as lab:
+    with Lab(folder / "lab", has_agents=False) as lab:
         lab.boot(COORDINATOR, *FOUR)
         with Fleet(lab, folder, FOUR, command=job, min_workers=1) as fleet:
             generation = 0
@@ -66,7 +66,7 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
 def peer(folder: Path, chance: random.Random, wait_s: float) -> float:
     """Run one stock job, cut one host off; return the seconds to the next finished step."""
     (folder / "lab").mkdir()
-    with Lab(folder / "lab", interface=INTERFACE) as lab:
+    with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
         lab.boot(COORDINATOR, *FOUR)
         with StockJob(folder, FOUR, interface=INTERFACE,
                       start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:

@@ -141,7 +141,7 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
     """Run ours through the storm and to its end, and compare with the undisturbed twin."""
     job = ["--steps", str(int(1.2 * seconds / (STEP_S * 1.3))), "--checkpoint-every", "50"]
     (folder / "lab").mkdir()
-    with Lab(folder / "lab") as lab:
+    with Lab(folder / "lab", has_agents=False) as lab:
         first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
         lab.boot(COORDINATOR, *first)
         with Fleet(lab, folder, first, job=[*job, "--step-s", str(STEP_S)], min_workers=1) as fleet:
@@ -167,7 +167,7 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
 def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> float:
     """Run stock Horovod through the same storm; returns its goodput."""
     (folder / "lab").mkdir()
-    with Lab(folder / "lab", interface=INTERFACE) as lab:
+    with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
         first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
         lab.boot(COORDINATOR, *first)
         with StockJob(folder, first, interface=INTERFACE, job=[str(2 * STEP_S), "256"],

@@ -45,7 +45,7 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
     """Return what it cost."""
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every", str(every)]
     (folder / "lab").mkdir()
-    with Lab(folder / "lab") as lab:
+    with Lab(folder / "lab", has_agents=False) as lab:
         fleet = Fleet(lab, folder, OLD, command=job, min_workers=1, own_disks=True, options=["--store", f"s3://{BUCKET}/zero"])
         lab.boot(COORDINATOR, "h9", *OLD)
         with store_on(lab, "h9", folder / "s3") as environment, ExitStack() as stack:
