@@ -45,7 +45,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, byte_ranges, fill_range, tensors_digest, unpack
+from state.layout import LayoutError, Packed, byte_ranges, differing, fill_range, tensors_digest, unpack
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20
@@ -427,11 +427,8 @@ class World:
     def _compare(self, packed: Packed | None, givers: list[int]) -> None:
         """Raise RuntimeError on all workers if those who have the state, each giving a share, have other tensors."""
         digests = self.gather_texts(tensors_digest(packed.header) if packed else "")
-        odd = [giver for giver in givers if digests[giver] != digests[givers[0]]]
-        if odd:
-            raise RuntimeError(f"ranks {odd} have other tensors than rank {givers[0]} (names, order, types or shapes), so "
-                               f"nobody can join. Let the state_dict of each extra give the same tensors in the same "
-                               f"order on all workers.")
+        if wrong := differing({giver: digests[giver] for giver in givers}):
+            raise RuntimeError(f"nobody can join: {wrong}.")
 
     @staticmethod
     def _room_for(state: ElasticState, header: torch.Tensor, payload_bytes: int) -> Packed:

@@ -41,7 +41,7 @@ import torch
 from state.cadence import Cadence, retained
 from state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
 from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, copy_range, fill_range, tensors_digest, unpack
+from state.layout import LayoutError, Packed, copy_range, differing, fill_range, tensors_digest, unpack
 from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
 
 PART_BYTES = 16 << 20
@@ -288,7 +288,8 @@ class Checkpoints:
         """
         assert self.share
         told = [json.loads(text) for text in texts]
-        self.share.error = self._compare([its["tensors"] for its in told])
+        self.share.error = differing(dict(enumerate(its["tensors"] for its in told)))
+        self._are_mixed = bool(self.share.error)
         if self._are_mixed:
             self.drop()
             return
@@ -306,23 +307,17 @@ class Checkpoints:
                                                daemon=True)
             self._publisher.start()
 
-    def _compare(self, digests: list[str]) -> str:
-        """Return what is wrong with the workers' tensors, by rank; "" if they are the same."""
-        odd = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        self._are_mixed = bool(odd)
-        if not odd:
-            return ""
-        return (f"the tensors of rank {', '.join(odd)} differ from rank 0's (names, order, types, shapes). "
-                f"Let the state_dict of each extra give the same tensors in the same order on all workers")
-
     def may_begin(self, state: ElasticState, peers: Peers) -> bool:
         """False, and told, if the last checkpoint came to nothing for other tensors and they differ still.
 
         Asked by all workers alike. Bytes that no record will name are not sent again and again, for nobody to collect.
         """
-        if self._are_mixed and (wrong := self._compare(peers.gather_texts(tensors_digest(state.packed().header)))):
-            self.failures += 1
-            self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
+        if self._are_mixed:
+            wrong = differing(dict(enumerate(peers.gather_texts(tensors_digest(state.packed().header)))))
+            self._are_mixed = bool(wrong)
+            if wrong:
+                self.failures += 1
+                self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
         return not self._are_mixed
 
     def drop(self, why: str = "") -> None:

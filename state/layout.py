@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,15 @@ def _places(described: Any, where: str) -> Iterator[str]:
         for key, value in described["$dict"]:
             yield from _places(key, where)
             yield from _places(value, f"{where}/{key}")
+
+
+def differing(digests: Mapping[int, str]) -> str:
+    """Say which ranks' tensors (rank → `tensors_digest`) differ from those of the first rank given; "" if none do."""
+    first = next(iter(digests))
+    if not (odd := [str(rank) for rank, digest in digests.items() if digest != digests[first]]):
+        return ""
+    return (f"the tensors of rank {', '.join(odd)} differ from rank {first}'s (names, order, types, shapes). "
+            f"Let the state_dict of each extra give the same tensors in the same order on all workers")
 
 
 def unpack(packed: Packed) -> Any:
