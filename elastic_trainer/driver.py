@@ -86,7 +86,7 @@ FAR_KILL_S = 2.0
 FAR_OUTPUT_S = 1.0
 """How long after a far worker's exit its last words may arrive, when something there still holds its output."""
 HEARD_AGAIN_S = 1.0
-"""A worker that was silent for longer than this (and than four of its beats), and less than silence_s, is told."""
+"""A worker that was silent for longer than this (and four of its beats), but not for long enough to be evicted, is told."""
 CLOCK_S = 60.0
 """A worker whose clock differs from ours by more is told (discovery/agent.py has the same limit)."""
 LAST_OUTPUT_S = 2.0
@@ -241,7 +241,8 @@ class MendedDriver:
         self.address = ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
-        self.said_clock: set[str] = set()
+        self.clock_doubts: dict[str, int] = {}
+        """How many words in a row of each worker's were by another clock."""
         self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
 
     # --- the outside -------------------------------------------------------------------------------------------------
@@ -388,9 +389,9 @@ class MendedDriver:
         """Tell what costs nobody anything yet: a line that comes and goes, a clock that is wrong."""
         if silent_s > max(HEARD_AGAIN_S, 4 * self.membership.limits.beat_s):
             self.events.emit("driver.worker_heard_again", worker=worker.name, silent_s=round(silent_s, 2))
-        off_s = float(words["time"]) - time.time()
-        if abs(off_s) > CLOCK_S and worker.name not in self.said_clock:
-            self.said_clock.add(worker.name)
+        off_s = float(words.get("time", time.time())) - time.time()
+        doubts = self.clock_doubts[worker.name] = self.clock_doubts.get(worker.name, 0) + 1 if abs(off_s) > CLOCK_S else 0
+        if doubts == 2:  # one alone may have waited for us, while we were frozen
             self.events.emit("driver.clock_differs", worker=worker.name, host=worker.host, off_s=round(off_s, 1))
 
     def _told(self, name: str) -> dict[str, Any]:

@@ -74,25 +74,30 @@ class Pace:
     """How long the steps of one generation take: says when they become slower, and when they no longer are.
 
     A line that is slow, a host that is: nobody dies of it, and everybody waits for the slowest. How long rank 0 waits for
-    the others and the network says whether it is itself the slow one.
+    the others and the network (and its own GPU, which computes behind it) says whether it is itself the slow one.
     """
 
     def __init__(self, events: Events):
-        self.events, self.best_s, self.is_slow = events, math.inf, False
+        self.events, self.best_s = events, math.inf
+        self.told_s = 0.0
+        """The pace that was told as slower; 0.0 while steps are as before."""
         self._steps: list[tuple[float, float]] = []
+        self._took_s = 0.0
 
     def step(self, step: int, step_s: float, waited_s: float) -> None:
         """Note how long a step took, and how long of that this worker waited for the others' gradients and votes."""
         self._steps.append((step_s, waited_s))
-        if len(self._steps) < PACE_STEPS or sum(took for took, _ in self._steps) < PACE_S:
+        self._took_s += step_s
+        if len(self._steps) < PACE_STEPS or self._took_s < PACE_S:
             return
         pace_s, waited_s = (median(times) for times in zip(*self._steps, strict=True))
         self._steps.clear()
-        if pace_s > SLOWER * self.best_s and not self.is_slow:
-            self.is_slow = True
+        self._took_s = 0.0
+        if pace_s > SLOWER * (self.told_s or self.best_s):
+            self.told_s = pace_s
             self.events.emit("worker.steps_slower", step=step, step_s=round(pace_s, 4), waited_s=round(waited_s, 4),
                              best_s=round(self.best_s, 4))
-        elif pace_s < AS_BEFORE * self.best_s and self.is_slow:
-            self.is_slow = False
+        elif self.told_s and pace_s < AS_BEFORE * self.best_s:
+            self.told_s = 0.0
             self.events.emit("worker.steps_as_before", step=step, step_s=round(pace_s, 4))
         self.best_s = min(self.best_s, pace_s)

@@ -165,8 +165,8 @@ def in_words(event: Event, picture: Picture) -> str | None:
         case "state.checkpoint_failed":
             return f"checkpoint of step {event['step']} FAILED: {event['error']}"
         case "state.upload_stalled":
-            who, still_s = event["worker"], event["still_s"]
-            return f"checkpoint of step {event['step']}: {who} has had nothing more up for {still_s:.0f} s"
+            what = f"{event['worker']} waits {event['still_s']:.0f} s for {event['what']} to be taken"
+            return f"checkpoint of step {event['step']}: {what}"
         case "state.checkpoint_refused":
             return f"a checkpoint is damaged and passed over: {event['error']}"
         case "state.checkpoint_restored":

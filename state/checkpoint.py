@@ -47,8 +47,9 @@ from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checke
 PART_BYTES = 16 << 20
 UPLOAD_S = 900.0
 """A share of which nothing more came up for so long has failed: a folder's file system may hang without an error."""
-STALLED_S = 5.0
-"""A share of which nothing more came up for so long, or a record not written for so long, is told, once."""
+STALLED_S, SLOWEST = 5.0, 1 << 20
+"""A share of which nothing more came up for so long, and for what the parts on their way take at so many bytes a second, is
+told, once (a slow line does not stand still); so is a record that is not written for so long."""
 RESTORE_S = 3600.0
 """How long the start of an attempt waits for a store that does not answer."""
 CONNECTIONS = 4
@@ -223,7 +224,8 @@ class Checkpoints:
             at += stop - start
         for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # pinned memory is copied to asynchronously, and by each device for itself
-        share.pause_s = time.monotonic() - share.started
+        share.moved = time.monotonic()
+        share.pause_s = share.moved - share.started
         base = self._reusable()
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in share.pieces:
@@ -236,32 +238,37 @@ class Checkpoints:
 
     def progress(self) -> tuple[bool, bool]:
         """Return (my share is up, my share has failed), for the vote. What hangs is given up here."""
+        self._tell_stalls()
         self._mind_publisher()
         share = self.share
         if share is None:
             return False, False
         share.may_go.set()
-        is_up, still_s = len(share.done) == len(share.pieces), time.monotonic() - share.moved
-        if not is_up and not share.error and still_s > STALLED_S and not share.is_stall_told:
-            share.is_stall_told = True
-            self.emit("state.upload_stalled", step=share.step, still_s=round(still_s, 1), what=(
-                f"{len(share.pieces) - len(share.done)} of this worker's {len(share.pieces)} parts"))
-        if not is_up and still_s > UPLOAD_S and not share.error:
+        is_up = len(share.done) == len(share.pieces)
+        if not is_up and time.monotonic() - share.moved > UPLOAD_S and not share.error:
             share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
         return is_up and not share.error, bool(share.error)
 
-    def _mind_publisher(self) -> None:
-        """Say that a record is long on its way, and give up one that hangs."""
-        step, since = self._publishing
-        if not self.is_publishing():
-            return
-        still_s, is_there = time.monotonic() - since, self.newest_step >= step  # then only the rubbish takes its time
-        if still_s > STALLED_S and not is_there and self._stall_told < step:
+    def _tell_stalls(self) -> None:
+        """Say, once, that my share or the record that I publish does not get to the store."""
+        now, share, (step, since) = time.monotonic(), self.share, self._publishing
+        if share and not share.error and not share.is_stall_told and (left := len(share.pieces) - len(share.done)):
+            in_flight = self.plan.part_bytes * min(left, UPLOADS)
+            if now - share.moved > STALLED_S + in_flight / SLOWEST:
+                share.is_stall_told = True
+                self.emit("state.upload_stalled", step=share.step, still_s=round(now - share.moved, 1),
+                          what=f"{left} of its {len(share.pieces)} parts")
+        is_late = self.is_publishing() and self.newest_step < step and now - since > STALLED_S
+        if is_late and self._stall_told < step:
             self._stall_told = step
-            self.emit("state.upload_stalled", step=step, still_s=round(still_s, 1), what="its record")
-        if still_s > UPLOAD_S:
+            self.emit("state.upload_stalled", step=step, still_s=round(now - since, 1), what="its record")
+
+    def _mind_publisher(self) -> None:
+        """Give up a publisher that hangs."""
+        step, since = self._publishing
+        if self.is_publishing() and time.monotonic() - since > UPLOAD_S:
             self._publisher, self.log = None, CommitLog(self.store)  # the next one takes over from it
-            if not is_there:
+            if self.newest_step < step:  # else only the rubbish hangs
                 self.failures, self._last_parts = self.failures + 1, {}
                 self.emit("state.checkpoint_failed", step=step, error=f"its record was not there after {UPLOAD_S:.0f} s")
 
@@ -353,6 +360,7 @@ class Checkpoints:
                 if left_s <= 0:
                     break
                 thread.join(min(1.0, left_s))
+                self._tell_stalls()
 
     def write_alone(self, state: ElasticState) -> None:
         """Make a checkpoint without any peers, and wait for it. Used when this worker is the last that can."""

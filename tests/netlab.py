@@ -232,6 +232,10 @@ class Lab:
         said = {"stdout": self.output, "stderr": self.output, "start_new_session": True} | popen
         return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], **said)
 
+    def python_path(self) -> str:
+        """Return where Python looks first on a host: for what makes a clock wrong."""
+        return os.pathsep.join(filter(None, [str(self.folder / "site"), os.environ.get("PYTHONPATH")]))
+
     def health(self, name: str) -> Health:
         """Return what a host's agent answers its poller. Raises AgentUnreachable."""
         with self.network_of(COORDINATOR):
@@ -297,7 +301,7 @@ class Host:
         self.metadata.__enter__()
         command = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, lab.folder)
         self.agent = lab.start(name, [*command, "--folder", "/run/disk"],
-                               env=os.environ | {"PYTHONPATH": str(lab.folder / "site")})
+                               env=os.environ | {"PYTHONPATH": lab.python_path()})
 
     def wait_for_ssh(self) -> None:
         """Wait until its sshd accepts."""
@@ -409,7 +413,7 @@ class Fleet(Cluster):
         super().__init__(folder, names=names, limits=limits, **options)  # ssh has limits of its own, just above ours
         (folder / "runs").mkdir(exist_ok=True)
         lab.hidden = str(folder / "runs") if own_disks else ""
-        self.env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(lab.folder / "site"), os.environ.get("PYTHONPATH")]))}
+        self.env |= {"PYTHONPATH": lab.python_path()}
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""

@@ -6,6 +6,7 @@ Each test is a real run that ends proved, with the undisturbed twin's bits and n
 from __future__ import annotations
 
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -153,6 +154,9 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
     def told(event: str, name: str) -> list[dict[str, Any]]:
         return [e for e in fleet.events(event) if e["worker"].startswith(f"{name}/")]
 
+    def later(event: str, step: int) -> list[dict[str, Any]]:
+        return [e for e in fleet.events(event) if e["step"] > step]
+
     with ExitStack() as stack:
         fleet.env |= stack.enter_context(store(lab, "h8", tmp_path))
         stack.enter_context(fleet)
@@ -166,24 +170,26 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         fleet.wait_for_step(step + 12)  # one checkpoint may have been whole before the cut
         assert max(e["step"] for e in fleet.events("state.checkpoint_published")) <= step + 6, fleet.story()
         assert all(lab.health(name).refused >= WORDS for name in THREE)
-        assert [lab.health(name).why for name in THREE] == ["its clock is -240 s off", "", ""]
+        assert re.fullmatch("its clock is -2[0-9]{2} s off", lab.health("h1").why)
+        assert [lab.health(name).state for name in ("h2", "h3")] == ["ready", "ready"]
         lab.mend("h3", "h8")
         fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
+        fleet.wait_for("steady pace", lambda: [e["event"] for e in fleet.events() if e["event"].startswith(
+            "worker.steps_")][-1:] != ["worker.steps_slower"])  # the machine has other work too
         before = fleet.newest_step()
         lab.slow("h2", 4000)
-        fleet.wait_for("word", lambda: fleet.events("worker.steps_slower"))
+        slower = fleet.wait_for("word", lambda: later("worker.steps_slower", before))[0]
         lab.slow("h2", 0)
-        fleet.wait_for("word", lambda: fleet.events("worker.steps_as_before"))
-        for count in (1, 2, 3):
+        fleet.wait_for("word", lambda: later("worker.steps_as_before", slower["step"]))
+        while len(told("driver.worker_heard_again", "h3")) < 3:  # a driver that stands still itself has not missed it
             lab.unplug("h3")
             with lab.network_of(COORDINATOR), pytest.raises(OSError):
                 socket.create_connection((lab.address("h3"), 22), timeout=1.0)
             lab.plug_in("h3")
-            fleet.wait_for("word", lambda count=count: len(told("driver.worker_heard_again", "h3")) >= count)  # type: ignore[misc]
+            fleet.wait_for_step(fleet.newest_step() + 4)
         assert fleet.finish() == 0
         result = fleet.assert_nothing_lost(twin_of(*job), victims=0)
         print(fleet.story())
-        slower = fleet.events("worker.steps_slower")
         [differs] = fleet.events("driver.clock_differs")
         (formed,), (started,) = fleet.events("driver.generation_formed"), fleet.events("worker.generation_started")
         refused = {e["reason"] for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")}
@@ -191,7 +197,7 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
     assert {"signature does not match", "a word of another's, played back", "not a member of this generation",
             "bytes that are no word"} <= refused
     assert not (tmp_path / "executed").exists()
-    assert slower[-1]["step"] > before and slower[-1]["waited_s"] > slower[-1]["step_s"] - slower[-1]["best_s"]
+    assert slower["waited_s"] > slower["step_s"] / 2
     assert differs["host"] == "h1" and -300 < differs["off_s"] < -180
     assert started["worker"].startswith("h1/") and 180 < formed["time"] - started["time"] < 300
     assert result["generations"] == 1

@@ -274,8 +274,8 @@ def test_events_are_said_in_words() -> None:
     ("driver.clock_differs", {"host": "a", "off_s": -240.2}, "host a: its clock is -240 s off"),
     ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776}, "steps take 2.29 s, not 0.78: a host or a line is slow"),
     ("worker.steps_as_before", {"step_s": 0.78}, "steps take 0.78 s again"),
-    ("state.upload_stalled", {"step": 10, "what": "4 of this worker's 4 parts", "still_s": 5.5, "worker": "h3/0/3"},
-     "checkpoint of step 10: h3/0/3 has had nothing more up for 6 s"),
+    ("state.upload_stalled", {"step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"},
+     "checkpoint of step 10: h3/0/3 waits 6 s for 4 of its 4 parts to be taken"),
 ])
 def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[str, Any], said: str) -> None:
     """A person may want to look at that host before it does."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from elastic_trainer.events import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALL = ROOT / "deploy" / "install.sh"
@@ -80,20 +84,35 @@ def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("turn")
-def test_the_first_command_trains_and_its_last_line_is_the_hash_that_is_proved(tmp_path: Path) -> None:
-    """./horovodrun_elastic.sh demo, from the set-up to the summary: the result and the proof say the same."""
+def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is_killed(tmp_path: Path) -> None:
+    """./horovodrun_elastic.sh demo, from set-up to summary, as a stranger tries it: by the command that it shows, and
+    against a world of one. Result and proof say the same.
+    """
     env = {"ELASTIC_TRAINER_VENV": sys.prefix}
     if asked_of_install("is_installed", env).returncode:
         pytest.skip(f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to it)")
-    options = ["--steps", "40", "--workers", "2", "--standby", "0", "--run", "small", "--runs-dir", str(tmp_path)]
-    done = subprocess.run([str(ROOT / "horovodrun_elastic.sh"), "demo", *options], env=os.environ | env, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *shown, last = done.stdout.splitlines()
+    command = [str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby", "0", "--runs-dir", str(tmp_path)]
+    shown, killed = list[str](), 0
+    with subprocess.Popen([*command, "--run", "small"], env=os.environ | env, cwd=tmp_path, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True) as demo:
+        assert demo.stdout
+        deadline = threading.Timer(300, demo.terminate)
+        deadline.start()
+        for line in demo.stdout:
+            shown.append(line.rstrip())
+            if not killed and (tried := re.search("try it: (kill -9 ([0-9]+))$", shown[-1])):
+                killed = int(tried[2])
+                subprocess.run(["sh", "-c", tried[1]], check=True)
+        deadline.cancel()
+    assert demo.returncode == 0 and killed, shown
+    alone = subprocess.run([*command, "--run", "alone", "--workers", "1"], env=os.environ | env, cwd=tmp_path,
+                           capture_output=True, text=True, timeout=300, check=True)
+    assert shown[-1] == alone.stdout.splitlines()[-1]
     result = json.loads((tmp_path / "small" / "result.json").read_text())
-    assert last == f"weights {result['weights_sha256']}"
+    assert shown[-1] == f"weights {result['weights_sha256']}"
     assert (result["finished"], result["steps"], result["attempts"]) == (True, 40, 1)
-    assert any("try it: kill -9" in line for line in shown), shown
+    gone = [(e["pid"], e["exit_code"]) for e in read_events(tmp_path / "small") if e["event"] == "driver.worker_gone"]
+    assert [one for one in gone if one[1] != 0] == [(killed, -9)]
     proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"], cwd=tmp_path,
                            capture_output=True, text=True)
     assert proof.returncode == 0 and "in 40 of 40 steps" in proof.stdout, proof.stdout

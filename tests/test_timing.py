@@ -23,6 +23,12 @@ def test_steps_that_become_slower_are_told_once_and_so_is_their_end() -> None:
     assert told(*[(1 / 64, 0.0)] * 384, *[(1 / 32, 0.0)] * 200) == [("worker.steps_slower", 384 + 95)]
 
 
+def test_steps_that_become_slower_still_are_told_again() -> None:
+    """However long it has been slow already."""
+    assert told(*[(1.0, 0.1)] * 5, *[(2.0, 1.1)] * 50, *[(9.0, 8.1)] * 10, *[(2.0, 1.1)] * 5) == [
+        ("worker.steps_slower", 9), ("worker.steps_slower", 59)]
+
+
 def test_a_few_slow_steps_are_not_told() -> None:
     """Nor what is a little slower, nor faster."""
     assert told(*[(1.0, 0.1), (9.0, 8.1), (1.0, 0.1), (1.0, 0.1), (9.0, 8.1)] * 4) == []
