@@ -21,6 +21,8 @@ Twin = Callable[..., str]
 FEW = ("--steps", "40")
 SLOW = ("--steps", "120", "--step-s", "0.15")
 """Slow enough that hosts can come and go while it runs."""
+IN_INIT = f"{PATIENT},gloo_s=10"
+"""Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may be silent."""
 
 
 def host(rank: int) -> str:
@@ -168,7 +170,7 @@ def test_survivors_start_anew_in_place_when_one_dies_inside_init(tmp_path: Path,
     plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)  # else init may be faster
     if generation == 2:
         plan.kill(host=host(0), at=point, step=12)
-    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+    with Cluster(tmp_path, job=FEW, plan=plan, limits=IN_INIT) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=generation, revived=True)
         assert cluster.events("worker.revives"), cluster.story()
@@ -200,7 +202,7 @@ def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of
 def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin, rank: int) -> None:
     """It has taken its place and never enters `hvd.init()`: the others, who are in there, wait for it in vain (F1)."""
     plan = Plan().kill(host=host(rank), at="world.place_taken", size=5)
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan, limits=IN_INIT) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
