@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,16 @@ def test_the_installed_packages_are_the_three_when_the_wheel_is_built() -> None:
     named = set(settings["options"]["packages"].split())
     assert named == {name_of(path) for path in MODULES if path.name == "__init__.py"}
     assert {name_of(path.parent / "__init__.py") for path in MODULES} <= named
+
+
+AS_SCRIPT = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='not run')"
+
+
+def test_each_bench_finds_what_it_imports() -> None:
+    """As a script, whose folder comes first: there `discovery` is a bench."""
+    benches = sorted((ROOT / "tests" / "bench").glob("*.py"))
+    assert "discovery" in [path.stem for path in benches]
+    with ThreadPoolExecutor(2) as pool:
+        done = pool.map(lambda path: subprocess.run([sys.executable, "-c", AS_SCRIPT, path.parent, path], cwd=ROOT,
+                                                    capture_output=True, text=True), benches)
+        assert [one.stderr for one in done if one.returncode] == []
