@@ -1,9 +1,9 @@
 """Who is here. The script that horovodrun calls every second, and the daemons that keep its file true.
 
-    python -S -m discovery hosts-file FILE [MAX_AGE_S]     print the file (what horovodrun calls)
-    python -m discovery ec2 --once --tag Job=mine …        print the list straight from EC2, without poller and agents
-    python -m discovery poll --hosts-file FILE --tag …     keep FILE true (on the coordinator)
-    python -m discovery agent --key-file FILE …            watch this host and answer the poller (on each host)
+    python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]    print the file (what horovodrun calls)
+    python -m elastic_trainer.discovery ec2 --once --tag Job=mine …       print EC2's list, without poller and agents
+    python -m elastic_trainer.discovery poll --hosts-file FILE --tag …    keep FILE true (on the coordinator)
+    python -m elastic_trainer.discovery agent --key-file FILE …           watch this host and answer the poller (on each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["hosts-file"]:
         return hosts_file(argv[1:])
     if argv[:1] and argv[0] in ("ec2", "poll", "agent"):
-        from discovery.commands import run  # here: it imports boto3
+        from elastic_trainer.discovery.commands import run  # here: it imports boto3
 
         return run(argv)
     print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 def hosts_file(argv: list[str]) -> int:
     """Print the file named in argv; returns the exit code."""
     if len(argv) not in (1, 2) or not re.fullmatch("[0-9]{1,6}", argv[1] if argv[1:] else "0"):
-        print("usage: python -m discovery hosts-file FILE [MAX_AGE_S]", file=sys.stderr)
+        print("usage: python -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]", file=sys.stderr)
         return 2
     try:
         with open(argv[0], encoding="ascii") as file:

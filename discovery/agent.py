@@ -34,8 +34,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from discovery.hosts import Health
-from discovery.notices import Metadata, MetadataUnavailable
+from elastic_trainer.discovery.hosts import Health
+from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 
 WATCH_S = 1.0
 EXAMINE_S = 2.0

@@ -1,4 +1,4 @@
-"""The commands of `python -m discovery` that take their time: ec2, poll, agent."""
+"""The commands of `python -m elastic_trainer.discovery` that take their time: ec2, poll, agent."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from discovery.agent import Agent, read_key, serve
-from discovery.ec2 import HOST_NAMES, CloudUnavailable, Ec2
-from discovery.hosts import Policy
-from discovery.notices import ENDPOINT, Metadata
-from discovery.poll import Poller, once
+from elastic_trainer.discovery.agent import Agent, read_key, serve
+from elastic_trainer.discovery.ec2 import HOST_NAMES, CloudUnavailable, Ec2
+from elastic_trainer.discovery.hosts import Policy
+from elastic_trainer.discovery.notices import ENDPOINT, Metadata
+from elastic_trainer.discovery.poll import Poller, once
 
 AGENT_PORT = 7411
 
@@ -48,7 +48,7 @@ def _tag(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m discovery")
+    parser = argparse.ArgumentParser(prog="python -m elastic_trainer.discovery")
     commands = parser.add_subparsers(dest="command", required=True)
     ec2 = commands.add_parser("ec2", help="print host:slots lines straight from EC2")
     ec2.add_argument("--once", action="store_true", required=True, help="ask once (a daemon is `poll`)")

@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from discovery.hosts import Instance
+from elastic_trainer.discovery.hosts import Instance
 
 PAGE = 1000
 HOST_NAMES = ("private-dns", "private-ip")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from discovery.hosts import History, Instance
+from elastic_trainer.discovery.hosts import History, Instance
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The poller: asks the cloud and the agents again and again, and keeps the hosts file true.
 
-ec2, agents → here → hosts file (replaced whole) → `python -m discovery hosts-file` → horovodrun
+ec2, agents → here → hosts file (replaced whole) → `python -m elastic_trainer.discovery hosts-file` → horovodrun
 
 What always holds:
 1. The file is replaced whole, and only by an answer that was whole. While the cloud does not answer it stays as it is, but
@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from discovery.agent import AgentUnreachable, ask
-from discovery.ec2 import CloudUnavailable
-from discovery.hosts import (
+from elastic_trainer.discovery.agent import AgentUnreachable, ask
+from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.hosts import (
     DOUBTED,
     HELD,
     IN,
@@ -45,7 +45,7 @@ from discovery.hosts import (
     Policy,
     decide,
 )
-from discovery.memory import Memory, recall, write_down
+from elastic_trainer.discovery.memory import Memory, recall, write_down
 
 AGENTS_S = 1.0
 AT_ONCE = 256

@@ -193,7 +193,7 @@ def _prove(store: str) -> None:
     """
     if "://" not in store:
         return  # the first worker proves a folder, in a millisecond
-    from state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
+    from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
 
     try:
         prove_put_if_absent(open_store(store))
@@ -232,7 +232,7 @@ def list_hosts(run_dir: Path, hosts: dict[str, int]) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "hosts"
     file.write_text("".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
-    script = [sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(file)]
+    script = [sys.executable, "-S", str(Path(__file__).with_name("discovery") / "__main__.py"), "hosts-file", str(file)]
     return shlex.join(script)
 
 
@@ -253,7 +253,8 @@ def _hosts(hosts_file: Path) -> int:
 
     table = hosts_file.with_name(hosts_file.name + ".json")
     if not table.is_file():
-        raise ConfigError(f"there is no table {table}. Start the poller: python -m discovery poll --hosts-file "
+        raise ConfigError(f"there is no table {table}. Start the poller: python -m elastic_trainer.discovery poll "
+                              f"--hosts-file "
                           f"{hosts_file} …")
     print_hosts(json.loads(table.read_text()))
     return 0

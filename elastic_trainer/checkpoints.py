@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
-from state.commit_log import CommitLog, Damaged, Record
-from state.layout import LayoutError, decode, named_tensors
-from state.store import Store, StoreUnavailable, open_store
+from elastic_trainer.state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
+from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
+from elastic_trainer.state.layout import LayoutError, decode, named_tensors
+from elastic_trainer.state.store import Store, StoreUnavailable, open_store
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

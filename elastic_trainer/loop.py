@@ -53,13 +53,13 @@ from elastic_trainer.place import (
 )
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.timing import Pace, Timing
 from elastic_trainer.world import Control, PeersLost, World, WorldChanged
-from state.cadence import Cadence
-from state.checkpoint import PART_BYTES, Checkpoints, Plan
-from state.elastic_state import ElasticState
-from state.layout import byte_view
-from state.store import StoreRefused, StoreUnavailable, open_store
 
 RESTORE_PAUSE_S = 30.0
 """Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from state.elastic_state import ElasticState
-from state.layout import LayoutError, byte_view, decode, pack
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError, byte_view, decode, pack
 
 _TERMINATE = ctypes.CFUNCTYPE(None)
 _WHAT = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)

@@ -11,7 +11,7 @@ from statistics import median
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
-from state.checkpoint import Checkpoints
+from elastic_trainer.state.checkpoint import Checkpoints
 
 OVERDUE_S = 60.0
 """The last good checkpoint may always be so old before an alarm is raised."""

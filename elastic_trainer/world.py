@@ -44,8 +44,16 @@ from elastic_trainer import revive
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
-from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, byte_ranges, differing, fill_range, tensors_digest, unpack
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import (
+    LayoutError,
+    Packed,
+    byte_ranges,
+    differing,
+    fill_range,
+    tensors_digest,
+    unpack,
+)
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20

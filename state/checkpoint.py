@@ -38,11 +38,26 @@ from typing import Any, Protocol
 
 import torch
 
-from state.cadence import Cadence, retained
-from state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
-from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed, copy_range, differing, fill_range, tensors_digest, unpack
-from state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable, checked, prove_put_if_absent
+from elastic_trainer.state.cadence import Cadence, retained
+from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import (
+    LayoutError,
+    Packed,
+    copy_range,
+    differing,
+    fill_range,
+    tensors_digest,
+    unpack,
+)
+from elastic_trainer.state.store import (
+    PUT_BYTES,
+    Store,
+    StoreRefused,
+    StoreUnavailable,
+    checked,
+    prove_put_if_absent,
+)
 
 PART_BYTES = 16 << 20
 UPLOAD_S = 900.0

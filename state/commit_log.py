@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from state.store import Store, StoreUnavailable
+from elastic_trainer.state.store import Store, StoreUnavailable
 
 FOLDER = "log"
 LAST = 10**12

@@ -23,7 +23,7 @@ import torch
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from state.layout import LayoutError, Packed, outline, pack, unpack
+from elastic_trainer.state.layout import LayoutError, Packed, outline, pack, unpack
 
 
 class ElasticState(hvd_elastic.TorchState):

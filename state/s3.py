@@ -36,7 +36,7 @@ from tenacity import (
 )
 from urllib3.exceptions import HTTPError
 
-from state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
+from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 READ_TIMEOUT_S = 30.0

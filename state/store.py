@@ -80,7 +80,9 @@ class Store(Protocol):
 def open_store(url: str) -> Store:
     """Open `s3://bucket/prefix` or a folder. Raises StoreRefused for a URL that is neither."""
     if url.startswith("s3://"):
-        from state.s3 import S3Store  # here: boto3 costs a third of a second, and a folder does not need it
+        from elastic_trainer.state.s3 import (
+            S3Store,  # here: boto3 costs a third of a second, and a folder does not need it
+        )
 
         return S3Store(url)
     if "://" in url:

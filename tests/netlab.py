@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import s3_servers
 from cluster import Cluster
@@ -44,8 +44,9 @@ from metadata_server import MetadataServer
 from s3_servers import Unavailable
 from terraform import HOSTS
 
-if TYPE_CHECKING:
-    from discovery.hosts import Health
+from elastic_trainer.discovery.agent import ask, read_key
+from elastic_trainer.discovery.commands import AGENT_PORT
+from elastic_trainer.discovery.hosts import Health
 
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
@@ -237,10 +238,6 @@ class Lab:
 
     def health(self, name: str) -> Health:
         """Return what a host's agent answers its poller. Raises AgentUnreachable."""
-        # Here: to a bench that is run as a script the name `discovery` is the bench beside it, tests/bench/discovery.py.
-        from discovery.agent import ask, read_key
-        from discovery.commands import AGENT_PORT
-
         with self.network_of(COORDINATOR):
             return ask(f"{self.address(name)}:{AGENT_PORT}", read_key(self.folder / "agent.key"), 5.0)
 

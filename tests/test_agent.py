@@ -24,8 +24,10 @@ from metadata_server import MetadataServer
 from netlab import wait_for
 from ports import free_port
 
-from discovery import agent as agent_module
-from discovery.agent import (
+from elastic_trainer import shim
+from elastic_trainer.__main__ import main
+from elastic_trainer.discovery import agent as agent_module
+from elastic_trainer.discovery.agent import (
     DOING,
     HURRY_S,
     Agent,
@@ -37,12 +39,10 @@ from discovery.agent import (
     standbys,
     workers,
 )
-from discovery.ec2 import CloudUnavailable
-from discovery.hosts import Instance, Policy
-from discovery.notices import Metadata, MetadataUnavailable
-from discovery.poll import Poller
-from elastic_trainer import shim
-from elastic_trainer.__main__ import main
+from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.hosts import Instance, Policy
+from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
+from elastic_trainer.discovery.poll import Poller
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
@@ -51,7 +51,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
-    monkeypatch.setattr("discovery.notices.TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("elastic_trainer.discovery.notices.TIMEOUT_S", PATIENCE_S)
     with MetadataServer() as service:
         yield service
 
@@ -90,7 +90,7 @@ def test_a_notice_in_a_form_that_we_do_not_know_is_a_notice(metadata: MetadataSe
 def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str, tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stays ready, and says why it knows nothing."""
-    monkeypatch.setattr("discovery.notices.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("elastic_trainer.discovery.notices.TIMEOUT_S", 0.3)
     endpoint = metadata.endpoint
     match fault:
         case "hung":
@@ -200,7 +200,8 @@ def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_sm
     key = tmp_path / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    process = subprocess.Popen([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
+    process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
+                                "agent", "--bind", "127.0.0.1", "--port", "0",
                                 "--key-file", str(key), "--metadata", metadata.endpoint, "--folder", str(tmp_path)],
                                cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -310,7 +311,8 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
     key, hosts = tmp_path / "key", tmp_path / "hosts"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    command = [sys.executable, "-m", "discovery", "agent", "--bind", "0.0.0.0", "--port", "0", "--key-file", str(key),
+    command = [sys.executable, "-m", "elastic_trainer.discovery",
+               "agent", "--bind", "0.0.0.0", "--port", "0", "--key-file", str(key),
                "--metadata", metadata.endpoint, "--folder", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -413,7 +415,8 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
     key = tmp_path / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    process = subprocess.Popen([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
+    process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
+                                "agent", "--bind", "127.0.0.1", "--port", "0",
                                 "--key-file", str(key), "--no-metadata", "--folder", str(tmp_path)], cwd=ROOT,
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout
@@ -441,7 +444,7 @@ def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(tmp_path: P
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised by the end."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr("discovery.agent.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
+    monkeypatch.setattr("elastic_trainer.discovery.agent.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
     monkeypatch.setattr("os.kill", lambda *what: told.append(what))
     early, late, endless = (Agent(None, tmp_path) for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)

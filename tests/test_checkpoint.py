@@ -23,9 +23,8 @@ from test_state import bytes_of, trained
 from elastic_trainer.attempts import lost_attempts
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events as EventFile
-from elastic_trainer.timing import Timing
-from state.cadence import Cadence, best_interval_s, loss_every_s, retained
-from state.checkpoint import (
+from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
+from elastic_trainer.state.checkpoint import (
     LONGEST_REST_S,
     PARTS,
     Checkpoints,
@@ -36,10 +35,11 @@ from state.checkpoint import (
     parts_of,
     rest_s,
 )
-from state.commit_log import CommitLog, Record
-from state.elastic_state import ElasticState
-from state.layout import LayoutError, Packed
-from state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
+from elastic_trainer.state.commit_log import CommitLog, Record
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError, Packed
+from elastic_trainer.state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
+from elastic_trainer.timing import Timing
 
 SMALL = Plan(part_bytes=100)
 
@@ -175,7 +175,7 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["vote", "time", "end"])
 def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """At the next vote, where all have; some time after the copy if there is none; at once if somebody waits for it."""
-    monkeypatch.setattr("state.checkpoint.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     [worker] = fleet.workers
@@ -198,9 +198,10 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
 def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after the last part."""
     rested = list[float]()
-    monkeypatch.setattr("state.checkpoint.rest_s", lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
-    monkeypatch.setattr("state.checkpoint.UPLOADS", 1)
-    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 60.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s",
+                        lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 1)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 60.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -229,8 +230,9 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
 def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several uploaders one may rest while another sends the last part: it does not hold up the next checkpoint."""
     rests = list[float]()
-    monkeypatch.setattr("state.checkpoint.rest_s", lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
-    monkeypatch.setattr("state.checkpoint.UPLOADS", 2)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s",
+                        lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 2)
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -287,7 +289,7 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
         return (1e9 if load == "short" else 0.0, 0.0, 0.0)
 
     monkeypatch.setattr("os.getloadavg", loads)
-    monkeypatch.setattr("state.checkpoint.UPLOADS", 1)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 1)
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
@@ -295,7 +297,7 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
     [worker] = fleet.workers
     worker._begun_at = time.monotonic() - 1e6
     rests = list[float]()
-    monkeypatch.setattr("state.checkpoint.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
     worker.begin(fleet.states[0], 0, 1)
     wait_for("share", lambda: worker.progress()[0], 60)
     assert rests
@@ -582,7 +584,8 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path
     reader = Fleet(tmp_path, steps=0, store=ManyFaults)
     assert isinstance(reader.restore()[0], StoreRefused)
     assert not reader.events
-    monkeypatch.setattr("state.checkpoint.time.sleep", lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.time.sleep",
+                        lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
     assert reader.restore(insist=True) == [3]
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
@@ -671,7 +674,7 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the state: each part that came up begins the time anew."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
-    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 30.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 30.0)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -691,7 +694,7 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     worker.wait()
     worker.begin(state, 0, 1)
     assert worker.share
-    monkeypatch.setattr("state.checkpoint.UPLOAD_S", 0.5)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.5)
     worker.wait()  # not for ever
     worker.share.moved -= 1.0
     assert worker.progress() == (False, True) and "has not moved" in worker.share.error
@@ -777,13 +780,13 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     assert hung and store.is_in.wait(60)
     worker.progress()
     assert worker.is_publishing() and not fleet.events.facts("state.checkpoint_failed")
-    monkeypatch.setattr("state.checkpoint.STALLED_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.STALLED_S", 0.0)
     for _ in range(2):
         worker.progress()
     (stalled,) = fleet.events.facts("state.upload_stalled")
     assert (stalled["step"], stalled["what"]) == (3, "its record")
     with monkeypatch.context() as patch:
-        patch.setattr("state.checkpoint.UPLOAD_S", 0.0)
+        patch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.0)
         worker.progress()
     assert not worker.is_publishing() and not worker._reusable()
     (failed,) = fleet.events.facts("state.checkpoint_failed")
@@ -842,7 +845,7 @@ def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: P
     path = part_of_step(tmp_path, 5) if what == "part" else min((tmp_path / "log").iterdir())
     path.rename(tmp_path / "away")
     path.symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr("state.checkpoint.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.RESTORE_S", -1.0)
     reader = Fleet(tmp_path, steps=0)
     (got,) = reader.restore()
     assert isinstance(got, StoreUnavailable) and "cannot open" in str(got)
@@ -1008,7 +1011,7 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
         if where == "packed":
             patch.setattr(fleet.states[1], "packed", fail)
         else:
-            patch.setattr("state.checkpoint.threading.Thread", fail)
+            patch.setattr("elastic_trainer.state.checkpoint.threading.Thread", fail)
         fleet.checkpoint()
     assert any("as planned" in e["error"] for e in fleet.events.facts("state.checkpoint_failed"))
     fleet.checkpoint()

@@ -16,10 +16,10 @@ from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main, store_of_run
 from elastic_trainer.loop import train
-from state import checkpoint
-from state.checkpoint import PARTS, Plan
-from state.elastic_state import ElasticState
-from state.store import FolderStore
+from elastic_trainer.state import checkpoint
+from elastic_trainer.state.checkpoint import PARTS, Plan
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.store import FolderStore
 
 
 @pytest.fixture(scope="module")

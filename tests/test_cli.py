@@ -15,7 +15,7 @@ from elastic_trainer import driver
 from elastic_trainer.__main__ import _prove, list_hosts, main, static_hosts
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import is_local, parse_hosts
-from state.store import StoreRefused, StoreUnavailable
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -229,8 +229,8 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
         def prove(store: object) -> None:
             raise error
 
-        monkeypatch.setattr("state.store.open_store", lambda url: None)
-        monkeypatch.setattr("state.store.prove_put_if_absent", prove)
+        monkeypatch.setattr("elastic_trainer.state.store.open_store", lambda url: None)
+        monkeypatch.setattr("elastic_trainer.state.store.prove_put_if_absent", prove)
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
     _prove("s3://bucket/run")

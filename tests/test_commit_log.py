@@ -31,13 +31,13 @@ from typing import Any
 import pytest
 import torch
 
-from state import checkpoint as checkpoint_module
-from state import commit_log as commit_log_module
-from state.cadence import Cadence
-from state.checkpoint import Checkpoints, Plan, parts_of
-from state.commit_log import CommitLog, Damaged, Fenced, Record
-from state.layout import LayoutError, Packed, outline, pack
-from state.store import StoreUnavailable
+from elastic_trainer.state import checkpoint as checkpoint_module
+from elastic_trainer.state import commit_log as commit_log_module
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import Checkpoints, Plan, parts_of
+from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
+from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
+from elastic_trainer.state.store import StoreUnavailable
 
 SEEDS = 2000
 ACTORS = 4

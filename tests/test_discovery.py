@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import discovery
-import discovery.__main__ as script
+import elastic_trainer.discovery.__main__ as script
 from elastic_trainer.driver import parse_hosts
 
-ROOT = Path(discovery.__file__).resolve().parent.parent
+ROOT = Path(script.__file__).resolve().parent.parent
 
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     """Run the script as the driver does: without site-packages, as a process of its own."""
-    return subprocess.run([sys.executable, "-S", "-m", "discovery", *arguments], cwd=ROOT, capture_output=True,
+    return subprocess.run([sys.executable, "-S", "-m", "elastic_trainer.discovery", *arguments], cwd=ROOT,
+                          capture_output=True,
                           stdin=subprocess.DEVNULL)
 
 

@@ -19,10 +19,10 @@ from faulty_proxy import FaultyProxy
 from moto_server import moto_server
 from s3_servers import Unavailable
 
-from discovery import ec2 as ec2_module
-from discovery.ec2 import CloudUnavailable, Ec2
-from discovery.hosts import History, Policy, decide
-from discovery.poll import once
+from elastic_trainer.discovery import ec2 as ec2_module
+from elastic_trainer.discovery.ec2 import CloudUnavailable, Ec2
+from elastic_trainer.discovery.hosts import History, Policy, decide
+from elastic_trainer.discovery.poll import once
 
 ROOT = Path(__file__).resolve().parent.parent
 TAGS = {"Job": "mine"}
@@ -112,7 +112,8 @@ def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: Fau
     proxy.fault(kind, times=10**6)
     with pytest.raises(CloudUnavailable):
         Ec2(TAGS).instances()
-    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
+                           "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert "EC2 did not answer" in done.stderr
@@ -150,7 +151,8 @@ def test_nobody_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
     client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
     client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
     assert Ec2(TAGS).instances() == []
-    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
+                           "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -224,7 +226,8 @@ def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> 
 def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> None:
     """Good enough for plain horovodrun: lines of host:slots and nothing else."""
     launch(moto, 2)
-    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Job=mine", "--host-name",
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
+                           "ec2", "--once", "--tag", "Job=mine", "--host-name",
                            "private-ip", "--cpu-slots", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -238,7 +241,8 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
     ids = launch(moto, 3)
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "discovery", "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
+        return subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
+                                 "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
                                  "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
 
     poller = start()

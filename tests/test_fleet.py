@@ -25,12 +25,12 @@ from faulty_proxy import FaultyProxy
 from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, command_of, knock, overheard
 from terraform import DEPLOY, no_secret_in, user_data
 
-import discovery
+import elastic_trainer.discovery.__main__
 from elastic_trainer.events import EVENTS_FILE
 
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent
-DISCOVER = Path(discovery.__file__).with_name("__main__.py")
+DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
 JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
 UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"}
@@ -60,7 +60,8 @@ def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:
     ec2, outputs = cloud.ec2, cloud.outputs
-    done = subprocess.run([sys.executable, "-m", "discovery", "ec2", "--once", "--tag", "Fleet=mine", "--tag",
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
+                           "ec2", "--once", "--tag", "Fleet=mine", "--tag",
                            "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
                           text=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
     assert done.returncode == 0 and done.stdout.count(":2\n") == 2, done.stderr

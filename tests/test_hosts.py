@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery.hosts import ENDING, IN, Decision, Health, History, Instance, Past, Policy, decide
+from elastic_trainer.discovery.hosts import (
+    ENDING,
+    IN,
+    Decision,
+    Health,
+    History,
+    Instance,
+    Past,
+    Policy,
+    decide,
+)
 
 QUICK = Policy(settle_s=0.0)
 

@@ -42,13 +42,13 @@ from elastic_trainer.loop import (
 from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.report import summarize
 from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import Plan
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.store import StoreRefused
 from elastic_trainer.verify import verify
 from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, Standing, World
-from state.cadence import Cadence
-from state.checkpoint import Plan
-from state.elastic_state import ElasticState
-from state.layout import LayoutError
-from state.store import StoreRefused
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -1051,7 +1051,7 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """The vote tells everybody, also those who have not heard of the change."""
     rested = threading.Event()
-    monkeypatch.setattr("state.checkpoint.rest_s", lambda *_: rested.set() or 600.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s", lambda *_: rested.set() or 600.0)
     driver, uploaders = Wanting(), list[threading.Thread]()
     driver.wants = False
 

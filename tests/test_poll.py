@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from ports import free_port
 
-from discovery import __main__ as script
-from discovery.agent import Agent, AgentServer, AgentUnreachable, ask
-from discovery.ec2 import CloudUnavailable
-from discovery.hosts import Instance, Policy
-from discovery.memory import recall
-from discovery.poll import Poller
 from elastic_trainer.__main__ import main
+from elastic_trainer.discovery import __main__ as script
+from elastic_trainer.discovery.agent import Agent, AgentServer, AgentUnreachable, ask
+from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.hosts import Instance, Policy
+from elastic_trainer.discovery.memory import recall
+from elastic_trainer.discovery.poll import Poller
 
 KEY = b"k" * 32
 NOW = 1_800_000_000.0

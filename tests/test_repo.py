@@ -17,10 +17,12 @@ import pytest
 import elastic_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("discovery", "elastic_trainer", "state")
 NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 CODE = Path(elastic_trainer.__file__).resolve().parent.parent  # the clone, or where the wheel was installed
-MODULES = sorted(path for package in PACKAGES for path in (CODE / package).rglob("*.py"))
+LINKED = ("discovery", "state")
+"""Folders at the top level of the clone, imported through links in elastic_trainer/."""
+MODULES = sorted(path for package in ("", "examples", *LINKED)
+                 for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -40,16 +42,31 @@ def imported_by(path: Path, root: Path = CODE) -> Iterator[str]:
             yield ast.unparse(node.args[0]).strip("'\"")
 
 
+def layer_of(module: str) -> str:
+    """Return the package that a module of ours belongs to; "" for what is not ours."""
+    names = module.split(".")
+    if names[0] != "elastic_trainer":
+        return ""
+    return ".".join(names[:2]) if names[1:] and names[1] in LINKED else "elastic_trainer"
+
+
 @pytest.mark.parametrize(("package", "others"), [
-    ("discovery", {"elastic_trainer", "state"}),
-    ("elastic_trainer", {"discovery"}),
-    ("state", {"discovery", "elastic_trainer"}),
+    ("elastic_trainer.discovery", {"elastic_trainer", "elastic_trainer.state"}),
+    ("elastic_trainer", {"elastic_trainer.discovery"}),
+    ("elastic_trainer.state", {"elastic_trainer.discovery", "elastic_trainer"}),
 ])
 def test_a_package_imports_only_those_below_it(package: str, others: set[str]) -> None:
     """Who is here and what they do never import each other; what survives imports neither."""
-    found = [f"{name_of(path)} imports {name}" for path in MODULES if path.relative_to(CODE).parts[0] == package
-             for name in imported_by(path) if name.split(".")[0] in others]
+    found = [f"{name_of(path)} imports {name}" for path in MODULES if layer_of(name_of(path)) == package
+             for name in imported_by(path) if layer_of(name) in others]
     assert found == []
+
+
+def test_nothing_imports_a_linked_package_by_its_bare_name() -> None:
+    """`state` and `discovery` may be the user's own; ours have one name each, here and in tests and benches."""
+    files = [*MODULES, *(path for path in our_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "tests"))]
+    assert [f"{path} imports {name}" for path in files for name in imported_by(path, ROOT if ROOT in path.parents else CODE)
+            if name.split(".")[0] in LINKED] == []
 
 
 def test_the_walk_sees_imports_when_they_hide(tmp_path: Path) -> None:
@@ -62,7 +79,7 @@ def test_the_walk_sees_imports_when_they_hide(tmp_path: Path) -> None:
     assert found == {"pickle", "os.path", "a", "state.x", "importlib", "discovery"}
 
 
-def test_nothing_is_pickled_in_the_three_packages() -> None:
+def test_nothing_is_pickled_in_the_packages() -> None:
     """Neither by name nor through torch or Horovod, whose savers and object collectives pickle (F10)."""
     modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     calls = {"torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load", "np.load"}
@@ -107,10 +124,9 @@ def test_torch_is_not_loaded_when_a_module_of_the_driver_is_imported(module: str
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_name_is_ours_alone_when_the_project_is_installed(package: str) -> None:
-    """`state` and `discovery` are common names: nothing else in the environment may claim one of the three."""
-    owners = set(importlib.metadata.packages_distributions().get(package, []))
+def test_the_name_is_ours_alone_when_the_project_is_installed() -> None:
+    """One top-level name, and no other distribution claims it."""
+    owners = set(importlib.metadata.packages_distributions().get("elastic_trainer", []))
     if not owners:
         pytest.skip("elastic-trainer runs from a clone here and is not installed.")
     assert owners == {"elastic-trainer"}
@@ -134,7 +150,7 @@ def test_no_file_names_a_place_that_only_one_machine_has() -> None:
     assert found == []
 
 
-def test_the_installed_packages_are_the_three_when_the_wheel_is_built() -> None:
+def test_the_installed_packages_are_all_there_are_when_the_wheel_is_built() -> None:
     """Named one by one, so that tests and deploy cannot ship; every folder with code is among them."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
@@ -147,7 +163,7 @@ AS_SCRIPT = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_path(sys.ar
 
 
 def test_each_bench_finds_what_it_imports() -> None:
-    """As a script, whose folder comes first: there `discovery` is a bench."""
+    """As a script, whose folder comes first: `discovery` there is a bench, and ours is found all the same."""
     benches = sorted((ROOT / "tests" / "bench").glob("*.py"))
     assert "discovery" in [path.stem for path in benches]
     with ThreadPoolExecutor(2) as pool:

@@ -16,8 +16,8 @@ import torch
 
 from elastic_trainer import revive
 from elastic_trainer.revive import read_live_state, write_live_state
-from state.elastic_state import ElasticState
-from state.layout import Packed, byte_ranges, pack
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import Packed, byte_ranges, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 

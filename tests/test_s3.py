@@ -24,11 +24,11 @@ from test_checkpoint import SMALL, Fleet
 from test_state import assert_one_wins
 
 from elastic_trainer.__main__ import main
-from state import s3
-from state.checkpoint import PARTS, Plan
-from state.commit_log import CommitLog, Fenced, Record
-from state.s3 import S3Store
-from state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
+from elastic_trainer.state import s3
+from elastic_trainer.state.checkpoint import PARTS, Plan
+from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
+from elastic_trainer.state.s3 import S3Store
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy,
     writers.restore()
     writers.publish(2)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    monkeypatch.setattr("state.checkpoint.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
     (got,) = fleet(url, 1, steps=0).restore()
     assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
@@ -271,7 +271,7 @@ def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyP
     first.restore()
     first.checkpoint()
     clock = time.time
-    monkeypatch.setattr("state.checkpoint.time.time", lambda: clock() - 86400)
+    monkeypatch.setattr("elastic_trainer.state.checkpoint.time.time", lambda: clock() - 86400)
     second = fleet(url, 1, steps=0)
     assert second.restore() == [3]
     second.train()

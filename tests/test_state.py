@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from state.elastic_state import ElasticState
-from state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
-from state.store import FolderStore, Store, StoreRefused, StoreUnavailable
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
+from elastic_trainer.state.store import FolderStore, Store, StoreRefused, StoreUnavailable
 
 
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
@@ -173,7 +173,7 @@ def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("state.store.os.link", fail)
+    monkeypatch.setattr("elastic_trainer.state.store.os.link", fail)
     with pytest.raises(StoreUnavailable, match=remedy) as told:
         FolderStore(tmp_path).put_if_absent("log/1.json", b"x")
     assert isinstance(told.value, StoreRefused) == bool(remedy)

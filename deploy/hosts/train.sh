@@ -23,5 +23,5 @@ until [[ -e $kept/hosts ]]; do sleep 1; done
 # Zero spot capacity for a week is no failure.
 exec env -i "${variables[@]}" "$root/horovodrun_elastic.sh" --run "$FLEET" --runs-dir "$kept/runs" \
     --store "s3://$BUCKET/$FLEET/checkpoints" \
-    --host-discovery-script "$root/.venv/bin/python -S $root/discovery/__main__.py hosts-file $kept/hosts 120" \
+    --host-discovery-script "$root/.venv/bin/python -S $root/elastic_trainer/discovery/__main__.py hosts-file $kept/hosts 120" \
     -np "$NP" --min-np "$MIN_NP" --elastic-timeout 604800 -- "${command[@]}"

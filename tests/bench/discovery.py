@@ -31,9 +31,9 @@ from metadata_server import MetadataServer  # noqa: E402
 from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
-from discovery.ec2 import Ec2  # noqa: E402
-from discovery.hosts import Instance, Policy  # noqa: E402
-from discovery.poll import Poller  # noqa: E402
+from elastic_trainer.discovery.ec2 import Ec2  # noqa: E402
+from elastic_trainer.discovery.hosts import Instance, Policy  # noqa: E402
+from elastic_trainer.discovery.poll import Poller  # noqa: E402
 
 ROOT = HERE.parent.parent
 PAGE = 1000
@@ -117,7 +117,8 @@ def notice_to_file(folder: Path) -> float:
     key.chmod(0o600)
     with ExitStack() as stack:
         service = stack.enter_context(MetadataServer())
-        stack.enter_context(process([sys.executable, "-m", "discovery", "agent", "--bind", "127.0.0.1", "--port", str(port),
+        stack.enter_context(process([sys.executable, "-m", "elastic_trainer.discovery",
+                                     "agent", "--bind", "127.0.0.1", "--port", str(port),
                                      "--key-file", str(key), "--metadata", service.endpoint], folder / "agent.log",
                                     PYTHONPATH=str(ROOT)))
         poller = Poller(OneHost(), hosts, Policy(agents=True, settle_s=0.0), agent_port=port, key=key.read_bytes())

@@ -32,8 +32,8 @@ from metadata_server import MetadataServer  # noqa: E402
 from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
-from discovery.hosts import Instance, Policy  # noqa: E402
-from discovery.poll import Poller  # noqa: E402
+from elastic_trainer.discovery.hosts import Instance, Policy  # noqa: E402
+from elastic_trainer.discovery.poll import Poller  # noqa: E402
 from elastic_trainer.verify import verify  # noqa: E402
 
 ROOT = HERE.parent.parent
@@ -54,7 +54,8 @@ class Machines:
         self.key = key.read_bytes()
         for name in names:
             stack.enter_context(process(
-                [sys.executable, "-m", "discovery", "agent", "--bind", name, "--port", str(port), "--key-file", str(key),
+                [sys.executable, "-m", "elastic_trainer.discovery",
+                 "agent", "--bind", name, "--port", str(port), "--key-file", str(key),
                  "--metadata", self.services[name].endpoint, "--folder", str(folder)], folder / f"agent-{name}.log",
                 PYTHONPATH=str(ROOT)))
         self.gone: set[str] = set()
