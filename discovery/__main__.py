@@ -3,7 +3,7 @@
     python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]    print the file (what horovodrun calls)
     python -m elastic_trainer.discovery ec2 --once --tag Job=mine …       print EC2's list, without poller and agents
     python -m elastic_trainer.discovery poll --hosts-file FILE --tag …    keep FILE true (on the coordinator)
-    python -m elastic_trainer.discovery agent --key-file FILE …           watch this host and answer the poller (on each host)
+    python -m elastic_trainer.discovery agent --key-file FILE …           watch this host, answer the poller (on each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
 
