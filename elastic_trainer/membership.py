@@ -198,7 +198,7 @@ class Membership:
             return False
         worker.count, worker.heard_at = count, now
         worker.step, worker.drains = step, worker.drains or drains
-        if error and not self.user_error:
+        if error and not self.user_error and not self._is_let_go(worker):
             self.user_error = error
         if phase == "reviving":
             worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
@@ -225,7 +225,9 @@ class Membership:
         worker.phase = Phase.GONE
         if before is Phase.FINISHED and code == EXIT_FINISHED:
             return "finished"
-        if (code == EXIT_USER_ERROR and before is not Phase.BOOTING) or (before is Phase.FINISHED and 0 < code < 126):
+        is_own_error = (code == EXIT_USER_ERROR and before is not Phase.BOOTING) or (
+            before is Phase.FINISHED and 0 < code < 126)
+        if is_own_error and not self._is_let_go(worker):
             self.user_error = self.user_error or f"worker {name} ended with exit code {code} after an error of its own"
             return "user_error"
         if worker.ended_by or (self.verdict and code in ORDERLY_EXITS):
@@ -245,6 +247,11 @@ class Membership:
                                    f"stand ready. What it said is above")
             return "boot_failed"
         return "crashed"
+
+    def _is_let_go(self, worker: Worker) -> bool:
+        """True if no world counts on this worker: an error of its code may come from a host that shuts down."""
+        is_newcomer = worker.generation == 0
+        return bool(worker.ended_by) or worker.dismissed or (is_newcomer and not self._is_wanted(worker))
 
     def _has_ever_booted(self) -> bool:
         """True if the command is known to work: then what fails while it boots is its host's fault."""

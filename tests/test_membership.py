@@ -110,6 +110,29 @@ def test_forms_nothing_when_one_member_does_not_accept() -> None:
     assert not any(isinstance(a, Form) for a in f.acted)
 
 
+@pytest.mark.parametrize("phase", ["booting", "standby"])
+@pytest.mark.parametrize("says", [True, False])
+def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(phase: str, says: bool) -> None:
+    """Its host shuts down, its data vanishes and its code raises: that is no error of the user's."""
+    f = fleet()
+    f.run()
+    f.boots = False
+    f.membership.hosts_listed({h: 1 for h in "abcde"})
+    f.turn()
+    newcomer = f.worker_on("e")
+    if phase == "standby":
+        f.say(newcomer, "standby")
+    f.membership.hosts_listed({h: 1 for h in "abcd"})
+    f.turn()
+    if phase == "standby":
+        assert f.membership.told(newcomer, f.now)["leave"]
+    if says:
+        f.say(newcomer, phase, error="FileNotFoundError: /data")
+    assert f.membership.exited(newcomer, 70, f.now) != "user_error"
+    f.run()
+    assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
+
+
 @pytest.mark.parametrize("cut", ["ab", "bd", "ad"])
 def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
     """Both reach the driver, and neither is silent; without this they would break every generation."""
