@@ -51,10 +51,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import horovod.runner.launch as launch
+import psutil
 import structlog
 from horovod.runner.common.util.env import is_exportable
 from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
 from horovod.runner.util import network
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic_trainer import remote
 from elastic_trainer.config import ALLOCATOR, EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
@@ -72,6 +74,10 @@ DISCOVERY_EVERY_S = 1.0
 DISCOVERY_TIMEOUT_S = 10.0
 FIRST_DISCOVERY_S = 60.0
 """A discovery that has never answered for this long is a mistake in the command, not a fault of the world."""
+LOOKUP_S = 30.0
+"""How long the driver looks for a way to any host of the list, before it leaves that to the next attempt."""
+LOOKUP_AGAIN_S = 10.0
+"""How long the driver waits before it looks up again a name that had no address (an alias of ssh's never has one)."""
 DESCRIPTORS = 65536
 """So many the driver opens where the host allows it: three for each worker, and room for strangers, who cost one each."""
 STOP_S = 30.0
@@ -96,6 +102,10 @@ HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z
 
 class DiscoveryUnavailable(RuntimeError):
     """The discovery has not answered once, or has named no host; the next attempt asks again."""
+
+
+class HostsUnreachable(RuntimeError):
+    """No host of the list has an address, or no way leads to any; the next attempt looks again."""
 
 
 class WorkerProcess:
@@ -194,8 +204,49 @@ class WorkerProcess:
 def is_local(host: str) -> bool:
     """True if a host name means this machine: it resolves to one of our addresses, or to any loopback address."""
     address = network.resolve_host_address(host)
-    return bool(address) and (ipaddress.ip_address(address).is_loopback
-                              or address in network.get_local_host_addresses())
+    return bool(address) and is_own(address)
+
+
+def is_own(address: str) -> bool:
+    """True if an address is one of this machine's, or any loopback address."""
+    return ipaddress.ip_address(address).is_loopback or address in network.get_local_host_addresses()
+
+
+def way_to(hosts: Iterable[str], resolve: Callable[[str], str | None] = network.resolve_host_address) -> str:
+    """Return this machine's address on the way to the first far host that has an address; 127.0.0.1 if none is far.
+
+    Raises HostsUnreachable when there may be far hosts, and no way to any of them is found.
+    """
+    failed: dict[str, str] = {}
+    for host in hosts:
+        address = resolve(host)
+        if address and is_own(address):
+            continue
+        try:
+            if address:
+                return own_address_towards(address)
+            failed[host] = "its name has no address"
+        except OSError as error:
+            failed[host] = f"no way leads to {address}: {error.strerror}"
+    if not failed:
+        return "127.0.0.1"
+    first = ", ".join(f"{host} ({why})" for host, why in list(failed.items())[:3])
+    raise HostsUnreachable(f"none of {len(failed)} hosts is found from here: {first}. The next attempt looks again; if "
+                           f"the names are right, give this machine's interface: --network-interfaces eth0.")
+
+
+def address_of(interface: str) -> str:
+    """Return this machine's address on an interface. Raises ConfigError if there is no such interface, and
+    HostsUnreachable if it has no address now.
+    """
+    if interface not in psutil.net_if_addrs():
+        raise ConfigError(f"--network-interfaces is {interface}, which this machine does not have. Use one of "
+                          f"{', '.join(sorted(psutil.net_if_addrs()))}.")
+    try:
+        return str(network.get_driver_ip([interface]))
+    except RuntimeError as error:
+        raise HostsUnreachable(f"the interface {interface} (--network-interfaces) has no IPv4 address now. The next "
+                               f"attempt looks again.") from error
 
 
 def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
@@ -231,6 +282,8 @@ class MendedDriver:
         self.processes: dict[str, WorkerProcess] = {}
         self.is_here: dict[str, bool] = {}
         """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
+        self.looked_up_at: dict[str, float] = {}
+        """When the name of a host was looked up last, for those that had no address."""
         self.addresses: dict[str, str] = {}
         self.doors: dict[str, int] = {}
         """The port at which each worker lets others find out whether they reach it."""
@@ -317,9 +370,14 @@ class MendedDriver:
                     self._turn()
 
     def _locate(self, hosts: Iterable[str]) -> None:
+        now = time.monotonic()
         for host in hosts:
-            if host not in self.is_here:
-                self.is_here[host] = is_local(host)
+            if host not in self.is_here or self.looked_up_at.get(host, now) + LOOKUP_AGAIN_S < now:
+                address = network.resolve_host_address(host)
+                self.is_here[host] = bool(address) and is_own(address)
+                self.looked_up_at.pop(host, None)
+                if not address:  # a name server that fails for a moment must not make this machine a far host for ever
+                    self.looked_up_at[host] = now
 
     def _take_hosts(self, hosts: dict[str, int]) -> None:
         before = self.membership.listed
@@ -332,14 +390,14 @@ class MendedDriver:
     def _own_address(self, hosts: dict[str, int]) -> str:
         """Return the address at which the hosts reach us: on the interface that was given, or on the way to them."""
         nics = list(self.settings.nics or [])
-        if len(nics) == 1:
-            return network.get_driver_ip(nics)
-        far = next((host for host in hosts if not is_local(host)), "")
-        address = network.resolve_host_address(far) if far else "127.0.0.1"
-        if nics or not address:
-            raise ConfigError(f"the host {far} has no address here, or --network-interfaces is {nics}. Give the one "
-                              f"interface of this machine that leads to the hosts, e.g. --network-interfaces eth0.")
-        return own_address_towards(address)
+        if len(nics) > 1:
+            raise ConfigError(f"--network-interfaces is {','.join(sorted(nics))}. Give the one interface of this machine "
+                              f"that leads to the hosts, e.g. --network-interfaces eth0.")
+        for attempt in Retrying(retry=retry_if_exception_type(HostsUnreachable), stop=stop_after_delay(LOOKUP_S),
+                                wait=wait_exponential(multiplier=0.5, max=5.0), reraise=True):
+            with attempt:
+                return address_of(nics[0]) if nics else way_to(hosts)
+        raise AssertionError("Retrying ends by a return or by raising")
 
     # --- words ---------------------------------------------------------------------------------------------------------
 
@@ -563,7 +621,7 @@ def main(argv: list[str] | None = None) -> int:
         launch.gloo_built = lambda verbose=False: True  # it would import torch in here; workers find out soon enough
         sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
         launch.run_commandline()
-    except DiscoveryUnavailable as error:
+    except (DiscoveryUnavailable, HostsUnreachable) as error:
         print(f"elastic-trainer: {error}", file=sys.stderr)
         return 1
     except (ConfigError, ValueError) as error:

@@ -18,17 +18,20 @@ from typing import Any
 
 import pytest
 from cluster import is_running
+from horovod.runner.util import network
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer import remote
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import (
+    HostsUnreachable,
     MendedDriver,
     WorkerProcess,
     check_version,
     is_local,
     parse_hosts,
+    way_to,
 )
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Phase, Start, Worker
@@ -405,6 +408,57 @@ def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ss
     finally:
         driver.terminate()
         driver.wait(DEADLINE_S)
+
+
+def test_the_way_leads_to_the_next_host_when_the_name_of_the_first_is_not_found() -> None:
+    """One failed lookup is no reason to give anything up."""
+    try:
+        own = own_address_towards(FAR)
+    except OSError:
+        pytest.skip("no way leads out of this machine.")
+    known = {"there": FAR, "here": "127.0.0.1"}
+    assert way_to(["gone", "here", "there"], known.get) == own
+    assert way_to(["here"], known.get) == "127.0.0.1"
+    with pytest.raises(HostsUnreachable, match=r"gone .its name has no address.*--network-interfaces"):
+        way_to(["here", "gone"], known.get)
+
+
+def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.CompletedProcess[str]:
+    """Run a driver, whose patience with names is so many seconds, for a host."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
+    code = (f"import sys\nfrom elastic_trainer import driver\ndriver.LOOKUP_S = {seconds}\n"
+            f"sys.exit(driver.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', *{list(options)}, 'true']))")
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+                          text=True, timeout=DEADLINE_S)
+
+
+def test_the_next_attempt_looks_again_when_no_name_is_found() -> None:
+    """A name server that is away is the world's fault: exit code 1, not 2, which is the user's error."""
+    done = start_on("host.invalid")
+    assert done.returncode == 1, done.stderr
+    assert "host.invalid" in done.stderr and "The next attempt looks again" in done.stderr
+
+
+@pytest.mark.parametrize("interfaces", ["nosuch0", "lo,nosuch0"])
+def test_a_wrong_interface_is_the_users_mistake(interfaces: str) -> None:
+    """Exit code 2, and the key is named: no other attempt mends it."""
+    done = start_on("host.invalid", "--network-interfaces", interfaces)
+    assert done.returncode == 2, done.stderr
+    assert f"--network-interfaces is {interfaces}" in done.stderr
+
+
+def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed lookup is not remembered for ever: else this machine is far, behind an ssh that may not be there."""
+    known: dict[str, str] = {}
+    monkeypatch.setattr(network, "resolve_host_address", known.get)
+    monkeypatch.setattr("elastic_trainer.driver.LOOKUP_AGAIN_S", -1.0)
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
+    driver = MendedDriver(numbers, {}, [], Events(None))
+    driver._locate(["mine"])
+    assert driver.is_here == {"mine": False}
+    known["mine"] = "127.0.0.5"
+    driver._locate(["mine"])
+    assert driver.is_here == {"mine": True}
 
 
 # --- Horovod's version ----------------------------------------------------------------------------------------------
