@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_trainer import remote
-from elastic_trainer.config import EXIT_FINISHED, EXIT_USER_ERROR, ConfigError
+from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
 from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.report import write_result
@@ -47,17 +47,23 @@ class Next:
     delay_s: float = 0.0
 
 
-def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress: int) -> Next:
-    """Decide what follows an attempt that ended with `exit_code` (negative: a signal's number)."""
+def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress: int,
+                attempts_without_hosts: int = 0) -> Next:
+    """Decide what follows an attempt that ended with `exit_code` (negative: a signal's number).
+
+    `attempts_without_hosts` are the newest ones in which the hosts of a run that has had some were not found: they say
+    nothing against the run, so they are tried for ever, with a back-off.
+    """
     if exit_code == EXIT_FINISHED:
         return Next("finished", EXIT_FINISHED)
     if was_interrupted:
         return Next("interrupted", EXIT_INTERRUPTED)
     if exit_code in (EXIT_USER_ERROR, EXIT_BAD_COMMAND):
         return Next("user_error", exit_code)
-    if attempts_without_progress >= MAX_ATTEMPTS_WITHOUT_PROGRESS:
+    if attempts_without_progress >= MAX_ATTEMPTS_WITHOUT_PROGRESS and not attempts_without_hosts:
         return Next("failed", 1)
-    return Next("failed", None, min(MAX_BACK_OFF_S, 2.0 ** attempts_without_progress - 1.0))
+    doublings = min(max(attempts_without_progress, attempts_without_hosts), 10)
+    return Next("failed", None, min(MAX_BACK_OFF_S, 2.0 ** doublings - 1.0))
 
 
 def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
@@ -95,7 +101,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    idle = 0
+    idle = hostless = 0
     run_id = secrets.token_hex(8)
     new_run_id(run_dir, run_id)
     while True:
@@ -105,6 +111,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
                             "ELASTIC_TRAINER_RUN_ID": run_id,
                             "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
+                            "ELASTIC_TRAINER_HAD_HOSTS": str(int(has_had_hosts(told))),
                             "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(told)),
                             "ELASTIC_TRAINER_LOST_ATTEMPTS": str(lost_attempts(told)),
                             "ELASTIC_TRAINER_RUN_S": f"{told[-1]['time'] - told[0]['time']:.1f}"}
@@ -118,8 +125,11 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         exit_code = process.wait()
         before, told = told, read_events(run_dir)
         _end_orphans(told, run_dir, ssh)
-        idle = 0 if has_progressed(before, told) else idle + 1
-        following = decide_next(exit_code, stopped, idle)
+        is_outage = exit_code == EXIT_NO_HOSTS and has_had_hosts(told)
+        hostless = hostless + 1 if is_outage else 0
+        if not is_outage:
+            idle = 0 if has_progressed(before, told) else idle + 1
+        following = decide_next(exit_code, stopped, idle, hostless)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
         if following.exit_code is not None:
             return following.exit_code
@@ -162,6 +172,11 @@ def newest_step(events: list[dict[str, Any]]) -> int:
 def has_progressed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
     """True if the run has come further than ever, by a step or by a checkpoint; a step done once more is no progress."""
     return newest_step(now) > newest_step(before) or newest_checkpoint(now) > newest_checkpoint(before)
+
+
+def has_had_hosts(events: list[dict[str, Any]]) -> bool:
+    """True if the discovery has named a host in this run, so it works when it is not away."""
+    return any(e["event"] == "driver.host_added" for e in events)
 
 
 def lost_attempts(events: list[dict[str, Any]]) -> int:

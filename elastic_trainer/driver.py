@@ -59,7 +59,14 @@ from horovod.runner.util import network
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic_trainer import remote
-from elastic_trainer.config import ALLOCATOR, EXIT_FINISHED, EXIT_USER_ERROR, ConfigError, Limits
+from elastic_trainer.config import (
+    ALLOCATOR,
+    EXIT_FINISHED,
+    EXIT_NO_HOSTS,
+    EXIT_USER_ERROR,
+    ConfigError,
+    Limits,
+)
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker
@@ -100,8 +107,16 @@ LAST_OUTPUT_S = 2.0
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
 
+DISCOVERY_FAILS = (ValueError, OSError, subprocess.SubprocessError)
+"""What asking the discovery raises when it does not answer, or answers with anything but a list of hosts."""
+
+
 class DiscoveryUnavailable(RuntimeError):
-    """The discovery has not answered once, or has named no host; the next attempt asks again."""
+    """The discovery has not answered once; the next attempt asks again."""
+
+
+class WaitedTooLong(RuntimeError):
+    """The discovery has named no host for as long as the user lets an attempt wait (--elastic-timeout)."""
 
 
 class HostsUnreachable(RuntimeError):
@@ -279,6 +294,10 @@ class MendedDriver:
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
             limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
             has_trained=any(int(env.get(f"ELASTIC_TRAINER_{name}", "0")) for name in ("RESUME_STEP", "LOST_ATTEMPTS")))
+        self.had_hosts = env.get("ELASTIC_TRAINER_HAD_HOSTS", "0") == "1"
+        """The discovery has named hosts in an earlier attempt: it works, and when it fails now that is an outage."""
+        self.failing_since: float | None = None
+        """Since when the discovery does not answer."""
         self.processes: dict[str, WorkerProcess] = {}
         self.is_here: dict[str, bool] = {}
         """Whether a host is this machine. Found out once: a name server may take its time, and the lock must not wait."""
@@ -321,24 +340,40 @@ class MendedDriver:
         return self._stop_all()
 
     def _first_hosts(self) -> dict[str, int]:
-        """Return the first list that names a host: our address is the one on the way to it. Raises DiscoveryUnavailable."""
+        """Return the first list that names a host: our address is the one on the way to it.
+
+        Raises DiscoveryUnavailable, WaitedTooLong.
+        """
         started, has_answered, wait_s = time.monotonic(), False, self.settings.elastic_timeout
         while True:
             waited_s = time.monotonic() - started
             try:
-                if hosts := self._ask_discovery():
+                if hosts := self._hosts_now():
                     return hosts
                 has_answered = True
-            except (ValueError, OSError, subprocess.SubprocessError) as error:
-                if not has_answered and waited_s > FIRST_DISCOVERY_S:
+            except DISCOVERY_FAILS as error:
+                if not has_answered and not self.had_hosts and waited_s > FIRST_DISCOVERY_S:
                     raise DiscoveryUnavailable(
                         f"the discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s ({error}). Try the command "
                         f"given with --host-discovery-script by hand.") from error
-                self.events.emit("driver.discovery_failed", error=str(error))
-            if has_answered and wait_s is not None and waited_s > wait_s:
-                raise DiscoveryUnavailable(f"the discovery has named no host in {wait_s:.0f} s (--elastic-timeout). Look "
-                                           f"why with `elastic-trainer hosts`; the next attempt asks again.")
+            if (has_answered or self.had_hosts) and wait_s is not None and waited_s > wait_s:
+                raise WaitedTooLong(f"the discovery has named no host in {wait_s:.0f} s (--elastic-timeout). Look "
+                                    f"why with `elastic-trainer hosts`; the next attempt asks again.")
             time.sleep(DISCOVERY_EVERY_S)
+
+    def _hosts_now(self) -> dict[str, int]:
+        """Ask the discovery, and tell when it begins to fail and when it answers again. Raises what it fails with."""
+        try:
+            hosts = self._ask_discovery()
+        except DISCOVERY_FAILS as error:
+            if self.failing_since is None:
+                self.failing_since = time.monotonic()
+                self.events.emit("driver.discovery_failed", error=str(error))
+            raise
+        if self.failing_since is not None:
+            self.events.emit("driver.discovery_recovered", failed_s=round(time.monotonic() - self.failing_since, 1))
+            self.failing_since = None
+        return hosts
 
     def _ask_discovery(self) -> dict[str, int]:
         discovery: HostDiscovery = self.settings.discovery
@@ -359,10 +394,9 @@ class MendedDriver:
         while not self.ended:
             time.sleep(DISCOVERY_EVERY_S)
             try:
-                hosts = self._ask_discovery()
-            except (ValueError, OSError, subprocess.SubprocessError) as error:
-                self.events.emit("driver.discovery_failed", error=str(error))  # unknown is never empty: keep the list
-                continue
+                hosts = self._hosts_now()
+            except DISCOVERY_FAILS:
+                continue  # unknown is never empty: keep the list
             self._locate(hosts)
             with self.changed:
                 if hosts != self.membership.listed:
@@ -622,6 +656,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
         launch.run_commandline()
     except (DiscoveryUnavailable, HostsUnreachable) as error:
+        print(f"elastic-trainer: {error}", file=sys.stderr)
+        return EXIT_NO_HOSTS
+    except WaitedTooLong as error:
         print(f"elastic-trainer: {error}", file=sys.stderr)
         return 1
     except (ConfigError, ValueError) as error:

@@ -27,7 +27,7 @@ from elastic_trainer.attempts import (
     is_worker,
     supervise,
 )
-from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR
+from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
 from elastic_trainer.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)
@@ -61,6 +61,13 @@ def test_the_back_off_grows_and_is_bounded_when_attempts_make_no_progress(exit_c
     assert delays == sorted(set(delays))
     assert delays[-1] <= MAX_BACK_OFF_S
     assert all(following.exit_code == 1 for following in sequel[len(delays):])
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6))
+def test_a_run_is_not_given_up_when_its_hosts_are_not_found(idle: int, hostless: int) -> None:
+    """The discovery, or the name server, is away: that says nothing against the run, however long it lasts."""
+    following = decide_next(EXIT_NO_HOSTS, False, idle, hostless)
+    assert following.exit_code is None and 1.0 <= following.delay_s <= MAX_BACK_OFF_S
 
 
 @given(EXIT_CODES, st.booleans(), st.integers(0, 10**6))
@@ -189,6 +196,18 @@ def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals
     assert len({*keys}) == 2 and all(len(bytes.fromhex(key)) == 32 for key in keys)
     diary = (tmp_path / "run" / "events.jsonl").read_text() + (tmp_path / "output").read_text()
     assert not any(key in diary for key in keys)
+
+
+def test_an_attempt_knows_that_the_run_has_had_hosts(tmp_path: Path, signals: None) -> None:
+    """From then on a discovery that fails is away, and no mistake in the command."""
+    command = script(tmp_path, f"""
+open({str(tmp_path / 'told')!r}, "a").write(os.environ["ELASTIC_TRAINER_HAD_HOSTS"])
+if os.environ["ELASTIC_TRAINER_ATTEMPT"] == "1":
+    os.kill(os.getppid(), 9)
+sys.exit({EXIT_USER_ERROR})""")
+    with open(tmp_path / "output", "wb") as output:
+        supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    assert (tmp_path / "told").read_text() == "01"
 
 
 def test_a_bad_command_is_not_tried_again(tmp_path: Path, signals: None) -> None:

@@ -23,8 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer import remote
-from elastic_trainer.config import ConfigError
+from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
 from elastic_trainer.driver import (
+    DiscoveryUnavailable,
     HostsUnreachable,
     MendedDriver,
     WorkerProcess,
@@ -387,6 +388,40 @@ def test_the_far_worker_may_end_by_itself_when_the_driver_is_gone(tmp_path: Path
     assert process.wait(DEADLINE_S) == 75
 
 
+# --- a discovery that fails ------------------------------------------------------------------------------------------
+
+class Failing:
+    """A discovery that fails a number of times before it answers."""
+
+    def __init__(self, times: int):
+        self.left = times
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        self.left -= 1
+        if self.left >= 0:
+            raise ValueError(f"exit code 1: {self.left}")
+        return {"a": 1}
+
+
+@pytest.mark.parametrize("had_hosts", [True, False])
+def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(monkeypatch: pytest.MonkeyPatch,
+                                                                         had_hosts: bool) -> None:
+    """It works, and is away. One that has never answered is a mistake in the command. An outage is told twice: its
+    begin and its end."""
+    monkeypatch.setattr("elastic_trainer.driver.FIRST_DISCOVERY_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.DISCOVERY_EVERY_S", 0.001)
+    events, heard = Events(None), list[tuple[str, Any]]()
+    events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
+    settings = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None, discovery=Failing(20))
+    driver = MendedDriver(settings, {"ELASTIC_TRAINER_HAD_HOSTS": str(int(had_hosts))}, [], events)
+    if not had_hosts:
+        with pytest.raises(DiscoveryUnavailable, match="--host-discovery-script by hand"):
+            driver._first_hosts()
+        return
+    assert driver._first_hosts() == {"a": 1}
+    assert heard == [("driver.discovery_failed", "exit code 1: 19"), ("driver.discovery_recovered", None)]
+
+
 # --- the driver's own address ----------------------------------------------------------------------------------------
 
 def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ssh: Path, tmp_path: Path) -> None:
@@ -433,9 +468,9 @@ def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.Compl
 
 
 def test_the_next_attempt_looks_again_when_no_name_is_found() -> None:
-    """A name server that is away is the world's fault: exit code 1, not 2, which is the user's error."""
+    """A name server that is away is the world's fault; exit code 2 is the user's error."""
     done = start_on("host.invalid")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == EXIT_NO_HOSTS, done.stderr
     assert "host.invalid" in done.stderr and "The next attempt looks again" in done.stderr
 
 
