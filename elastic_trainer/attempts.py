@@ -34,6 +34,9 @@ MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
 LOCK_S = 5.0
 """A driver that was just killed holds the run until the kernel has taken it apart."""
+ORPHANS_ELSEWHERE_S = 2 * remote.ORPHANS_S
+"""How long all hosts together have to end their workers of an older attempt: their own grace, and as long again for ssh.
+What no ssh ends is ended there without us: a far end that hears nothing kills its worker (remote.py, rule 2)."""
 EXIT_BAD_COMMAND = 2
 EXIT_INTERRUPTED = 130
 
@@ -87,8 +90,8 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     before = read_events(run_dir)
     attempt = last_attempt(before)
     ssh = _ssh_options(horovodrun_options)
-    _end_orphans(before, run_dir, ssh)  # of an earlier supervisor that was killed
     events = Events(run_dir, run=run_dir.name)
+    _end_orphans(before, run_dir, ssh, events)  # of an earlier supervisor that was killed
     events.emit("run.started", attempt=attempt + 1, options=options)
     stopped = False
     process: subprocess.Popen[bytes] | None = None
@@ -124,7 +127,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
             process.send_signal(signal.SIGTERM)
         exit_code = process.wait()
         before, told = told, read_events(run_dir)
-        _end_orphans(told, run_dir, ssh)
+        _end_orphans(told, run_dir, ssh, events)
         is_outage = exit_code == EXIT_NO_HOSTS and has_had_hosts(told)
         hostless = hostless + 1 if is_outage else 0
         if not is_outage:
@@ -195,14 +198,14 @@ def _ssh_options(horovodrun_options: Sequence[str]) -> tuple[str | None, str | N
     return options.ssh_port, options.ssh_identity_file
 
 
-def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | None, str | None]) -> None:
+def _end_orphans(told: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | None, str | None], events: Events) -> None:
     """Wait until the workers that earlier attempts started are gone; kill those that stay.
 
     On another host its own end of an ssh does it. Where no ssh gets through, nobody of this attempt will work either.
     """
     started: dict[tuple[int, str], dict[str, Any]] = {}
-    written, newest = set[tuple[str, str]](), last_attempt(events)
-    for event in events:
+    written, newest = set[tuple[str, str]](), last_attempt(told)
+    for event in told:
         key = (event.get("attempt", 0), event.get("worker", ""))
         if event["event"] == "driver.worker_started":
             started[key] = event
@@ -225,10 +228,23 @@ def _end_orphans(events: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | N
                 os.kill(pid, signal.SIGKILL)
     # Before the newest attempt started, workers of older ones were ended.
     elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
-    ends = [subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
-                             stdout=subprocess.DEVNULL) for host in sorted(elsewhere)]
-    for end in ends:
+    ends = {host: subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, start_new_session=True) for host in sorted(elsewhere)}
+    deadline = time.monotonic() + ORPHANS_ELSEWHERE_S
+    for host, end in ends.items():
+        if why := _why_not_ended(end, max(0.0, deadline - time.monotonic())):
+            events.emit("run.host_not_reached", host=host, reason=why)
+
+
+def _why_not_ended(end: subprocess.Popen[bytes], left_s: float) -> str:
+    """Wait for an ssh that ends a run's workers on a host, and return why it may not have done so; "" if it has."""
+    try:
+        code = end.wait(left_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(end.pid, signal.SIGKILL)  # not yet reaped, so the group's number cannot be another's
         end.wait()
+        return f"its ssh has not returned in {ORPHANS_ELSEWHERE_S:.0f} s"
+    return f"its ssh ended with exit code {code}" if code else ""
 
 
 def is_worker(pid: int, name: str) -> bool:

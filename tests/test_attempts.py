@@ -299,6 +299,27 @@ exec sh -c "$last"
     left.wait()
 
 
+def test_the_next_attempt_begins_when_an_ssh_to_an_orphans_host_never_returns(
+        tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts are asked at once and have one deadline together; whom we have not reached is told, with the reason."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text("""#!/bin/sh
+case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exit 255;; esac
+""")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr("elastic_trainer.attempts.ORPHANS_ELSEWHERE_S", 0.5)
+    diary = Events(tmp_path / "run", attempt=1)
+    for host in ("mute", "deaf", "gone", "there"):
+        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)
+    with open(tmp_path / "output", "wb") as output:
+        code = supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
+    assert code == EXIT_USER_ERROR
+    told = {e["host"]: e["reason"] for e in read_events(tmp_path / "run") if e["event"] == "run.host_not_reached"}
+    assert told.keys() == {"mute", "deaf", "gone"}
+    assert "has not returned" in told["mute"] and "255" in told["gone"]
+
+
 def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, turn: None,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """After their grace they are killed, and no other run's."""
