@@ -53,6 +53,7 @@ from elastic_trainer.place import (
 )
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.settings import Remark, remarks_on_length
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
 from elastic_trainer.state.elastic_state import ElasticState
@@ -106,10 +107,13 @@ class Job:
     extras: dict[str, Any]
     after_step: Callable[[int], None]
     device: torch.device
+    remarks: tuple[Remark, ...] = ()
+    """What a person is told at the start of each attempt."""
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
-          loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8, epochs: int = 1,
+          loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8,
+          epochs: int | None = None,
           seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | None = None,
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
           collate: Callable[[list[Any]], Any] = default_collate,
@@ -123,6 +127,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
     the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A global batch is always `shards`
     parts; workers share the parts, so batch, learning rate and result do not depend on their number.
+    The run has `max_steps` steps, or `epochs` passes over the dataset (one, if neither is given); of both, the earlier
+    end holds.
     `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `extras` are objects
     with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
     only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
@@ -159,9 +165,10 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
                if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))]
     if lacking:
         raise ConfigError(f"the extras {lacking} have no state_dict and load_state_dict. Give them both.")
+    numbers = Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs, seed=seed,
+                       max_steps=max_steps)
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
-              schedule=Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs,
-                                seed=seed, max_steps=max_steps),
+              schedule=numbers, remarks=tuple(remarks_on_length(numbers)),
               clip_norm=clip_norm, scaler=scaler, collate=collate, extras=dict(extras or {}),
               after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
@@ -495,6 +502,8 @@ class Trainer:
         if self.world.rank == 0 and not self.launch.driver:  # this life begins, and no launcher says so
             self.events.emit("run.started", options={})
             self.events.emit("attempt.started")
+        for remark in self.job.remarks:
+            self._say(remark)
         try:
             step = checkpoints.restore(self.state, self.world, insist=not is_first) if checkpoints else None
         except StoreRefused as error:
@@ -512,6 +521,12 @@ class Trainer:
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         return "fresh" if step is None else "checkpoint"
+
+    def _say(self, remark: Remark) -> None:
+        """Tell a person and the diary what holds; by rank 0 alone."""
+        if self.world.rank == 0:
+            self.events.emit(remark.event, **remark.facts)
+            print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
 
     def _ask_again(self, error: StoreUnavailable) -> PeersLost:
         """Return what ends this generation after a while: the next one asks the store again."""

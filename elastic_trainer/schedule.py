@@ -62,19 +62,20 @@ class Schedule:
     """Samples per step, over all workers together. The same for every world size."""
     shards: int
     """Parts of the global batch. A worker computes whole shards, so this is the largest useful world size."""
-    epochs: int
-    """Passes over the dataset."""
+    epochs: int | None = None
+    """Passes over the dataset; None: as many as `max_steps` needs, or one where that is None too."""
     seed: int
     """Root of the permutations and of the shards' random seeds."""
     max_steps: int | None = None
     """End earlier, after this many steps."""
 
     def __post_init__(self) -> None:
-        for key in ("dataset_size", "global_batch", "shards", "epochs"):
+        for key in ("dataset_size", "global_batch", "shards"):
             _require_whole(key, getattr(self, key), 1)
         _require_whole("seed", self.seed, 0)
-        if self.max_steps is not None:
-            _require_whole("max_steps", self.max_steps, 1)
+        for key in ("epochs", "max_steps"):
+            if getattr(self, key) is not None:
+                _require_whole(key, getattr(self, key), 1)
         if self.dataset_size > MAX_DATASET_SIZE:
             raise ConfigError(f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
         if self.global_batch > MAX_GLOBAL_BATCH:
@@ -95,7 +96,9 @@ class Schedule:
     @property
     def steps(self) -> int:
         """Count the steps of the whole run. They are numbered from 0."""
-        whole = self.epochs * self.steps_per_epoch
+        if self.epochs is None and self.max_steps is not None:
+            return self.max_steps
+        whole = (self.epochs or 1) * self.steps_per_epoch
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def epoch(self, step: int) -> int:

@@ -715,6 +715,25 @@ def test_an_exception_leaves_with_its_own_type_when_a_sample_cannot_be_read(step
         trained(built(), dataset=OneByOne(broken))
 
 
+def test_max_steps_are_done_when_no_epochs_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """More than one pass over the dataset has, too, and then there is nothing to say."""
+    ears = Ears()
+    assert trained(built(), epochs=None, max_steps=8, listeners=[ears]).steps == 8
+    assert trained(built(), epochs=None).steps == 3
+    assert ears.facts("job.steps_capped") == [] and capsys.readouterr().err == ""
+
+
+def test_the_user_is_told_which_holds_when_the_epochs_have_fewer_steps_than_max_steps(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line and one event at the start, with both values."""
+    ears = Ears()
+    assert trained(built(), max_steps=30, listeners=[ears]).steps == 6
+    (said,) = ears.facts("job.steps_capped")
+    assert (said["max_steps"], said["epochs"], said["steps"]) == (30, 2, 6)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "max_steps is 30, but epochs=2 has only 6 steps" in line and "Leave epochs out" in line
+
+
 # --- going on -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -178,6 +178,15 @@ def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, st
     assert schedule.steps == steps
 
 
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, 3), (2, 2), (7, 7), (100, 100)])
+def test_max_steps_is_the_length_when_no_epochs_are_given(max_steps, steps):
+    """As many epochs as the steps need; one, when neither is given. Each epoch has an order of its own."""
+    schedule = Schedule(dataset_size=10, global_batch=4, shards=1, seed=0, max_steps=max_steps)
+    assert schedule.steps == steps
+    first, second = (schedule.shard_samples(step, 0).tolist() for step in (0, 3))
+    assert first != second
+
+
 def test_seeds_are_distinct_when_step_shard_or_seed_differs():
     """No two shards of any steps, under neighbouring seeds, share a random seed; all fit 63 bits."""
     job = dict(dataset_size=64, global_batch=32, shards=32, epochs=1)
