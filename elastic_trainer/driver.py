@@ -88,7 +88,13 @@ LOOKUP_AGAIN_S = 10.0
 DESCRIPTORS = 65536
 """So many the driver opens where the host allows it: three for each worker, and room for strangers, who cost one each."""
 STOP_S = 30.0
-"""How long workers have for their last step and checkpoint when the attempt is stopped from outside."""
+"""How long workers have for their last step and checkpoint when the attempt is stopped from outside: from then, or from
+when a worker last finished a step or said that a part of a checkpoint is on its way and moves."""
+STOP_MOST_S = 900.0
+"""How long workers have for that in all; an upload of which nothing moves for so long is given up, too (UPLOAD_S)."""
+STOP_AGAIN_S = 2.0
+"""A signal to stop that comes so long after the first one ends the workers at once. One that comes earlier is the same
+one: a service manager sends it to the supervisor, which passes it on, and to the driver."""
 SSH_CONNECTION_LOST = 255
 FAR_BEAT_S = 1.0
 """How often the far end of an ssh hears that we live."""
@@ -283,6 +289,11 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
     return hosts
 
 
+def stop_deadline(began: float, moved_at: float) -> float:
+    """Return until when the workers of an attempt that was stopped at `began` are waited for."""
+    return min(began + STOP_MOST_S, max(began, moved_at) + STOP_S)
+
+
 class MendedDriver:
     """One attempt: the thin edge around `Membership`."""
 
@@ -304,6 +315,11 @@ class MendedDriver:
         self.looked_up_at: dict[str, float] = {}
         """When the name of a host was looked up last, for those that had no address."""
         self.addresses: dict[str, str] = {}
+        self.told_to_stop_at: float | None = None
+        self.must_end = False
+        """Told to stop a second time: workers are not waited for any more."""
+        self.moved_at = 0.0
+        """When a worker was last heard that gets nearer to its end: by a step, or by a part of a checkpoint."""
         self.doors: dict[str, int] = {}
         """The port at which each worker lets others find out whether they reach it."""
         self.rendezvous: list[Rendezvous] = []
@@ -450,6 +466,7 @@ class MendedDriver:
             before = worker.phase if worker else None
             # At our last decision: while we stand still ourselves nobody is silent.
             silent_s = self.membership.decided_at - worker.heard_at if worker else 0.0
+            step_before = worker.step if worker else 0
             is_new = self.membership.reported(
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
@@ -459,6 +476,8 @@ class MendedDriver:
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
             elif self.addresses.get(name, address) != address:
                 raise WordRefused("a word of another's, played back")
+            if worker and is_new and (words.get("saves") or worker.step > step_before):
+                self.moved_at = now
             if worker and is_new and before is not Phase.BOOTING:
                 self._say_odd(worker, silent_s, words)
             if worker and worker.phase is not before:
@@ -579,24 +598,37 @@ class MendedDriver:
     # --- the end --------------------------------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
-        """Stop the attempt from outside (SIGTERM, SIGINT): workers finish their step and write a checkpoint."""
+        """Stop the attempt from outside (SIGTERM, SIGINT): workers finish their step and write a checkpoint.
+
+        The second time they are not waited for any more.
+        """
         with self.changed:
+            now = time.monotonic()
+            self.told_to_stop_at = self.told_to_stop_at or now
+            self.must_end = self.must_end or now - self.told_to_stop_at > STOP_AGAIN_S
+            self.changed.notify_all()
             if not self.membership.verdict:
                 self.membership.verdict = self.ended = End("interrupted", "the driver was told to stop")
-                self.changed.notify_all()
 
     def _stop_all(self) -> int:
         """Give every worker the time to hear the verdict and leave by itself, then end it."""
         assert self.ended is not None
         limits = self.membership.limits
-        deadline = time.monotonic() + (STOP_S if self.ended.verdict in ("interrupted", "failed") else limits.stop_grace_s)
+        began, may_save = time.monotonic(), self.ended.verdict in ("interrupted", "failed")
+
+        def left_s() -> float:
+            if self.must_end:
+                return 0.0
+            until = stop_deadline(began, self.moved_at) if may_save else began + limits.stop_grace_s
+            return until - time.monotonic()
+
         with self.changed:
             for name, process in self.processes.items():
                 if self.membership.workers[name].phase is Phase.BOOTING:
                     process.stop(False, limits.stop_grace_s)
-            while self.processes and (left := deadline - time.monotonic()) > 0:
+            while self.processes and (left := left_s()) > 0:
                 self.changed.wait(left)
-            for process in self.processes.values():
+            for process in list(self.processes.values()):
                 process.stop(True, 0)
             deadline = time.monotonic() + limits.stop_grace_s
             while self.processes and (left := deadline - time.monotonic()) > 0:

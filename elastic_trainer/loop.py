@@ -308,6 +308,8 @@ class Trainer:
             driver = self.driver
             signal.signal(signal.SIGTERM, lambda *_: driver.drain())
             driver.write_alone = self._write_while_waiting
+            if self.checkpoints:
+                driver.is_saving = self.checkpoints.is_moving
             driver.start(state.has_state, state.committed)
         try:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,

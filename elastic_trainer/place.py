@@ -188,6 +188,7 @@ class OurDriver:
     """The mended driver: beats in a thread of their own say that we live, and bring its news within milliseconds.
 
     `on_broken` is called from the beats' thread when a member of our generation is gone: it closes the sockets to it.
+    `is_saving` says whether a checkpoint moves on its way to the store: then the driver that stops waits for it.
     `write_alone` is called again and again while this worker waits and is to write down what only memory holds.
     """
 
@@ -196,6 +197,7 @@ class OurDriver:
         self.launch, self.limits = launch, launch.limits
         self.on_broken: Callable[[], None] = lambda: None
         self.write_alone: Callable[[], None] = lambda: None
+        self.is_saving: Callable[[], bool] = lambda: False
         self.generation = 0
         self._lock = threading.Lock()
         self._count = launch.revived_count
@@ -225,11 +227,12 @@ class OurDriver:
         return self._count
 
     def _words(self, **changes: Any) -> dict[str, Any]:
+        saves = self.is_saving()
         with self._lock:
             self._status.update(changes)
             self._count += 1
             return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), "time": time.time(),
-                    **self._status}
+                    "saves": saves, **self._status}
 
     def _beat(self) -> None:
         assert self.launch.driver is not None

@@ -268,8 +268,7 @@ class Checkpoints:
         """Say, once, that my share or the record that I publish does not get to the store."""
         now, share, (step, since) = time.monotonic(), self.share, self._publishing
         if share and not share.error and not share.is_stall_told and (left := len(share.pieces) - len(share.done)):
-            in_flight = self.plan.part_bytes * min(left, UPLOADS)
-            if now - share.moved > STALLED_S + in_flight / SLOWEST:
+            if self._is_stalled(share, now):
                 share.is_stall_told = True
                 self.emit("state.upload_stalled", step=share.step, still_s=round(now - share.moved, 1),
                           what=f"{left} of its {len(share.pieces)} parts")
@@ -277,6 +276,19 @@ class Checkpoints:
         if is_late and self._stall_told < step:
             self._stall_told = step
             self.emit("state.upload_stalled", step=step, still_s=round(now - since, 1), what="its record")
+
+    def _is_stalled(self, share: Share, now: float) -> bool:
+        """True if nothing of a share has moved for longer than a slow network takes for what is in flight."""
+        in_flight = self.plan.part_bytes * min(len(share.pieces) - len(share.done), UPLOADS)
+        return now - share.moved > STALLED_S + in_flight / SLOWEST
+
+    def is_moving(self) -> bool:
+        """True while parts of mine, or a record, are on their way and do not stall. Any thread may ask."""
+        now, share, (_, since) = time.monotonic(), self.share, self._publishing
+        is_uploading = share is not None and not share.error and len(share.done) < len(share.pieces)
+        if share and is_uploading and not self._is_stalled(share, now):
+            return True
+        return self.is_publishing() and now - since <= STALLED_S
 
     def _mind_publisher(self) -> None:
         """Give up a publisher that hangs."""

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from elastic_trainer import remote
 from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
 from elastic_trainer.driver import (
+    STOP_MOST_S,
+    STOP_S,
     DiscoveryUnavailable,
     HostsUnreachable,
     MendedDriver,
@@ -32,10 +34,11 @@ from elastic_trainer.driver import (
     check_version,
     is_local,
     parse_hosts,
+    stop_deadline,
     way_to,
 )
 from elastic_trainer.events import Events
-from elastic_trainer.membership import Phase, Start, Worker
+from elastic_trainer.membership import End, Phase, Start, Worker
 from elastic_trainer.place import own_address_towards
 
 DEADLINE_S = 60.0
@@ -494,6 +497,77 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypat
     known["mine"] = "127.0.0.5"
     driver._locate(["mine"])
     assert driver.is_here == {"mine": True}
+
+
+# --- the end of an attempt --------------------------------------------------------------------------------------------
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_the_time_to_stop_is_extended_while_a_checkpoint_goes_up(began: float, moved_at: float) -> None:
+    """From its last movement on there are 30 s again, and never less than from the beginning; all has an end."""
+    until = stop_deadline(began, moved_at)
+    assert began + STOP_S <= until <= began + STOP_MOST_S
+    assert until >= moved_at + STOP_S or until == began + STOP_MOST_S
+
+
+class Saving:
+    """A worker's process that ends by itself, or when it is stopped."""
+
+    def __init__(self, driver: MendedDriver):
+        self.driver, self.stopped = driver, list[bool]()
+
+    def stop(self, at_once: bool, grace_s: float) -> None:
+        self.stopped.append(at_once)
+        del self.driver.processes["a/0/1"]
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Saving]]:
+    """A driver that has been told to stop, with one worker."""
+    monkeypatch.setattr("elastic_trainer.driver.STOP_S", 1.5)
+    monkeypatch.setattr("elastic_trainer.driver.STOP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.LAST_OUTPUT_S", 0.0)
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
+    driver = MendedDriver(numbers, {}, [], Events(None))
+    driver.membership.hosts_listed({"a": 1})
+    driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.TRAINING)
+    process = Saving(driver)
+    driver.processes["a/0/1"] = process  # type: ignore[assignment]
+    driver.membership.verdict = driver.ended = End("interrupted", "")
+    yield driver, process
+    driver.processes.clear()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving], saves: bool) -> None:
+    """It says so in each of its words; one that only lives has its 30 s."""
+    driver, process = saving
+    stopping = threading.Thread(target=driver._stop_all)
+    stopping.start()
+    for count in range(70):
+        if "a/0/1" not in driver.processes:
+            break
+        driver._answer({"worker": "a/0/1", "count": count, "phase": "training", "generation": 0, "saves": saves},
+                       "127.0.0.1")
+        threading.Event().wait(0.05)
+    assert process.stopped == ([] if saves else [True])
+    with driver.changed:
+        driver.processes.clear()
+        driver.changed.notify_all()
+    stopping.join(DEADLINE_S)
+    assert not stopping.is_alive()
+
+
+def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(saving: tuple[MendedDriver, Saving],
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
+    driver, process = saving
+    monkeypatch.setattr("elastic_trainer.driver.STOP_S", 10 * DEADLINE_S)
+    driver.told_to_stop_at = time.monotonic()
+    stopping = threading.Thread(target=driver._stop_all)
+    stopping.start()
+    driver._interrupt()
+    stopping.join(DEADLINE_S)
+    assert process.stopped == [True]
 
 
 # --- Horovod's version ----------------------------------------------------------------------------------------------
