@@ -53,7 +53,7 @@ from elastic_trainer.place import (
 )
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.settings import Remark, remarks_on_length
+from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
 from elastic_trainer.state.elastic_state import ElasticState
@@ -116,6 +116,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           epochs: int | None = None,
           seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | None = None,
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
+          drop_last: bool = False, min_shard_samples: int | None = None,
           collate: Callable[[list[Any]], Any] = default_collate,
           extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
           checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0, part_bytes: int = PART_BYTES,
@@ -132,6 +133,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `extras` are objects
     with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
     only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
+    An epoch whose samples do not divide by `global_batch` ends with a short batch; `drop_last` leaves those samples out.
+    Each shard of a short batch has at least `min_shard_samples` samples, so fewer shards have any; None: 2 for a model
+    with BatchNorm, which cannot compute a variance of one sample, else 1.
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
     the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
     multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
@@ -166,9 +170,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if lacking:
         raise ConfigError(f"the extras {lacking} have no state_dict and load_state_dict. Give them both.")
     numbers = Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs, seed=seed,
-                       max_steps=max_steps)
+                       max_steps=max_steps, drop_last=drop_last,
+                       min_shard_samples=(fewest_samples(model, global_batch, shards)
+                                          if min_shard_samples is None else min_shard_samples))
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
-              schedule=numbers, remarks=tuple(remarks_on_length(numbers)),
+              schedule=numbers, remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
               clip_norm=clip_norm, scaler=scaler, collate=collate, extras=dict(extras or {}),
               after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
@@ -273,7 +279,7 @@ class Trainer:
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
         self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, identity={
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
-            "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce})
+            "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce} | cut_of(job.schedule))
         self.state.extras = job.extras
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
@@ -455,11 +461,29 @@ class Trainer:
                 job.loss(job.model, batch).backward()
             shard_s = time.monotonic() - started
             self.state.reset_buffers()
+        if job.schedule.smallest_shard < len(first):
+            self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
         self.state.forget()
         self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
         for parameter in self.flat.parameters:
             parameter.grad = None
         self.flat.bind(self.flat.sums)
+
+    def _rehearse_smallest_shard(self, indices: numpy.ndarray) -> None:
+        """Compute as many samples as the smallest shard of the run has: else a loss that fails on them fails hours later.
+
+        The samples are some that have just passed in a larger shard, so it is their number that fails.
+        """
+        job, schedule = self.job, self.job.schedule
+        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
+        try:
+            job.loss(job.model, batch).backward()
+        except Exception as error:
+            left = schedule.dataset_size % schedule.global_batch
+            raise ConfigError(f"the last step of each epoch has {left} samples, its smallest shard {len(indices)}, and on "
+                              f"a shard of that size the loss raises {type(error).__name__}: {str(error).rstrip('.')}. "
+                              f"Use drop_last=True, or another global_batch or shards.") from error
+        self.state.reset_buffers()
 
     def _take_own_legacy(self) -> None:
         """Go on with the live state that this process left for itself when `hvd.init()` failed under it."""
@@ -542,7 +566,8 @@ class Trainer:
             return
         self.events.emit("job.described", dataset_size=schedule.dataset_size, global_batch=schedule.global_batch,
                          shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
-                         max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce)
+                         max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce,
+                         drop_last=schedule.drop_last, dropped_samples=schedule.dropped_samples)
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, schedule.steps)
         if state.committed:  # the rank 0 before us may have died before it could write this
@@ -654,11 +679,28 @@ def describe(job: Job) -> dict[str, Any]:
     """Return what a checkpoint's record says of the job, for people."""
     schedule = job.schedule
     return {"schedule": {name: getattr(schedule, name) for name in (
-                "dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps", "steps")},
+                "dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps", "drop_last", "min_shard_samples",
+                "steps")},
             "config": {"optimizer": type(job.optimizer).__name__, "clip_norm": job.clip_norm,
                        "model": type(job.model).__name__},
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "horovod": horovod.__version__,
                          "numpy": numpy.__version__}}
+
+
+def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
+    """Return how many samples a shard of this model needs, as far as its modules say, and a full batch's shards have.
+
+    In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py, _verify_batch_size).
+    """
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+    is_needed = any(isinstance(module, kinds) for module in model.modules())
+    return 2 if is_needed and global_batch >= 2 * shards > 0 else 1
+
+
+def cut_of(schedule: Schedule) -> dict[str, Any]:
+    """Return what the state's identity says of short last batches: nothing where they are as they were in version 0.1."""
+    dropped = {"drop_last": True} if schedule.dropped_samples else {}
+    return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})
 
 
 def weights_sha256(state: ElasticState) -> str:

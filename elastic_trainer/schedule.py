@@ -5,7 +5,8 @@ Where it stands: config → here → loop (what to compute), world (what the vot
 What always holds:
 1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be saved.
 2. The fleet is no input of a batch, shard, seed or learning rate. It only decides who owns which shard.
-3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what is left.
+3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what is left;
+   with `drop_last` it is not trained, and each epoch leaves out other samples.
 4. Memory is O(1) in the dataset and O(shard) in the answer; the end of an epoch costs what its start does.
 5. The same bits everywhere: permutation, seeds and digests use only integer operations on 64 bits. A change
    to one of them breaks every run that has a checkpoint, so the tests pin literal values.
@@ -68,6 +69,10 @@ class Schedule:
     """Root of the permutations and of the shards' random seeds."""
     max_steps: int | None = None
     """End earlier, after this many steps."""
+    drop_last: bool = False
+    """Leave out the samples at the end of each epoch that are too few for a whole batch."""
+    min_shard_samples: int = 1
+    """Samples that each shard of an epoch's short last batch gets at least: fewer shards then have samples."""
 
     def __post_init__(self) -> None:
         for key in ("dataset_size", "global_batch", "shards"):
@@ -85,13 +90,42 @@ class Schedule:
                 f"shards is {self.shards}, more than global_batch {self.global_batch}, so some would be "
                 f"empty at every step. Use at most {self.global_batch} shards."
             )
+        _require_whole("min_shard_samples", self.min_shard_samples, 1)
+        if self.min_shard_samples > self.global_batch // self.shards:
+            raise ConfigError(
+                f"min_shard_samples is {self.min_shard_samples}, but global_batch {self.global_batch} in "
+                f"{self.shards} shards gives some of them {self.global_batch // self.shards}. Use at most that, "
+                f"or fewer shards."
+            )
+        if self.drop_last and self.dataset_size < self.global_batch:
+            raise ConfigError(
+                f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
+                f"{self.global_batch}, so no step would be left. Use a global_batch of at most {self.dataset_size}."
+            )
         if self.seed > _MASK:
             raise ConfigError(f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
 
     @property
     def steps_per_epoch(self) -> int:
         """Count the steps of one epoch, a short last one included."""
-        return -(-self.dataset_size // self.global_batch)
+        return -(-(self.dataset_size - self.dropped_samples) // self.global_batch)
+
+    @property
+    def dropped_samples(self) -> int:
+        """Count the samples that each epoch leaves out."""
+        return self.dataset_size % self.global_batch if self.drop_last else 0
+
+    @property
+    def merges(self) -> bool:
+        """True if `min_shard_samples` gives the short last batch fewer shards than it would have without it."""
+        left = self.dataset_size % self.global_batch
+        return not self.drop_last and 0 < left and self._parts(left) < min(self.shards, left)
+
+    @property
+    def smallest_shard(self) -> int:
+        """Count the samples of the smallest shard of all steps (one without samples is not computed)."""
+        sizes = [len(self._batch_positions(step)) for step in (0, self.steps_per_epoch - 1) if step < self.steps]
+        return min(size // self._parts(size) for size in sizes)
 
     @property
     def steps(self) -> int:
@@ -109,10 +143,16 @@ class Schedule:
         return len(self._batch_positions(step))
 
     def shard_positions(self, step: int, shard: int) -> range:
-        """Return the shard's positions in its epoch's order: the batch, split as evenly as it goes."""
+        """Return the shard's positions in its epoch's order: the batch, split as evenly as it goes.
+
+        A short batch has fewer parts than shards where the parts would be too small. The shards that get one are
+        spread over all, so that all workers get some.
+        """
         assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
         batch = self._batch_positions(step)
-        return batch[shard * len(batch) // self.shards : (shard + 1) * len(batch) // self.shards]
+        parts = self._parts(len(batch))
+        first, end = (edge * parts // self.shards for edge in (shard, shard + 1))  # one part, or none
+        return batch[first * len(batch) // parts : end * len(batch) // parts]
 
     def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
         """Return the shard's dataset indices, shape (samples,). May be empty in a short last batch."""
@@ -129,6 +169,20 @@ class Schedule:
     def batch_digest(self, step: int) -> int:
         """Return what the shards' digests must total when every sample of the step counted exactly once."""
         return samples_digest(self._samples(step, self._batch_positions(step)))
+
+    def dropped_digest(self, epoch: int) -> int:
+        """Return the digest of the samples that an epoch leaves out."""
+        end = self.dataset_size
+        return samples_digest(self._samples(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
+
+    def _parts(self, samples: int) -> int:
+        """Return into how many shards a batch of so many samples is cut, none of them larger than in a full batch.
+
+        The largest number that leaves no shard under `min_shard_samples`. Where no number does (one sample is
+        left), the sizes of a full batch's shards decide: a larger shard may not fit the memory.
+        """
+        largest = -(-self.global_batch // self.shards)
+        return max(min(self.shards, samples // self.min_shard_samples), -(-samples // largest))
 
     def _batch_positions(self, step: int) -> range:
         assert step >= 0, f"step {step}"

@@ -33,3 +33,12 @@ def remarks_on_length(schedule: Schedule) -> list[Remark]:
                    f"max_steps is {schedule.max_steps}, but epochs={schedule.epochs} has only "
                    f"{schedule.steps} steps, so the run ends after {schedule.steps}. Leave epochs out "
                    f"to train for max_steps.", facts)]
+
+
+def remarks_on_last_batch(schedule: Schedule) -> list[Remark]:
+    """Say how many samples `drop_last` leaves out."""
+    if not (dropped := schedule.dropped_samples):
+        return []
+    return [Remark("job.samples_dropped",
+                   f"drop_last leaves {dropped} of {schedule.dataset_size} samples out of each epoch, others each time.",
+                   {"samples": dropped, "dataset_size": schedule.dataset_size})]

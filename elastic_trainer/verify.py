@@ -234,6 +234,7 @@ class _History:
         if not self._is_of_this_attempt(event):
             return
         job = {key: event[key] for key in (*SCHEDULE_KEYS, "reduce")}
+        job["drop_last"] = bool(event.get("drop_last"))  # older lines have none
         may_change = () if self.has_job else LENGTH_KEYS
         self.has_job = True
         changed = {key for key, value in job.items() if self.job is not None and value != self.job[key]}
@@ -246,7 +247,7 @@ class _History:
     def _take_job(self, job: Event) -> None:
         self.job, self.job_line = job, self.number
         try:
-            self.schedule = Schedule(**{key: job[key] for key in SCHEDULE_KEYS})
+            self.schedule = Schedule(**{key: job[key] for key in (*SCHEDULE_KEYS, "drop_last")})
         except ConfigError as error:
             self.violate(f"the job has no schedule, so nothing is known to be due: {error}")
         if self.schedule is not None and self.schedule.steps > len(self.kept):
@@ -332,6 +333,9 @@ class _History:
         whole, broken = self._whole_epochs()
         for epoch in broken:
             violations.append(f"the digests of epoch {epoch} do not add up to the whole dataset's.")
+        if self.schedule is not None and self.schedule.dropped_samples:
+            notes.append(f"each epoch leaves out {self.schedule.dropped_samples} samples (drop_last). "
+                         "A whole epoch has every other sample of the dataset once.")
         if self.finish_line is None:
             due = "" if steps_due is None else f" of {steps_due}"
             notes.append(f"the run has not finished: {len(self.kept)}{due} steps so far.")
@@ -473,9 +477,9 @@ class _History:
             digests[step.step // each] += step.digest
             steps[step.step // each] += 1
         complete = sorted(epoch for epoch, count in steps.items() if count == each)
-        due = _dataset_digest(self.schedule.dataset_size) if complete else 0
-        whole = [epoch for epoch in complete if digests[epoch] == due]
-        return whole, [epoch for epoch in complete if digests[epoch] != due]
+        everything = _dataset_digest(self.schedule.dataset_size) if complete else 0
+        whole = [epoch for epoch in complete if digests[epoch] + self.schedule.dropped_digest(epoch) == everything]
+        return whole, [epoch for epoch in complete if epoch not in whole]
 
 
 _READERS = {

@@ -341,7 +341,7 @@ def _fold_generation_formed(picture: Picture, event: Event) -> Picture:
 def _fold_job_described(picture: Picture, event: Event) -> Picture:
     keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
     try:
-        steps_due = Schedule(**{key: event[key] for key in keys}).steps
+        steps_due = Schedule(**{key: event[key] for key in keys}, drop_last=bool(event.get("drop_last"))).steps
     except ConfigError:
         return picture
     return replace(picture, steps_due=steps_due, global_batch=int(event["global_batch"]))

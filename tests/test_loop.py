@@ -35,6 +35,8 @@ from elastic_trainer.loop import (
     Result,
     Trainer,
     UserExited,
+    describe,
+    fewest_samples,
     local_rank,
     seed_everything,
     train,
@@ -197,6 +199,55 @@ def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_
         assert reference.num_batches_tracked is not None
         reference.num_batches_tracked.add_(1)
     assert_close(norm, reference)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size: int) -> None:
+    """Its 6 samples are 3 shards of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for every world."""
+    alone = trained(built(torch.nn.BatchNorm1d(8)))
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)
+    assert alone.steps == schedule.steps
+    for result in in_a_world(size, lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
+        assert result.weights_sha256 == alone.weights_sha256
+
+
+def test_the_user_is_told_at_the_start_when_the_smallest_shard_cannot_be_computed() -> None:
+    """And not at the end of the first epoch: how small it is, what was raised, and what to change."""
+    lines, steps = torch.utils.data.Subset(DATA, range(17)), list[int]()
+    with pytest.raises(ConfigError, match="last step of each epoch has 1 samples, its smallest shard 1.*"
+                                          "Expected more than 1 value per channel.*drop_last=True") as raised:
+        trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, after_step=steps.append)
+    assert not steps and isinstance(raised.value.__cause__, ValueError)
+    result = trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, drop_last=True)
+    assert (result.steps, result.samples) == (4, 32)
+    assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, max_steps=2).steps == 2  # it does not come to that step
+
+
+def test_a_shard_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
+    """The rule is the job's: without BatchNorm, or where full shards have one sample, it is what it was."""
+    plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_shard_samples"] for schedule in (
+        SCHEDULE, Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)))
+    assert (plain, other) == (1, 2)
+    norm = torch.nn.BatchNorm2d(3)
+    assert [fewest_samples(model, 8, shards) for model, shards in ((built(), 4), (norm, 4), (norm, 8))] == [1, 2, 1]
+    assert trained(built(), max_steps=2).steps == 2
+    with pytest.raises(LayoutError, match="min_shard_samples"):
+        trained(built(), min_shard_samples=2)  # its steps are others
+
+
+def test_what_is_left_out_is_told_when_the_last_batch_is_dropped(run_dir: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, in the event log, and by verify, which proves that each other sample counted once."""
+    assert trained(built(), drop_last=True).steps == 4
+    assert capsys.readouterr().err.count("drop_last leaves 6 of 22 samples out of each epoch") == 1
+    assert [e["samples"] for e in read_events(run_dir) if e["event"] == "job.samples_dropped"] == [6]
+    (described,) = [e for e in read_events(run_dir) if e["event"] == "job.described"]
+    assert (described["drop_last"], described["dropped_samples"], described["steps"]) == (True, 6, 4)
+    verdict = verify(run_dir)
+    assert (verdict.violations, verdict.whole_epochs, verdict.samples) == ((), 2, 32)
+    assert any("leaves out 6 samples" in note for note in verdict.notes)
+    with pytest.raises(LayoutError, match="drop_last"):
+        trained(built(), epochs=3)
 
 
 CONSTANTS = {
@@ -655,7 +706,7 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 1 + 4 + 3:  # the warm-up, step 0, and in step 1 the third shard
+        if len(calls) == 2 + 4 + 2:  # the warm-up, step 0, and in step 1 the second shard
             raise Odd("as planned")
         return mse(model, batch)
 

@@ -1,6 +1,7 @@
 """The laws of schedule: what happens at a step follows from job and step. Numbers as in its head comment."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -169,6 +170,74 @@ def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
     assert [schedule.batch_size(step) for step in range(6)] == [4, 4, 2, 4, 4, 2]
     assert [len(schedule.shard_samples(2, shard)) for shard in range(3)] == [0, 1, 1]
     assert [schedule.shard_weight(2, shard) for shard in range(3)] == [0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("dataset_size", "shards", "fewest", "sizes"),
+    [
+        (14, 4, 1, [1, 2, 1, 2]),  # as it always was
+        (14, 4, 2, [0, 2, 2, 2]),
+        (13, 4, 2, [0, 1, 2, 2]),
+        (12, 3, 2, [0, 2, 2]),
+        (11, 4, 2, [0, 1, 0, 2]),  # one of 3 samples would be larger than a full batch's
+        (9, 4, 2, [0, 0, 0, 1]),
+        (10, 3, 1, [0, 1, 1]),
+    ],
+)
+def test_the_last_batch_has_fewer_shards_when_they_would_be_too_small(dataset_size, shards, fewest, sizes):
+    """They are merged by a rule of the numbers alone, spread over all shards, none larger than in a full batch."""
+    schedule = Schedule(
+        dataset_size=dataset_size, global_batch=8, shards=shards, epochs=1, seed=0, min_shard_samples=fewest
+    )
+    assert [len(schedule.shard_samples(1, shard)) for shard in range(shards)] == sizes
+
+
+@given(small_schedules(), some.integers(1, 5))
+def test_no_shard_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule, fewest):
+    """Full batches stay as they are; every sample counts once; the memory of a shard is that of a full batch's."""
+    fewest = min(fewest, schedule.global_batch // schedule.shards)
+    merged = replace(schedule, min_shard_samples=fewest)
+    largest = -(-schedule.global_batch // schedule.shards)
+    for step in range(schedule.steps_per_epoch):
+        parts = [merged.shard_positions(step, shard) for shard in range(merged.shards)]
+        plain = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
+        assert [p for part in parts for p in part] == [p for part in plain for p in part]
+        assert max(map(len, parts)) <= largest
+        if schedule.batch_size(step) == schedule.global_batch or min(len(p) or fewest for p in plain) >= fewest:
+            assert parts == plain
+        if (left := schedule.batch_size(step)) // fewest * largest >= left:
+            assert min(len(part) or fewest for part in parts) >= fewest
+    sizes = {len(merged.shard_positions(step, v)) for step in range(merged.steps) for v in range(merged.shards)}
+    assert merged.smallest_shard == min(sizes - {0})
+
+
+def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped():
+    """22 samples in batches of 8 are 2 steps an epoch; digests of what counts and what is left out are the dataset's."""
+    schedule = Schedule(dataset_size=22, global_batch=8, shards=4, epochs=2, seed=3, drop_last=True)
+    assert (schedule.steps, schedule.steps_per_epoch, schedule.dropped_samples) == (4, 2, 6)
+    assert [schedule.batch_size(step) for step in range(4)] == [8] * 4
+    epochs = (0, 1), (2, 3)
+    kept = [{i for step in steps for v in range(4) for i in schedule.shard_samples(step, v).tolist()} for steps in epochs]
+    assert [len(samples) for samples in kept] == [16, 16] and kept[0] != kept[1]
+    for epoch in (0, 1):
+        counted = sum(schedule.batch_digest(2 * epoch + i) for i in (0, 1))
+        assert counted + schedule.dropped_digest(epoch) == samples_digest(np.arange(22))
+    even = replace(schedule, dataset_size=16)
+    assert (even.steps, even.dropped_samples, even.dropped_digest(0)) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drop_last": True, "dataset_size": 7}, "drop_last is True and dataset_size 7 is less than global_batch 8"),
+        ({"min_shard_samples": 3}, "min_shard_samples is 3, but global_batch 8 in 4 shards gives some of them 2"),
+        ({"min_shard_samples": 0}, "min_shard_samples is 0"),
+    ],
+)
+def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, said):
+    """No step would be left, or a full batch's shards would be too small themselves."""
+    with pytest.raises(ConfigError, match=said):
+        Schedule(**({"dataset_size": 22, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0} | changes))
 
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(None, 6), (4, 4), (6, 6), (100, 6)])
