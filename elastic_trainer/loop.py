@@ -67,6 +67,8 @@ RESTORE_PAUSE_S = 30.0
 WARM_GRADIENTS = 5
 """A standby has touched as much memory as so many gradients take: the state it will receive, the buffers of its first step.
 Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
+MOST_PAUSE_S = 1.0
+"""Between two looks at the store, of a worker that waits until another one has written the last checkpoint."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -509,13 +511,14 @@ class Trainer:
         state = self.state
         if not self.checkpoints or not state.has_state or state.is_applying:
             return
-        started = time.monotonic()
+        started, pause_s = time.monotonic(), 0.05
         tries = 0
         while tries < LAST_TRIES and not self.checkpoints.is_published(state.committed, state.lineage):
             if self.driver.is_writer(self.world.rank, time.monotonic() - started):
                 tries += 1
                 self.checkpoints.write_alone(state)
-            time.sleep(0.05)
+            time.sleep(pause_s)  # all workers ask the store: hundreds at 20 times a second are its whole load
+            pause_s = min(MOST_PAUSE_S, 1.3 * pause_s)
 
     def _write_while_waiting(self) -> None:
         """Go on with a checkpoint that this worker makes alone, because all who hold the state may go any moment."""

@@ -463,6 +463,7 @@ class Checkpoints:
                           duration_s=round(time.monotonic() - share.started, 4))
             try:
                 collect_rubbish(self.store, record, self._names_of)
+                log.compact(record)
             except (StoreUnavailable, FileNotFoundError) as error:  # the checkpoint stands
                 self.emit("state.rubbish_kept", step=share.step, error=str(error))
         except Fenced as fenced:

@@ -4,16 +4,21 @@ attempt's start → take_over → … → append (a checkpoint exists) → … �
 
     log/<10^12 - sequence number>.json      the newest record is the first name of a listing
 
-What always holds (needs nothing of the store but put-if-absent; no clocks, no locks):
+What always holds (needs put-if-absent, and a listing that shows what stands; no clocks, no locks):
 1. A writer appends only at its own last number + 1. Whoever finds a stranger's record there is fenced: it stops, and
    never reads itself up to date. So nobody publishes over a successor, not even when it wakes in the middle of a put.
 2. A new attempt begins a new lineage by a takeover; the lineage's number is that record's, so lineages are ordered. A
    new publisher of the same attempt takes over within the lineage, and only if the newest record is of it.
 3. An answer that was lost is settled by the record's nonce. A put that was given up may still land later: it then
    stands at the number that its writer tries next, which knows its own hand and goes on behind it.
-4. Records are never deleted: at a number that is free again a zombie would not notice that it is one.
+4. The newest record is never deleted, so numbers only grow. Older ones that the newest does not keep are deleted
+   (`compact`). So the number that a zombie tries next may be free again. Therefore a put counts only if a listing
+   after it shows no later record: in such a gap there always is one, and the writer is fenced.
+5. Whoever has published record n may delete records before n that n does not keep, however old what it knows: each
+   record keeps only what the one before it kept, and itself. The RECENT last ones stay, for the case that the newest is
+   damaged; a zombie must have slept for as many checkpoints before rule 4 is needed at all.
 
-Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with seven broken copies of
+Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with nine broken copies of
 this protocol that the test catches.
 """
 
@@ -24,6 +29,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +43,10 @@ READ_TRIES = 3
 FEW = 10
 """How many names are looked at first for the newest record: foreign ones may stand before it."""
 FORMAT = 1
+RECENT = 50
+"""So many records before the newest are never deleted; older ones are, by as many at once."""
+DELETED_AT_ONCE = 5000
+"""At most: the publisher of the next checkpoint waits for the deletion."""
 
 
 class Fenced(Exception):
@@ -104,6 +114,8 @@ class CommitLog:
         self.store = store
         self.writer = secrets.token_hex(8)
         self.last: Record | None = None
+        self._tail: Record | None = None
+        """The newest record that `tail` has read: it is not read again while it is the newest."""
         self.passed_over: list[str] = []
         """What the last look for a whole record has found damaged, newest first."""
 
@@ -128,9 +140,9 @@ class CommitLog:
         """
         for limit in (FEW, None):
             names = self.store.list(FOLDER, limit=limit)
-            records = [name for name in names if re.fullmatch(rf"{FOLDER}/\d{{13}}\.json", name)]
+            records = _numbers(names)
             if records:
-                return LAST - int(records[0].rpartition("/")[2].removesuffix(".json"))
+                return records[0]
             if len(names) < FEW:
                 break
         return 0
@@ -138,7 +150,9 @@ class CommitLog:
     def tail(self) -> Record:
         """Return the newest record. Raises Damaged."""
         newest = self.newest()
-        return self.read(newest) if newest else NOTHING
+        if newest and (self._tail is None or self._tail.sequence != newest):
+            self._tail = self.read(newest)
+        return self._tail if newest and self._tail else NOTHING
 
     def begin_lineage(self) -> Record:
         """Take the log over for a new attempt, whoever wrote it before; returns the takeover.
@@ -192,19 +206,25 @@ class CommitLog:
                           kept=wanted.kept, body=wanted.body, writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
                 return mine
-            found = self._settled(mine.sequence)
+            newest = self.newest()
+            # Where a later record stands ours is in a gap that compaction has left, or somebody has followed it already.
+            found = self._settled(max(newest, mine.sequence))
             if found.writer != self.writer:
                 self.last = None
                 raise Fenced(self.store.where, found)
             self.last = found
 
     def _put(self, mine: Record) -> bool:
-        """Put a record, and follow it if it stands. Network: one put, and one get when its answer was no."""
+        """Put a record, and follow it if it stands and none stands behind it.
+
+        Network: one put, one listing of a few names, and one get when the put's answer was no.
+        """
         is_mine = self.store.put_if_absent(_name(mine.sequence), mine.to_bytes()) or (
             self._settled(mine.sequence).nonce == mine.nonce)
-        if is_mine:
+        is_newest = is_mine and self.newest() <= mine.sequence
+        if is_newest:
             self.last = mine
-        return is_mine
+        return is_newest
 
     def _settled(self, sequence: int) -> Record:
         try:
@@ -214,14 +234,37 @@ class CommitLog:
 
     def newest_whole(self, newest: int | None = None) -> Record:
         """Return the newest record whose bytes are whole, at or before a number; NOTHING when there is none."""
-        newest = self.newest() if newest is None else newest
+        for _ in range(TRIES):
+            with suppress(FileNotFoundError):  # a publisher has deleted it since the listing, so there are later ones
+                return self._newest_whole(newest)
+        raise StoreUnavailable(f"{self.store.where} loses records as fast as it lists them")
+
+    def _newest_whole(self, newest: int | None) -> Record:
         self.passed_over = []
-        for sequence in range(newest, 0, -1):
-            try:
-                return self.read(sequence)
-            except (Damaged, FileNotFoundError) as error:
-                self.passed_over.append(str(error))
+        for sequence in _numbers(self.store.list(FOLDER)):
+            if newest is None or sequence <= newest:
+                try:
+                    return self.read(sequence)
+                except Damaged as error:
+                    self.passed_over.append(str(error))
         return NOTHING
+
+    def compact(self, newest: Record) -> list[int]:
+        """Delete old records that a record which the caller knows to stand does not need; returns their numbers.
+
+        Network: one listing, and a deletion once for RECENT records. Raises StoreUnavailable.
+        """
+        old = [n for n in _numbers(self.store.list(FOLDER)) if n < newest.sequence - RECENT and n not in newest.kept]
+        doomed = sorted(old)[:DELETED_AT_ONCE] if len(old) > RECENT else []
+        if doomed:
+            self.store.delete([_name(sequence) for sequence in doomed])
+        return doomed
+
+
+def _numbers(names: list[str]) -> list[int]:
+    """Return the numbers of the records among the names of a sorted listing, the newest first."""
+    return [LAST - int(name[len(FOLDER) + 1 : -len(".json")]) for name in names
+            if re.fullmatch(rf"{FOLDER}/\d{{13}}\.json", name)]
 
 
 def _name(sequence: int) -> str:

@@ -13,6 +13,7 @@ What always holds:
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import secrets
 import time
@@ -206,8 +207,9 @@ class FolderStore:
         if not self.root.is_dir() and self._was_there:
             raise StoreUnavailable(f"{self.root} is gone")
         walk = os.walk(self.root / checked(prefix), onerror=failed)
-        found = (Path(folder, name) for folder, _, names in walk for name in names)
-        return sorted(str(path.relative_to(self.root)) for path in found)[:limit]
+        inside = ((Path(folder).relative_to(self.root), names) for folder, _, names in walk)
+        found = (f"{folder}/{name}" for folder, names in inside for name in names)  # a Path each took 5 times as long
+        return sorted(found) if limit is None else heapq.nsmallest(limit, found)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is no error. What writers left when they died goes after a day."""

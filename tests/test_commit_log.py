@@ -6,13 +6,15 @@ crashes and which answers are lost. After every single effect on the store the l
 1. whatever the newest record names is whole (its parts are there, with the right bytes), and so is all that it keeps;
 2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a kept one that is
    restored), and steps of a lineage grow;
-3. no acknowledged checkpoint is lost: its record stands for ever, with the same bytes;
+3. no acknowledged checkpoint is lost: its record was the newest when it was put, so nobody else was told the same of
+   another one at its number; and it stands, with the same bytes, while the newest record keeps it. Records that the
+   newest does not keep are deleted as soon as that is allowed (RECENT = 0), and a deletion may land late;
 4. nobody is fenced when there is nobody else;
 5. a checkpoint that has not failed is published, or a later one of its lineage is;
 6. whoever restores gets the newest checkpoint that stood when it took over, so every acknowledged one of then or one
    that was made from it; and at last one does so alone, without faults, and publishes each of its steps.
 
-Then the protocol is broken in seven ways, and the same test must see each of them.
+Then the protocol is broken in nine ways, and the same test must see each of them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +40,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Checkpoints, Plan, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
-from elastic_trainer.state.store import StoreUnavailable
+from elastic_trainer.state.store import FolderStore, StoreUnavailable
 
 SEEDS = 2000
 ACTORS = 4
@@ -67,8 +70,10 @@ class World:
     def __init__(self, seed: int):
         self.chance = random.Random(seed)
         self.objects: dict[str, bytes] = {}
-        self.late: list[tuple[str, bytes, bool]] = []
-        """Puts whose client has given up and that may land at any time."""
+        self.history: dict[int, bytes] = {}
+        """Each record that was the newest when it was put, those that were deleted since included."""
+        self.late: list[tuple[str, bytes | None, bool]] = []
+        """Puts (None: deletions) whose client has given up and that may land at any time."""
         self.acknowledged: dict[int, bytes] = {}
         self.parent: dict[str, str] = {}
         """Content after a step → content before it."""
@@ -150,18 +155,27 @@ class World:
         if len(self.acknowledged) != before + STEPS:
             raise LawBroken(f"{len(self.acknowledged) - before} of {STEPS} checkpoints stand, of one alone without faults")
 
-    def land(self, put: tuple[str, bytes, bool]) -> None:
-        """Let a late put take effect."""
+    def land(self, put: tuple[str, bytes | None, bool]) -> None:
+        """Let a late put or deletion take effect."""
         name, body, if_absent = put
-        if not (if_absent and name in self.objects):
+        if body is None:
+            self.effects += self.objects.pop(name, None) is not None
+        elif not (if_absent and name in self.objects):
             self.effects += 1
-            self.objects[name] = body
+            self.take(name, body)
+
+    def take(self, name: str, body: bytes) -> None:
+        """Let a put take effect. A record that is put in a gap, below the newest, is none of the history's."""
+        if name.startswith("log/"):
+            number = parsed(body).sequence
+            if name in self.objects or number > max(self.history, default=0):
+                self.history[number] = body
+        self.objects[name] = body
 
     # --- the laws -----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
-        return [parsed(self.objects[name]) for name in sorted(self.objects, reverse=True)
-                if name.startswith("log/")]
+        return [parsed(self.history[number]) for number in sorted(self.history)]
 
     def check(self) -> None:
         now = (len(self.acknowledged), self.effects)
@@ -175,12 +189,15 @@ class World:
 
     def _check(self) -> None:
         for sequence, body in self.acknowledged.items():
-            if self.objects.get(commit_log_module._name(sequence)) != body:
+            if self.history.get(sequence) != body:
                 raise LawBroken(f"the acknowledged record {sequence} is lost")
         records = {r.sequence: r for r in self.records()}
         if not records:
             return
         tail = records[max(records)]
+        for sequence in {*tail.kept, tail.sequence}:
+            if self.objects.get(commit_log_module._name(sequence)) != self.history[sequence]:
+                raise LawBroken(f"record {sequence} is gone, and the newest one keeps it")
         for sequence in tail.kept:
             for part in named(self.objects[commit_log_module._name(sequence)]):
                 body = self.objects.get(part.name)
@@ -244,13 +261,13 @@ class SimulatedStore:
         return result
 
     def put(self, name: str, body: Any) -> None:
-        self._effect(lambda: self.world.objects.__setitem__(name, bytes(body)), (name, bytes(body), False))
+        self._effect(lambda: self.world.take(name, bytes(body)), (name, bytes(body), False))
 
     def put_if_absent(self, name: str, body: Any) -> bool:
         def put() -> bool:
             if name in self.world.objects:
                 return False
-            self.world.objects[name] = bytes(body)
+            self.world.take(name, bytes(body))
             return True
 
         if self.world.chance.random() < 0.05:  # tried again below us, after the first answer was lost
@@ -276,6 +293,9 @@ class SimulatedStore:
 
     def delete(self, names: Any) -> None:
         for name in names:
+            if name.startswith("log/") and not self.world.is_calm and self.world.chance.random() < 0.1:
+                self.world.late.append((name, None, False))
+                continue
             self._effect(lambda: self.world.objects.pop(name, None) and DELETED)  # noqa: B023 (called at once)
 
 
@@ -451,6 +471,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_module, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(checkpoint_module, "prove_put_if_absent", lambda store: None)
     monkeypatch.setattr(checkpoint_module.time, "sleep", lambda s: None)
+    monkeypatch.setattr(commit_log_module, "RECENT", 0)  # a gap opens as early as the protocol allows
 
 
 def test_the_laws_hold_in_every_interleaving() -> None:
@@ -559,9 +580,105 @@ def forgetful_takeovers(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def blind_in_gaps(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take a put that succeeded for one at the end of the log, without a look for later records."""
+    def _put(self: CommitLog, mine: Record) -> bool:
+        is_mine = self.store.put_if_absent(commit_log_module._name(mine.sequence), mine.to_bytes()) or (
+            self._settled(mine.sequence).nonce == mine.nonce)
+        if is_mine:
+            self.last = mine
+        return is_mine
+
+    patch.setattr(CommitLog, "_put", _put)
+    yield
+
+
+@contextmanager
+def eager_compaction(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Delete old records that are kept."""
+    kept = CommitLog.compact
+
+    def compact(self: CommitLog, newest: Record) -> list[int]:
+        return kept(self, replace(newest, kept={}))
+
+    patch.setattr(CommitLog, "compact", compact)
+    yield
+
+
 @pytest.mark.parametrize("broken", [unconditional, without_reading_back, refreshed_by_zombies, record_before_parts,
-                                    eager_collection, remembered_names, forgetful_takeovers])
+                                    eager_collection, remembered_names, forgetful_takeovers, blind_in_gaps,
+                                    eager_compaction])
 def test_the_test_sees_it_when_the_protocol_is_broken(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the protocol's rules is needed, and its lack is seen."""
     with broken(monkeypatch), pytest.raises((LawBroken, Fenced)):
         outcome(range(SEEDS))
+
+
+class Folder(FolderStore):
+    """A folder that counts what is read of it."""
+
+    gets = 0
+
+    def get(self, name: str) -> bytes:
+        self.gets += 1
+        return super().get(name)
+
+
+def published(log: CommitLog, step: int) -> Record:
+    """Publish a checkpoint that keeps the two before it, and compact as its publisher does."""
+    def following(last: Record) -> Record:
+        kept = dict(sorted(last.kept.items())[-2:]) | {last.sequence + 1: step}
+        return replace(last, kind="checkpoint", step=step, kept=kept, body={"header": "x" * 1000})
+
+    record = log.append(following)
+    log.compact(record)
+    return record
+
+
+def test_the_log_stays_short_when_a_run_goes_on_for_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are those that the newest keeps and a bounded number before it, and all that it keeps are whole."""
+    monkeypatch.setattr(commit_log_module, "RECENT", 10)
+    store = Folder(tmp_path)
+    log = CommitLog(store)
+    log.begin_lineage()
+    longest = 0
+    for step in range(200):
+        record = published(log, step)
+        longest = max(longest, len(store.list("log")))
+    assert longest <= 2 * 10 + 3
+    assert [log.read(sequence).step for sequence in record.kept] == [197, 198, 199]
+    assert CommitLog(store).begin_lineage().kept == record.kept
+
+
+def test_a_zombie_is_fenced_when_the_number_that_it_tries_is_free_again(tmp_path: Path) -> None:
+    """Its record stands in a gap, and it does not follow it: neither at once nor when it tries again."""
+    zombie = CommitLog(FolderStore(tmp_path))
+    zombie.begin_lineage()
+    published(zombie, 1)
+    log = CommitLog(FolderStore(tmp_path))
+    log.begin_lineage()
+    newest = [published(log, step) for step in range(1, 9)][-1]
+    assert not (tmp_path / commit_log_module._name(3)).exists()
+    woken = replace(zombie.last or commit_log_module.NOTHING)
+    for _ in range(2):
+        zombie.last = woken
+        with pytest.raises(Fenced) as fenced:
+            published(zombie, 2)
+        assert fenced.value.found == newest and zombie.last is None
+    published(log, 9)
+    assert CommitLog(FolderStore(tmp_path)).tail().step == 9
+    assert not (tmp_path / commit_log_module._name(3)).exists()  # the next compaction takes what it has left
+
+
+def test_the_newest_record_is_read_once_when_many_look_for_it(tmp_path: Path) -> None:
+    """A waiting worker asks again and again whether its step is published: it costs a listing of a few names."""
+    store = Folder(tmp_path)
+    log = CommitLog(store)
+    log.begin_lineage()
+    published(log, 1)
+    gets = store.gets
+    reader = CommitLog(store)
+    assert [reader.tail().step for _ in range(5)] == [1] * 5 and store.gets == gets + 1
+    published(log, 2)
+    assert reader.tail().step == 2 and store.gets == gets + 2
