@@ -220,10 +220,10 @@ def _end_orphans(told: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | Non
         if attempt == str(newest) and (attempt, name) not in written]
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
     deadline = time.monotonic() + remote.ORPHANS_S
-    while (here := [one for one in here if is_worker(*one)]) and time.monotonic() < deadline:
+    while (here := [one for one in here if is_worker(*one, run_dir)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid, name in here:
-        if is_worker(pid, name):
+        if is_worker(pid, name, run_dir):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     # Before the newest attempt started, workers of older ones were ended.
@@ -247,12 +247,13 @@ def _why_not_ended(end: subprocess.Popen[bytes], left_s: float) -> str:
     return f"its ssh ended with exit code {code}" if code else ""
 
 
-def is_worker(pid: int, name: str) -> bool:
-    """True if the process `pid` is the worker `name`, or our ssh to one that boots elsewhere (pids are used again; its
-    environment says who it is).
+def is_worker(pid: int, name: str, run_dir: Path) -> bool:
+    """True if the process `pid` is the worker `name` of this run, or our ssh to one that boots elsewhere (pids are used
+    again, and other runs have workers of the same names; its environment says who it is).
     """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return not {f"ELASTIC_TRAINER_{kind}={name}".encode() for kind in ("WORKER", "SSH")}.isdisjoint(environment)
+    is_named = any(f"ELASTIC_TRAINER_{kind}={name}".encode() in environment for kind in ("WORKER", "SSH"))
+    return is_named and b"ELASTIC_TRAINER_RUN_DIR=" + os.fsencode(run_dir) in environment

@@ -110,8 +110,8 @@ class Launch:
     """The number of the last word that it sent to the driver."""
     revived_since: float | None = None
     """When it last trained, by this machine's monotonic clock: the pause goes on."""
-    revived_from: Path | None = None
-    """The live state that it left for itself, if it held any."""
+    revived_from: int | None = None
+    """The descriptor of the live state that it left for itself, if it held any."""
     limits: Limits = field(default_factory=Limits)
 
     @staticmethod
@@ -143,5 +143,5 @@ class Launch:
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
             revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),
             revived_since=float(since) if since else None,
-            revived_from=Path(revived) if revived else None,
+            revived_from=int(revived) if revived else None,
         )

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +60,7 @@ class Events:
         if count < len(data):
             self._is_torn |= count > 0
             if not self._complained:
-                import structlog  # here: it costs a third of a second that every worker would pay at its start
-
-                structlog.get_logger().error("events.write_failed", error=error)
+                _complain(error)
             self._complained = True
         else:
             self._complained = self._is_torn = False
@@ -73,6 +73,16 @@ class Events:
         """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""
         for listener in self.listeners:
             listener(point, {**self.bound, **facts})
+
+
+def _complain(error: str) -> None:
+    """Say on stderr that a line was not written. A process's stdout is a protocol (discovery), or the user's."""
+    import structlog  # here: it costs a third of a second that every worker would pay at its start
+
+    log = structlog.wrap_logger(structlog.PrintLogger(sys.stderr), wrapper_class=structlog.BoundLogger,
+                                processors=[structlog.processors.JSONRenderer()])  # not as the user configures his own
+    with suppress(OSError):  # the disk that is full may be stderr's, too
+        log.error(event="events.write_failed", error=error)
 
 
 def last_attempt(events: list[dict[str, Any]]) -> int:

@@ -489,8 +489,8 @@ class Trainer:
 
     def _take_own_legacy(self) -> None:
         """Go on with the live state that this process left for itself when `hvd.init()` failed under it."""
-        path = self.launch.revived_from
-        values = revive.read_live_state(path) if path else None
+        memory = self.launch.revived_from
+        values = revive.read_live_state(memory) if memory is not None else None
         if values is None:
             return
         self.state.load(values["state"])

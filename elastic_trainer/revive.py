@@ -4,12 +4,13 @@ C++ exception in `hvd.init()`, or a member that died during it → here → exec
 
 Why: `GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444), so one
 participant's death aborts all of them (F1). `std::set_terminate` runs our function instead; it writes the live state
-into memory (/dev/shm), and `exec`s the same command. The pid stays, so driver and ssh notice nothing.
+into memory that has no name (memfd), and `exec`s the same command. The pid stays, so driver and ssh notice nothing.
 
 What always holds:
 1. Parameters that may be half changed are never written (`ElasticState.is_applying`): then the successor comes back
    as a newcomer and receives the state.
-2. Live state is read once, by the process that wrote it (same pid), and removed.
+2. Live state is read once, by the process that wrote it (same pid). Only that process holds it: whatever ends the
+   process in between, by SIGKILL too, frees the memory.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +70,9 @@ def _uncaught() -> str:
     return (_WHAT(what)(thrown) or b"").decode(errors="replace")
 
 
-def _memory_folder() -> str:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
-def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], facts: dict[str, Any]) -> Path | None:
-    """Write the live state for this process's successor; None when it holds none that is whole.
+def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], facts: dict[str, Any]) -> int | None:
+    """Write the live state for this process's successor; returns the descriptor of its memory, or None when this
+    process holds no state that is whole.
 
     `gradients` are the reduced flat buffers if the state is prepared: the vote may have passed for somebody else.
     """
@@ -85,27 +81,32 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     step = state.committed, state.begun
     packed = pack({"pid": os.getpid(), "begun": state.begun, "prepared": state.prepared, "state": state.values(),
                    "gradients": gradients, "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
-    descriptor, name = tempfile.mkstemp(prefix=f"elastic-trainer-{os.getpid()}-", dir=_memory_folder())
     try:
-        with open(descriptor, "wb") as file:
+        descriptor = os.memfd_create("live-state")
+    except OSError:
+        return None  # no descriptor is left: come back as a newcomer, and receive the state
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
             file.write(len(packed.header).to_bytes(8, "little"))
             file.write(packed.header)
             for tensor in packed.tensors:
                 file.write(byte_view(tensor).numpy().data)
     except OSError:
-        os.unlink(name)  # no room in memory: come back as a newcomer, and receive the state
+        os.close(descriptor)  # no room in memory: as above
         return None
     if state.is_applying or (state.committed, state.begun) != step:
-        os.unlink(name)  # the training went on while this was written: it may be torn
+        os.close(descriptor)  # the training went on while this was written: it may be torn
         return None
-    return Path(name)
+    return descriptor
 
 
-def read_live_state(path: Path) -> dict[str, Any] | None:
-    """Read and remove what this process left for itself; None when it is not there or not its own."""
+def read_live_state(descriptor: int) -> dict[str, Any] | None:
+    """Read and free what this process left for itself; None when it is not there or not its own."""
     try:
-        data = bytearray(path.read_bytes())
-        path.unlink()
+        with open(descriptor, "rb") as file:
+            data = bytearray(os.fstat(descriptor).st_size)
+            file.seek(0)
+            file.readinto(data)
         length = int.from_bytes(data[:8], "little")
         payload = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
         values = decode(bytes(data[8 : 8 + length]), payload)
@@ -120,7 +121,7 @@ def read_live_state(path: Path) -> dict[str, Any] | None:
 _once = threading.Lock()
 
 
-def start_anew(live_state: Path | None, generation: int, count: int, since: float) -> None:
+def start_anew(live_state: int | None, generation: int, count: int, since: float) -> None:
     """Replace this process by a fresh one of the same command and pid. Does not return; the first caller wins.
 
     The rest is for `Launch.revived_…`.
@@ -130,7 +131,11 @@ def start_anew(live_state: Path | None, generation: int, count: int, since: floa
     os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"] = str(generation)
     os.environ["ELASTIC_TRAINER_REVIVED_COUNT"] = str(count)
     os.environ["ELASTIC_TRAINER_REVIVED_SINCE"] = str(since)
-    os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state or "")
+    os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = ""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that failed may have blocked them
-    os.closerange(3, 65536)  # Gloo's sockets are inherited otherwise, and peers would wait for us
+    if live_state is not None:
+        live_state = os.dup2(live_state, 3)  # the lowest, so that all others can be closed
+        os.set_inheritable(live_state, True)  # dup2 does not do that where it is 3 already
+        os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state)
+    os.closerange(3 if live_state is None else 4, 65536)  # else peers would wait for Gloo's sockets, which are inherited
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -60,8 +60,11 @@ from elastic_trainer.events import EVENTS_FILE, Events
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 
 VARIABLE = "ELASTIC_TRAINER_STANDBY"
-NAME_BYTES = 320
-"""Room for a worker's name in a standby's first environment, where whoever looks at /proc finds it."""
+NAME_BYTES = 4608
+"""Room for a worker's name and its run's folder in a standby's first environment, where whoever looks at /proc finds them:
+a path has at most 4096 bytes (PATH_MAX)."""
+WHO = ("ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_ATTEMPT", "ELASTIC_TRAINER_RUN_DIR")
+"""What is written there. No other variable of a place's: anybody with the same user can read it, and it ends up in logs."""
 REPLACE_AFTER_S = 3.0
 """A used standby's successor begins to boot so long after, when the world has changed and trains again."""
 WAKE_S = 2.0
@@ -133,7 +136,7 @@ def wait_for_place() -> dict[str, float]:
     if keeper.recv(64) != b"go":
         os._exit(EXIT_LEFT)  # the shim has not waited for us: the command itself runs in this place
     keeper.close()
-    write_name(os.environ.get("ELASTIC_TRAINER_WORKER", ""))
+    write_name(os.environ)
     return {"waited_s": round(time.monotonic() - since, 3)}
 
 
@@ -190,16 +193,16 @@ def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple
             if now[file] != (inode, written_ns) or (written_ns > began_ns and file.startswith(roots))]
 
 
-def write_name(worker: str) -> None:
-    """Write this worker's name where /proc/PID/environ shows it, over the room that was left for it there.
+def write_name(environment: Mapping[str, str]) -> None:
+    """Write which worker this is where /proc/PID/environ shows it, over the room that was left for it there.
 
     That memory is the environment this process was started with; nothing else of it is touched.
     """
-    if not worker:
+    if not environment.get("ELASTIC_TRAINER_WORKER"):
         return  # plain horovodrun gives no names
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
-    entry = f"ELASTIC_TRAINER_WORKER={worker}".encode()
+    entry = b"\0".join(os.fsencode(f"{name}={environment[name]}") for name in WHO if name in environment)
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(start)
         at = memory.read(end - start).find(f"{VARIABLE}=".encode())

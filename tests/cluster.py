@@ -104,7 +104,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         for name, pid in self.live_pids().items():
-            if is_worker(pid, name):
+            if is_worker(pid, name, self.run_dir):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -124,13 +124,14 @@ class Cluster:
     def signal_worker(self, host: str, number: int) -> int:
         """Send a signal to the worker on a host; returns its pid."""
         name, pid = next((n, p) for n, p in self.live_pids().items() if n.split("/")[0] == host)
-        assert is_worker(pid, name)
+        assert is_worker(pid, name, self.run_dir)
         os.kill(pid, number)
         return pid
 
     def signal_workers(self, hosts: Sequence[str], number: int) -> None:
         """Send a signal to the workers on some hosts at once: nothing is to happen between the first and the last."""
-        pids = [pid for name, pid in self.live_pids().items() if name.split("/")[0] in hosts and is_worker(pid, name)]
+        pids = [pid for name, pid in self.live_pids().items()
+                if name.split("/")[0] in hosts and is_worker(pid, name, self.run_dir)]
         assert len(pids) == len(hosts), self.story()
         for pid in pids:
             os.kill(pid, number)
@@ -155,7 +156,8 @@ class Cluster:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
         deadline = time.monotonic() + DEADLINE_S
-        while any(is_worker(pid, name) for name, pid in workers.items()) or is_running(driver):  # which holds the lock
+        while is_running(driver) or any(  # it holds the lock
+                is_worker(pid, name, self.run_dir) for name, pid in workers.items()):
             assert time.monotonic() < deadline, self.story()
             time.sleep(POLL_S)
 

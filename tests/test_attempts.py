@@ -103,27 +103,42 @@ def sleeper(seconds: float, **variables: str) -> subprocess.Popen[bytes]:
     return process
 
 
+MINE = Path("/runs/mine")
+
+
 @pytest.fixture
 def worker(turn: None) -> Iterator[subprocess.Popen[bytes]]:
-    process = sleeper(1000, ELASTIC_TRAINER_WORKER="a/0/1")
+    process = sleeper(1000, ELASTIC_TRAINER_WORKER="a/0/1", ELASTIC_TRAINER_RUN_DIR="/runs/mine")
     yield process
     process.kill()
     process.wait()
 
 
 def test_a_worker_is_known_by_its_environment_when_its_pid_is_used_again(worker: subprocess.Popen[bytes]) -> None:
-    """The pid alone says nothing: its process must carry the worker's whole name."""
-    assert is_worker(worker.pid, "a/0/1")
-    assert not any(is_worker(worker.pid, name) for name in ("a/0/2", "a/0/11", "a/0", "/0/1", ""))
-    assert not is_worker(os.getpid(), "a/0/1")
+    """The pid alone says nothing: its process must carry the worker's whole name, and its run's whole folder."""
+    assert is_worker(worker.pid, "a/0/1", MINE)
+    assert not any(is_worker(worker.pid, name, MINE) for name in ("a/0/2", "a/0/11", "a/0", "/0/1", ""))
+    assert not any(is_worker(worker.pid, "a/0/1", Path(run)) for run in ("/runs/other", "/runs/mine2", "/runs", "mine"))
+    assert not is_worker(os.getpid(), "a/0/1", MINE)
+
+
+def test_another_runs_worker_is_left_alone_when_it_has_the_same_name_and_pid(
+        tmp_path: Path, signals: None, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pid that this run's diary names may by now be a worker of another run, with the same hosts' names."""
+    monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
+    diary = Events(tmp_path / "run", attempt=1)
+    diary.emit("driver.worker_started", worker="a/0/1", host="a", pid=worker.pid, over_ssh=False)
+    with open(tmp_path / "output", "wb") as output:
+        supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
+    assert worker.poll() is None
 
 
 def test_a_worker_is_gone_when_its_process_is(worker: subprocess.Popen[bytes]) -> None:
     """Neither a pid without a process nor a process that has ended is a worker."""
     worker.kill()
     worker.wait()
-    assert not is_worker(worker.pid, "a/0/1")
-    assert not is_worker(2**22 + 1, "a/0/1")
+    assert not is_worker(worker.pid, "a/0/1", MINE)
+    assert not is_worker(2**22 + 1, "a/0/1", MINE)
 
 
 @pytest.fixture
@@ -226,7 +241,8 @@ def test_the_run_is_interrupted_when_it_is_told_to_stop(tmp_path: Path, signals:
         assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_INTERRUPTED
     told = read_events(tmp_path / "run")
     assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["interrupted"]
-    assert not any(is_worker(e["pid"], e["worker"]) for e in told if e["event"] == "driver.worker_started")
+    started = [e for e in told if e["event"] == "driver.worker_started"]
+    assert started and not any(is_worker(e["pid"], e["worker"], tmp_path / "run") for e in started)
 
 
 def test_the_next_attempt_waits_for_the_last_worker_when_the_driver_is_killed(tmp_path: Path, signals: None) -> None:

@@ -29,7 +29,7 @@ def test_a_full_disk_costs_the_lines_that_found_it_full(tmp_path: Path) -> None:
     """The one that was cut is spoilt alone; what comes when there is room again stands whole; it is said once."""
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("events.write_failed") == 1
+    assert done.stdout == "" and done.stderr.count("events.write_failed") == 1  # stdout may be a protocol
     told = read_events(tmp_path)
     steps = [event["step"] for event in told if event["event"] == "worker.step_committed"]
     assert told[0]["event"] == "before" and 3 < len(steps) < 40 and steps == list(range(len(steps)))

@@ -7,8 +7,8 @@ import platform
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,11 +43,13 @@ def bytes_of(packed: Packed) -> bytes:
 
 
 class LeftBehind:
-    """The live states of this process that are there now."""
+    """The live states of this process that are there now: descriptors of memory without a name."""
 
-    def __iter__(self) -> Iterator[Path]:
-        for folder in {Path("/dev/shm"), Path(tempfile.gettempdir())}:
-            yield from sorted(folder.glob(f"elastic-trainer-{os.getpid()}-*"))
+    def __iter__(self) -> Iterator[int]:
+        for entry in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if "memfd:live-state" in os.readlink(f"/proc/self/fd/{entry}"):
+                    yield int(entry)
 
 
 @pytest.fixture
@@ -55,14 +57,14 @@ def left_behind() -> Iterator[LeftBehind]:
     """Remove what a test leaves behind, after it."""
     left = LeftBehind()
     yield left
-    for path in left:
-        path.unlink()
+    for descriptor in left:
+        os.close(descriptor)
 
 
-def written(state: ElasticState, gradients: dict[str, torch.Tensor] | None = None) -> Path:
-    path = write_live_state(state, gradients or {}, {"generation": 3})
-    assert path is not None
-    return path
+def written(state: ElasticState, gradients: dict[str, torch.Tensor] | None = None) -> int:
+    memory = write_live_state(state, gradients or {}, {"generation": 3})
+    assert memory is not None
+    return memory
 
 
 def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: LeftBehind) -> None:
@@ -91,17 +93,19 @@ def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(left_behin
     assert bytes_of(successor.packed()) == bytes_of(state.packed())
 
 
-def test_nobody_else_can_read_what_is_left(left_behind: LeftBehind) -> None:
-    """Weights lie in shared memory for a moment: for this user only."""
-    assert written(trained()).stat().st_mode & 0o777 == 0o600
+def test_the_live_state_has_no_name_so_nothing_is_left_when_the_process_is_killed(left_behind: LeftBehind) -> None:
+    """Weights lie in memory that only this process holds: no file is there for anybody else, nor after its end."""
+    memory = written(trained())
+    assert os.fstat(memory).st_nlink == 0
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{memory}")
 
 
 def test_nothing_is_left_when_it_was_read(left_behind: LeftBehind) -> None:
     """Live state is read once; the second time it is not there."""
-    path = written(trained())
-    assert read_live_state(path) is not None
-    assert not path.exists()
-    assert read_live_state(path) is None
+    memory = written(trained())
+    assert read_live_state(memory) is not None
+    assert list(left_behind) == []
+    assert read_live_state(memory) is None
 
 
 def test_nothing_is_written_when_parameters_may_be_half_changed(left_behind: LeftBehind) -> None:
@@ -123,31 +127,33 @@ def test_nothing_is_written_when_there_is_no_state(left_behind: LeftBehind) -> N
 @pytest.mark.parametrize("spoil", ["short", "empty", "header", "rubbish"])
 def test_the_state_is_refused_when_it_is_not_whole(left_behind: LeftBehind, spoil: str) -> None:
     """A worker that was killed while it wrote leaves nothing that anybody takes."""
-    path = written(trained())
-    data = path.read_bytes()
-    path.write_bytes({"short": data[:-1], "empty": b"", "header": data[:100], "rubbish": os.urandom(64)}[spoil])
-    assert read_live_state(path) is None
+    memory = written(trained())
+    data = os.pread(memory, os.fstat(memory).st_size, 0)
+    spoilt = {"short": data[:-1], "empty": b"", "header": data[:100], "rubbish": os.urandom(64)}[spoil]
+    os.ftruncate(memory, 0)
+    os.pwrite(memory, spoilt, 0)
+    assert read_live_state(memory) is None
 
 
 def test_nothing_is_written_when_the_memory_is_full(left_behind: LeftBehind) -> None:
     """A state that cannot be written whole is as good as none: nothing is raised, and no part of it is left.
 
-    (The limit on a file's size stands for a full /dev/shm, which has 64 MiB in a container unless told otherwise.)
+    (The limit on a file's size stands for memory that is full.)
     """
     state = trained()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        path: object = write_live_state(state, {}, {})
+        memory: object = write_live_state(state, {}, {})
     except OSError as error:
-        path = error
+        memory = error
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (path, list(left_behind)) == (None, [])
+    assert (memory, list(left_behind)) == (None, [])
 
 
 PROCESS = """
-import ctypes, hashlib, os, socket, sys
+import ctypes, hashlib, os, socket, subprocess, sys
 from pathlib import Path
 from elastic_trainer import revive
 from test_revive import bytes_of, pack, trained
@@ -157,20 +163,22 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     state = trained()
     listener = socket.create_server(("127.0.0.1", 0))
     os.set_inheritable(listener.fileno(), True)
-    print(revive.write_live_state(state, {}, {}))
+    memory = revive.write_live_state(state, {}, {})
+    subprocess.run([sys.executable, "-c", f"from elastic_trainer import revive; print(revive.read_live_state({memory}))"],
+                   pass_fds=[memory])
     print(os.getpid(), sha(state.values()), flush=True)
     revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
-values = revive.read_live_state(Path(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
+values = revive.read_live_state(int(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
 links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
 print(os.getpid(), sha(values["state"]), os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"],
-      os.environ["ELASTIC_TRAINER_REVIVED_COUNT"], len([link for link in links if link.startswith("socket:")]))
+      os.environ["ELASTIC_TRAINER_REVIVED_COUNT"], len([link for link in links if link.startswith(("socket:", "/memfd:"))]))
 """
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return what a process says that leaves a live state lying about, breaks, and comes back: the path of the first;
+    """Return what a process says that hands a live state to another one, breaks, and comes back: what the other one reads;
     its pid and the state's hash; the same again, and what it was told."""
     script = tmp_path_factory.mktemp("process") / "process.py"
     script.write_text(PROCESS)
@@ -183,10 +191,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_the_state_is_refused_when_another_process_has_left_it(lives: list[str]) -> None:
     """A number that the system uses again does not give one worker another's weights."""
-    path = Path(lives[0])
-    assert path.exists()
-    assert read_live_state(path) is None
-    assert not path.exists()
+    assert lives[0] == "None"
 
 
 def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(lives: list[str]) -> None:

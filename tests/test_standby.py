@@ -24,6 +24,7 @@ from cluster import Cluster, is_running
 
 from elastic_trainer import shim
 from elastic_trainer.attempts import is_worker
+from elastic_trainer.remote import workers_of
 from elastic_trainer.standby import changed_files, differing, idle_cores, merged, write_environment
 
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers
@@ -219,9 +220,12 @@ def test_the_worker_is_known_by_its_environment(bench: Bench) -> None:
     bench.write(WAITS)
     bench.serve()
     bench.booted()
-    bench.take()
+    bench.take(ELASTIC_TRAINER_RUN_DIR="/runs/mine", ELASTIC_TRAINER_ATTEMPT="3")
     pid = bench.here()["pid"]
-    assert is_worker(pid, "host/0/1") and not is_worker(pid, "host/0/2")
+    mine = Path("/runs/mine")
+    assert is_worker(pid, "host/0/1", mine) and not is_worker(pid, "host/0/2", mine)
+    assert not is_worker(pid, "host/0/1", Path("/runs/other"))
+    assert workers_of("/runs/mine")[pid] == ("3", "host/0/1")
     for file in ("environ", "cmdline"):
         assert b"secret" not in Path(f"/proc/{pid}/{file}").read_bytes()
 

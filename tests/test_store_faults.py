@@ -73,7 +73,7 @@ class Killer:
         formed = self.cluster.events("driver.generation_formed")[-1]["workers"]
         name = formed[0 if self.victim == "rank 0" else -1]
         pid = self.cluster.live_pids()[name]
-        assert is_worker(pid, name)
+        assert is_worker(pid, name, self.cluster.run_dir)
         os.kill(pid, signal.SIGKILL)
         self.fired.set()
 
