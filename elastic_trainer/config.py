@@ -39,7 +39,8 @@ class Limits:
     """The engine's time limits that depend on the job or the network, in seconds (ELASTIC_TRAINER_LIMITS)."""
 
     beat_s: float = 0.25
-    """How often a worker says that it lives (and the longest that a reply is held back)."""
+    """How often a worker says that it lives (and the longest that a reply is held back), in worlds of at most 16 workers.
+    Larger worlds have longer intervals, up to 1 s: the driver has to take all heartbeats."""
     silence_s: float = 5.0
     """A worker that was silent for this long is frozen or cut off: it is evicted."""
     boot_s: float = 180.0

@@ -69,7 +69,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.courier import Desk
 from elastic_trainer.events import Events
-from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker
+from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
 from elastic_trainer.rendezvous import Rendezvous
@@ -300,7 +300,14 @@ class MendedDriver:
     def __init__(self, settings: Any, env: dict[str, str], command: list[str], events: Events):
         self.settings, self.env, self.command, self.events = settings, env, command, events
         self.key = bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")) or secrets.token_bytes(32)
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Something has happened: the main thread decides."""
+        self.news = threading.Condition(self.lock)
+        """There may be news for those whose answers are held back."""
+        self.version, self.notice = 0, ""
+        self.basis: tuple[Any, ...] = ()
+        """On what the answers of this version rest."""
         self.membership = Membership(
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
             limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
@@ -324,6 +331,8 @@ class MendedDriver:
         """The port at which each worker lets others find out whether they reach it."""
         self.rendezvous: list[Rendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, tuple[int, dict[str, Any]]] = {}
+        """What each worker is told, and of which version that is."""
         self.forwards: list[threading.Thread] = []
         self.ended: End | None = None
         self.address = ""
@@ -463,7 +472,7 @@ class MendedDriver:
         with self.changed:
             now = time.monotonic()
             worker = self.membership.workers.get(name)
-            before = worker.phase if worker else None
+            before, was = (worker.phase, loud(worker)) if worker else (None, None)
             # At our last decision: while we stand still ourselves nobody is silent.
             silent_s = self.membership.decided_at - worker.heard_at if worker else 0.0
             step_before = worker.step if worker else 0
@@ -486,19 +495,20 @@ class MendedDriver:
                     process.worker_pid = int(words.get("pid", process.worker_pid))
                     self.events.emit("driver.worker_ready", worker=name, boot_s=round(now - worker.started_at, 3),
                                      pid=process.worker_pid)
-                self._turn()
-            elif worker and worker.accepted:
-                self._turn()
-            deadline = now + min(float(words.get("hold_s", 0)), 1.0)
+            if worker and loud(worker) != was:
+                self.answers.pop(name, None)
+                self._decide_soon()
+            deadline = now + (self.membership.hold_s() if words.get("hold_s") else 0.0)
             while True:
                 told = self._told(name)
                 if told["version"] != words.get("seen") or (left := deadline - time.monotonic()) <= 0:
                     return told
-                self.changed.wait(left)
+                self.news.wait(left)
 
     def _say_odd(self, worker: Worker, silent_s: float, words: dict[str, Any]) -> None:
         """Tell what costs nobody anything yet: a line that comes and goes, a clock that is wrong."""
-        if silent_s > max(HEARD_AGAIN_S, 4 * self.membership.limits.beat_s):
+        limits = self.membership.limits
+        if silent_s > max(HEARD_AGAIN_S, 4 * limits.beat_s) + self.membership.hold_s() - limits.beat_s:
             self.events.emit("driver.worker_heard_again", worker=worker.name, silent_s=round(silent_s, 2))
         off_s = float(words.get("time", time.time())) - time.time()
         doubts = self.clock_doubts[worker.name] = self.clock_doubts.get(worker.name, 0) + 1 if abs(off_s) > CLOCK_S else 0
@@ -506,12 +516,17 @@ class MendedDriver:
             self.events.emit("driver.clock_differs", worker=worker.name, host=worker.host, off_s=round(off_s, 1))
 
     def _told(self, name: str) -> dict[str, Any]:
-        told = self.membership.told(name, time.monotonic())
+        version, told = self.answers.get(name, (-1, {}))
+        if version == self.version:
+            return told
+        told = self.membership.told(name, time.monotonic(), self.notice)
         if "place" in told:
             told["place"] |= self.places.get(name, {})
         told["reach"] = {peer: [self.addresses[peer], self.doors[peer]] for peer in told.get("reach", ())
                          if self.doors.get(peer)}
         told["version"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        if name in self.membership.workers:
+            self.answers[name] = self.version, told
         return told
 
     def _refused(self, address: str, why: str) -> None:
@@ -522,11 +537,32 @@ class MendedDriver:
     # --- decisions into deeds (under the lock) ----------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Do what membership decides, until it has nothing more to say, and wake everybody who waits for an answer."""
+        """Do what membership decides, until it has nothing more to say, and tell those whom it concerns."""
         while actions := self.membership.decide(time.monotonic()):
             for action in actions:
                 self._do(action)
-        self.changed.notify_all()
+        self.notice = self.membership.notice(time.monotonic())
+        if (basis := self.membership.basis(self.notice)) != self.basis:
+            self.basis = basis
+            self._spread()
+        if self.ended or not self.processes:
+            self.changed.notify_all()
+
+    def _spread(self) -> None:
+        """Let everybody whose answer is held back look whether there is news for it."""
+        self.version += 1
+        self.news.notify_all()
+        facts: tuple[dict[str, Any], ...] = (self.addresses, self.doors, self.places, self.answers, self.clock_doubts)
+        for known in facts:  # of who is gone
+            for name in known.keys() - self.membership.workers.keys():
+                del known[name]
+
+    def _decide_soon(self) -> None:
+        """Have the main thread decide: once for all the words that arrive while it is busy. (At the end it only waits.)"""
+        if self.ended:
+            self._turn()
+        else:
+            self.changed.notify_all()
 
     def _do(self, action: Action) -> None:
         match action:
@@ -609,6 +645,7 @@ class MendedDriver:
             self.changed.notify_all()
             if not self.membership.verdict:
                 self.membership.verdict = self.ended = End("interrupted", "the driver was told to stop")
+                self._spread()
 
     def _stop_all(self) -> int:
         """Give every worker the time to hear the verdict and leave by itself, then end it."""

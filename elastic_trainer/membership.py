@@ -25,8 +25,9 @@ a back-off, which costs nobody anything since (1).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
@@ -44,6 +45,12 @@ FAILED_STARTS = 3
 """When a listed host has failed so often, the first generation no longer waits for it."""
 FAILED_RESTARTS = 6
 """When each listed host has failed so often (after a minute of back-off), and nobody stands ready, the attempt is over."""
+FREQUENT_BEATS = 16
+"""Worlds of so many workers have heartbeats every `beat_s`; larger ones less often, see `hold_s`."""
+BEATS_EACH_S = 48.0
+"""How many heartbeats a second each larger world adds up to: the driver takes 0.4 ms of a core for one (measured)."""
+HOST_KEPT_S = 3600.0
+"""How long the failures of a host that has left the list are remembered."""
 
 
 class Phase(str, Enum):
@@ -87,9 +94,15 @@ class Worker:
     step: int = 0
     ended_by: str = ""
     """Why we ended it, if we did."""
+    has_exited: bool = False
+    """Its process is gone too: nobody will ask for it again."""
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"
+
+
+loud = attrgetter(*(f.name for f in fields(Worker) if f.name not in ("heard_at", "started_at", "count", "step")))
+"""What decisions rest on, as one value: all that a heartbeat of a worker with no news leaves as it was."""
 
 
 @dataclass
@@ -98,6 +111,7 @@ class Host:
     order: int
     failures: int = 0
     not_before: float = 0.0
+    listed_at: float = 0.0
 
     def fail(self, now: float) -> None:
         """Count a failure, and let nothing start here until a back-off, twice as long each time, is over."""
@@ -179,15 +193,29 @@ class Membership:
     newest_step: int = -1
     idle_generations: int = 0
     decided_at: float = 0.0
+    hosts_known: int = 0
+    has_booted: bool = False
+    """Some worker has stood ready in this attempt."""
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    """The slots (host, number) in which a worker has ended."""
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def hosts_listed(self, hosts: Mapping[str, int]) -> None:
         """Take the discovery's newest answer (an ordered mapping host → slots)."""
+        for host in self.listed:
+            self.hosts[host].listed_at = self.decided_at
         self.listed = dict(hosts)
         for host, slots in hosts.items():
-            known = self.hosts.setdefault(host, Host(slots, len(self.hosts)))
-            known.slots = slots
+            if host not in self.hosts:
+                self.hosts[host] = Host(slots, self.hosts_known)
+                self.hosts_known += 1
+            self.hosts[host].slots = slots
+        used = {w.host for w in self.workers.values()} | self.listed.keys()
+        for host in [h for h, known in self.hosts.items()
+                     if h not in used and self.decided_at - known.listed_at > HOST_KEPT_S]:
+            del self.hosts[host]
+            self.tried = {(h, slot) for h, slot in self.tried if h != host}
 
     def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
                  holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "",
@@ -209,6 +237,7 @@ class Membership:
         self.state_exists = self.state_exists or holds_state
         if phase == Phase.STANDBY.value and worker.phase is Phase.BOOTING:
             worker.phase, worker.ready_at = Phase.STANDBY, now
+            self.has_booted = True
         elif phase in (Phase.WAITING.value, Phase.FINISHED.value, Phase.TRAINING.value) and worker.generation > 0:
             if phase == Phase.WAITING.value and worker.phase is not Phase.WAITING:
                 worker.waits_since = now
@@ -222,7 +251,8 @@ class Membership:
         """Take the end of a worker's process; returns in one word how it ended."""
         worker = self.workers[name]
         before = worker.phase
-        worker.phase = Phase.GONE
+        worker.phase, worker.has_exited = Phase.GONE, True
+        self.tried.add((worker.host, worker.slot))
         if before is Phase.FINISHED and code == EXIT_FINISHED:
             return "finished"
         is_own_error = (code == EXIT_USER_ERROR and before is not Phase.BOOTING) or (
@@ -255,20 +285,20 @@ class Membership:
 
     def _has_ever_booted(self) -> bool:
         """True if the command is known to work: then what fails while it boots is its host's fault."""
-        return self.has_trained or any(w.ready_at or w.generation for w in self.workers.values())
+        return self.has_trained or self.has_booted
 
     def _are_all_tried(self) -> bool:
         """True if a worker has ended in every slot of the list."""
-        tried = {(w.host, w.slot) for w in self.workers.values() if w.phase is Phase.GONE}
-        return tried >= {(host, slot) for host, slots in self.listed.items() for slot in range(slots)}
+        return self.tried >= {(host, slot) for host, slots in self.listed.items() for slot in range(slots)}
 
     # --- what to do -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Action]:
-        """Return what has to be done now, and note it as done. Call again after each happening and each beat."""
+        """Return what has to be done now, and note it as done. Call again after each happening, and now and then."""
         if self.verdict:
             return []
         self._forgive(now)
+        self._forget()
         actions: list[Action] = [*self._evict(now), *self._dismiss()]
         end = self._end()
         if end:
@@ -287,6 +317,29 @@ class Membership:
                 worker.heard_at += gap
                 worker.started_at += gap
         self.decided_at = now
+
+    def _forget(self) -> None:
+        """Drop the workers whose process has ended and who are in no generation or offer of now: a run of weeks has
+        10,000 of them, and each decision looked at all (0.9 of a core)."""
+        kept = {*self.members, *(self.offer.members if self.offer else ())}
+        for name in [w.name for w in self.workers.values() if w.has_exited and w.name not in kept]:
+            del self.workers[name]
+
+    def hold_s(self) -> float:
+        """Return how long the driver holds the answer to a heartbeat for which there is no news; the next heartbeat
+        follows the answer. Workers wait half of `silence_s` or of `driver_lost_s` for an answer, so it is well below."""
+        longest_s = max(self.limits.beat_s, min(self.limits.silence_s / 4, self.limits.driver_lost_s / 3))
+        return min(longest_s, max(self.limits.beat_s, (len(self.workers) - FREQUENT_BEATS) / BEATS_EACH_S))
+
+    def _silence_s(self) -> float:
+        """Return after how long a worker counts as frozen: as many seconds may be lost in a large world as in a small."""
+        return self.limits.silence_s + self.hold_s() - self.limits.beat_s
+
+    def basis(self, notice: str) -> tuple[Any, ...]:
+        """Return all on which `told` rests: while it is the same as before, there is no news for anybody."""
+        holder = self._holder()
+        return (notice, self.generation, self.offer and self.offer.round, self.verdict, self.is_finished,
+                holder and holder.name, dict(self.listed), [loud(w) for w in self.workers.values()])
 
     def _alive(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.phase is not Phase.GONE]
@@ -309,7 +362,7 @@ class Membership:
 
     def _evict(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        current = self._current()
+        current, silence_s = self._current(), self._silence_s()
         waiting = [w.waits_since for w in current if w.phase is Phase.WAITING]
         stuck = [w.name for w in current if w.phase is Phase.TRAINING] if (
             waiting and now - min(waiting) > self.limits.stuck_s) else []
@@ -320,7 +373,7 @@ class Membership:
             elif worker.phase is Phase.FINISHED or worker.dismissed or self.is_finished:
                 if now - worker.heard_at > self.limits.exit_s:  # an interpreter that ends says nothing any more
                     actions.append(self._strike(worker, "exit_timeout", now))
-            elif now - worker.heard_at > self.limits.silence_s:
+            elif now - worker.heard_at > silence_s:
                 actions.append(self._strike(worker, "frozen", now))
             elif worker.name in stuck:
                 actions.append(self._strike(worker, "stuck", now))
@@ -480,7 +533,7 @@ class Membership:
         assert self.offer is not None
         self.generation += 1
         self.members, self.is_doubted = self.offer.members, False
-        step = max(w.step for w in self.workers.values())
+        step = max((w.step for w in self.workers.values()), default=0)
         self.idle_generations = 0 if step > self.newest_step else self.idle_generations + 1
         self.newest_step = max(step, self.newest_step)
         reason, self.offer = self.offer.reason, None
@@ -496,8 +549,11 @@ class Membership:
 
     # --- what a worker is told --------------------------------------------------------------------------------------
 
-    def told(self, name: str, now: float) -> dict[str, Any]:
-        """Return all that concerns this worker now; every word can be lost and is simply said again."""
+    def told(self, name: str, now: float, notice: str | None = None) -> dict[str, Any]:
+        """Return all that concerns this worker now; every word can be lost and is simply said again.
+
+        `notice` is what the method of this name returns, where the caller knows it.
+        """
         worker = self.workers.get(name)
         if worker is None or worker.phase is Phase.GONE:
             return {"evicted": True}
@@ -512,7 +568,7 @@ class Membership:
             worker.dismissed = told["leave"] = True
         if worker.phase is Phase.TRAINING and worker.generation == self.generation:
             told["place"] = {"generation": self.generation, "rank": worker.rank, "size": len(self.members)}
-            told["notice"] = self.notice(now)
+            told["notice"] = self.notice(now) if notice is None else notice
             told["unwanted"] = not self._is_wanted(worker)
             told["dead"] = [r for r, m in enumerate(self.members) if self.workers[m].phase is Phase.GONE]
         if self.offer and name in self.offer.members:

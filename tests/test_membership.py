@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.membership import FAILED_RESTARTS, Action, End, Form, Membership, Phase, Stop
+from elastic_trainer.membership import FAILED_RESTARTS, Action, End, Form, Membership, Phase, Stop, Worker
 
 
 @dataclass
@@ -583,7 +583,8 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
             case 4:
                 f.now += chance.random() * 4
                 for name in f.counts:
-                    if name not in f.silent and f.membership.workers[name].phase is Phase.TRAINING:
+                    worker = f.membership.workers.get(name)
+                    if name not in f.silent and worker and worker.phase is Phase.TRAINING:
                         f.say(name, "training")
         f.membership.hosts_listed({h: 1 for h in sorted(hosts)})
         f.run(chance.randrange(4))
@@ -596,3 +597,58 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
         assert set(f.world()) == hosts
         formed = [a.generation for a in f.acted if isinstance(a, Form)]
         assert formed == sorted(set(formed))
+
+
+# --- what the driver's cost rests on ----------------------------------------------------------------------------------
+
+def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None:
+    """So nobody has to decide, and nobody has to be woken: the step, and when it came, are no news."""
+    f = fleet("abcd")
+    f.run()
+    before = f.membership.basis(f.membership.notice(f.now))
+    for name in f.membership.members:
+        f.steps[name] = 7
+        f.say(name, "training")
+    assert f.membership.basis(f.membership.notice(f.now)) == before
+    f.say(f.membership.members[0], "waiting")
+    assert f.membership.basis(f.membership.notice(f.now)) != before
+
+
+def test_no_worker_is_kept_when_it_has_been_gone_for_a_generation() -> None:
+    """A run of weeks loses thousands of them; what they have shown about their hosts and the command is kept."""
+    f = fleet("ab", least=1)
+    f.run(20)
+    for number in range(30):
+        f.steps = dict.fromkeys(f.membership.members, number)
+        name = f.worker_on("b")
+        f.membership.exited(name, -9, f.now)
+        f.now += 60.0  # its host's back-off
+        f.run(120)
+        assert name not in f.membership.workers
+        assert f.membership.told(name, f.now) == {"evicted": True}
+    assert len(f.membership.workers) == 2 and f.world() == ["a", "b"]
+
+
+def test_no_host_is_kept_when_it_left_the_list_long_ago() -> None:
+    """On spot each machine has a name that never comes back."""
+    f = fleet("a", least=1)
+    for number in range(100):
+        f.steps = dict.fromkeys(f.membership.members, number)
+        f.membership.hosts_listed({"a": 1, f"h{number}": 1})
+        f.run(10)
+        f.now += 400.0
+    assert len(f.membership.hosts) < 20
+    assert len({host.order for host in f.membership.hosts.values()}) == len(f.membership.hosts)
+
+
+@pytest.mark.parametrize(("size", "hold_s"), [(1, 0.25), (16, 0.25), (31, 0.3125), (64, 1.0), (512, 1.0)])
+def test_a_large_world_has_fewer_heartbeats_and_as_much_patience(size: int, hold_s: float) -> None:
+    """The driver takes some 50 a second of up to 64 workers and one a second of each of more. A worker may lose as many
+    seconds in a large world as in a small one."""
+    membership = Membership(first_workers=size + 1, min_workers=1, max_workers=None)
+    membership.hosts_listed({"a": size})
+    membership.workers = {str(n): Worker(str(n), "a", n, 0.0, 0.0, phase=Phase.STANDBY) for n in range(size)}
+    assert membership.hold_s() == hold_s
+    limit_s = membership.limits.silence_s - membership.limits.beat_s + hold_s
+    assert not any(isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))
+    assert len([action for action in membership.decide(limit_s + 0.01) if isinstance(action, Stop)]) == size
