@@ -93,3 +93,27 @@ def test_cycles_are_long_only_where_the_thread_wakes() -> None:
     """A Horovod that somebody else has built delays each operation by half a cycle: there they follow the step."""
     assert cycle_ms(0.3, wakes=True) == IDLE_CYCLE_MS
     assert [cycle_ms(step_s, wakes=False) for step_s in (0.001, 0.1, 10.0)] == [1.0, 2.0, 5.0]
+
+
+NAMELESS = """
+import horovod.torch as hvd
+try:
+    hvd.init()
+    print("size", hvd.size())
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(("interface", "says"), [("lo", "size 1"), ("", "refused: Horovod initialization failed")])
+def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, says: str) -> None:
+    """With the interface given, which world.py always does. Without it hvd.init() fails with the reason, and the process
+    lives. (It died of SIGSEGV in a list that getaddrinfo had not filled.)"""
+    inside = 'hostname nobody.invalid && exec "$0" -c "$1"'
+    done = subprocess.run(["unshare", "--map-root-user", "--uts", "sh", "-c", inside, sys.executable, NAMELESS],
+                          env=os.environ | ({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
+                          capture_output=True, text=True, timeout=120)
+    if done.returncode == 1 and "unshare" in done.stderr:
+        pytest.skip(f"this machine gives no host name of one's own: {done.stderr}")
+    assert done.returncode == 0 and says in done.stdout, done.stderr
+    assert interface or "Unable to find address for nobody.invalid" in done.stderr
