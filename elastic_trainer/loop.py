@@ -35,9 +35,10 @@ import numpy
 import psutil
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from elastic_trainer import report, revive, standby
+from elastic_trainer.batches import fetch, to_device
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, last_attempt, read_events
@@ -128,8 +129,10 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
     Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
-    the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A global batch is always `shards`
-    parts; workers share the parts, so batch, learning rate and result do not depend on their number.
+    the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A batch is what `collate` returns: its
+    tensors are moved to the model's device in containers, dataclasses, and objects with a method `to(device)`.
+    A global batch is always `shards` parts; workers share the parts, so batch, learning rate and result do not depend
+    on their number.
     The run has `max_steps` steps, or `epochs` passes over the dataset (one, if neither is given); of both, the earlier
     end holds.
     `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `extras` are objects
@@ -456,8 +459,8 @@ class Trainer:
             parameter.grad = None
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
-        batch = to_device(fetch(job.dataset, first, job.collate), job.device)
         for _ in range(2):  # the second time is what a shard takes
+            batch = to_device(fetch(job.dataset, first, job.collate), job.device)  # anew: a loss may take it apart
             started = time.monotonic()
             with self.flat.count_additions():
                 job.loss(job.model, batch).backward()
@@ -720,26 +723,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-
-
-def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
-    """Read samples and make a batch of them."""
-    if type(dataset) is TensorDataset and collate is default_collate:  # the same, in one go
-        chosen = torch.from_numpy(indices)
-        return [tensor[chosen] for tensor in dataset.tensors]
-    numbers = indices.tolist()
-    many = getattr(dataset, "__getitems__", None)
-    return collate(many(numbers) if many else [dataset[i] for i in numbers])
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch (in lists, tuples and dicts) to a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

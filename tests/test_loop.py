@@ -463,6 +463,15 @@ def test_the_weights_are_the_same_when_the_same_samples_come_in_another_form(dat
     assert trained(built(), dataset=dataset).weights_sha256 == trained(built()).weights_sha256
 
 
+def test_a_loss_may_take_its_batch_apart() -> None:
+    """Each call gets a batch of its own, in the warm-up too."""
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        return mse(model, [batch.pop("x"), batch.pop("y")])
+
+    dataset = OneByOne(lambda x, y: {"x": x, "y": y})
+    assert trained(built(), dataset=dataset, loss=loss).weights_sha256 == trained(built()).weights_sha256
+
+
 def negated(samples: list[Any]) -> Any:
     x, y = default_collate(samples)
     return [-x, y]
@@ -641,6 +650,7 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[Base
     first, second = in_a_world(2, lambda rank: job(models[rank], dataset=OneByOne(broken)))
     assert isinstance(second, error)
     assert isinstance(first, PeerFailed) and f"{error.__name__}: sample {bad} is bad" in str(first)
+    assert error is SystemExit or f"dataset[{bad}] raised this" in str(first)
     reference = built()
     trained(reference, max_steps=1)
     for model in models:

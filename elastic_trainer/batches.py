@@ -1,0 +1,180 @@
+"""Read samples, make a batch of them, and move it to the model's device.
+
+the user's dataset and collate → here → the user's loss (loop.py)
+
+What always holds:
+1. A container keeps its type. One in which nothing has to move is handed on as it is.
+2. A tensor is never left on another device in silence: what cannot be moved is a ConfigError that names its type.
+3. What a dataset raises keeps its type and traceback, and says which sample was read.
+
+What it does not do: read ahead, or look into types that no rule below knows (they may have a method `to(device)`).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from elastic_trainer.config import ConfigError
+
+MOST_NAMED = 20
+"""Of more samples than this, an error names the first ones and counts the others."""
+DEEPEST = 4
+"""How many objects inside each other are searched for tensors that cannot be moved."""
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), numpy.ndarray, numpy.generic, type)
+
+
+def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
+    """Read samples and make a batch of them."""
+    if type(dataset) is TensorDataset and collate is default_collate:  # the same, in one go
+        chosen = torch.from_numpy(indices)
+        return [tensor[chosen] for tensor in dataset.tensors]
+    numbers = indices.tolist()
+    many = getattr(dataset, "__getitems__", None)
+    if many:
+        with _naming("read", numbers):
+            samples = many(numbers)
+    else:
+        samples = [_sample(dataset, number) for number in numbers]
+    with _naming("collated", numbers):
+        return collate(samples)
+
+
+def _sample(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:
+        add_note(error, f"elastic-trainer read sample {number} of the dataset: dataset[{number}] raised this.")
+        raise
+
+
+@contextmanager
+def _naming(done: str, numbers: list[int]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        named = ", ".join(map(str, numbers[:MOST_NAMED]))
+        more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+        add_note(error, f"elastic-trainer {done} the samples {named}{more} of the dataset.")
+        raise
+
+
+class Note(Exception):
+    """What add_note says where exceptions have no notes."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a sentence to what a traceback prints (PEP 678).
+
+    Python 3.10 has no notes. There the sentence becomes the cause of the exception that began the chain.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+        return
+    while before := error.__cause__ or error.__context__:
+        error = before
+    error.__cause__ = Note(note)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device: those in containers, in dataclasses, and where there is a `to(device)`.
+
+    Raises ConfigError for an object of another type that holds tensors elsewhere.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, _PLAIN):
+        return batch
+    if callable(getattr(batch, "to", None)):  # BatchEncoding, PackedSequence, a graph, the user's own
+        moved = batch.to(device)
+        return batch if moved is None else moved
+    if isinstance(batch, Mapping):
+        return _mapping_on(batch, device)
+    if isinstance(batch, (list, tuple, deque)):
+        return _sequence_on(batch, device)
+    if is_dataclass(batch):
+        return _dataclass_on(batch, device)
+    if device.type != "cpu" and _is_elsewhere(batch, device):
+        raise _stuck(batch, device)
+    return batch
+
+
+def _mapping_on(batch: Mapping[Any, Any], device: torch.device) -> Any:
+    moved = {key: now for key, value in batch.items() if (now := to_device(value, device)) is not value}
+    if not moved:
+        return batch
+    if isinstance(batch, MutableMapping):
+        clone = copy.copy(batch)
+        for key, value in moved.items():  # not update(): transformers' ModelOutput refuses it
+            clone[key] = value
+        return clone
+    return _rebuilt(type(batch), {**batch, **moved}, batch, device)
+
+
+def _sequence_on(batch: Any, device: torch.device) -> Any:
+    moved = [to_device(value, device) for value in batch]
+    if all(now is value for now, value in zip(moved, batch, strict=True)):
+        return batch
+    if isinstance(batch, tuple):
+        return _rebuilt(getattr(type(batch), "_make", type(batch)), moved, batch, device)  # _make: a named tuple
+    clone = copy.copy(batch)
+    for number, value in enumerate(moved):
+        clone[number] = value
+    return clone
+
+
+def _dataclass_on(batch: Any, device: torch.device) -> Any:
+    names = {field.name for field in fields(batch)} | getattr(batch, "__dict__", {}).keys()
+    values = {name: getattr(batch, name) for name in sorted(names) if hasattr(batch, name)}
+    moved = {name: now for name, value in values.items() if (now := to_device(value, device)) is not value}
+    if not moved:
+        return batch
+    clone = copy.copy(batch)  # not replace(): it would need InitVars again, and refuses fields with init=False
+    for name, value in moved.items():
+        object.__setattr__(clone, name, value)  # frozen ones too
+    return clone
+
+
+def _rebuilt(make: Callable[[Any], Any], values: Any, batch: Any, device: torch.device) -> Any:
+    try:
+        return make(values)
+    except TypeError as error:
+        raise _stuck(batch, device) from error
+
+
+def _stuck(batch: Any, device: torch.device) -> ConfigError:
+    kind = type(batch).__qualname__
+    return ConfigError(f"a batch holds a {kind} with tensors that are not on {device}, and nothing says how to move them. "
+                       f"Give {kind} a method to(device), or let collate return tensors in dicts, lists or dataclasses.")
+
+
+def _is_elsewhere(value: Any, device: torch.device, deepest: int = DEEPEST) -> bool:
+    """Return True if an object holds a tensor on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.device != device
+    if deepest == 0 or isinstance(value, _PLAIN):
+        return False
+    return any(_is_elsewhere(part, device, deepest - 1) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return value
+    slots = (name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ())))
+    return [*getattr(value, "__dict__", {}).values(),
+            *(getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name))]
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
