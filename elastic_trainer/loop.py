@@ -42,6 +42,7 @@ from elastic_trainer.batches import fetch, to_device
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, last_attempt, read_events
+from elastic_trainer.listeners import Guarded
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import (
     MAX_ERROR_CHARACTERS,
@@ -148,8 +149,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     run's name). `reduce` is "exact" (the same bits
     for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
-    checkpoints go when no launcher says so. `listeners`
-    hear every event of this worker.
+    checkpoints go when no launcher says so. `listeners` hear every event of this worker. What a listener raises does not
+    end the run: its traceback is told, and it is called again at the next event.
 
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its sys.exit()). Leaves by
     SystemExit 75 when this worker is not wanted any more.
@@ -206,7 +207,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         courier, launch = Courier(launch), replace(launch, run_dir=None)
     events = Events(launch.run_dir, courier=courier, run=launch.run, attempt=launch.attempt,
                     worker=launch.worker or launch.host)
-    events.listeners += listeners or []
+    events.listeners += [Guarded(listener, events) for listener in listeners or ()]
     if stood_by:
         events.emit("worker.stood_by", **stood_by)
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()

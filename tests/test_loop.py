@@ -746,6 +746,26 @@ def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> Non
     assert "SystemExit: bad data" in ears.facts("worker.failed")[0]["error"]
 
 
+def test_the_run_goes_on_when_a_listener_raises(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told with its traceback, the 1st and the 10th time, and stays called; the others hear everything."""
+    heard, ears = list[str](), Ears()
+
+    def metrics(event: str, facts: dict[str, Any]) -> None:
+        heard.append(event)
+        raise ConnectionError("no server, as planned")
+
+    result = trained(built(), listeners=[metrics, ears])
+    assert len(heard) > 11 and sorted(heard) == sorted(event for event, _ in ears.heard)
+    told = ears.facts("worker.listener_failed")
+    assert [e["failures"] for e in told] == [1, 10] and "metrics" in told[0]["listener"]
+    assert "ConnectionError: no server, as planned" in told[0]["error"]
+    assert [e for e in read_events(run_dir) if e["event"] == "worker.listener_failed"][0]["heard"] == heard[0]
+    assert capsys.readouterr().err.count("ConnectionError: no server, as planned") == 2
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert result.weights_sha256 == trained(built()).weights_sha256
+
+
 def test_the_exit_code_says_that_it_was_the_users_code_when_a_worker_has_not_stood_ready(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback is shown."""
