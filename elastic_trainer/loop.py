@@ -316,9 +316,10 @@ class Trainer:
         job, state = self.job, self.state
         self._warm_up()
         self._take_own_legacy()
+        if not isinstance(self.driver, Alone):
+            signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
         if isinstance(self.driver, OurDriver):
             driver = self.driver
-            signal.signal(signal.SIGTERM, lambda *_: driver.drain())
             driver.write_alone = self._write_while_waiting
             if self.checkpoints:
                 driver.is_saving = self.checkpoints.is_moving

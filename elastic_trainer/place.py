@@ -73,6 +73,7 @@ class Driver(Protocol):
     def wants_change(self) -> bool: ...
     def wants_stop(self) -> bool: ...
     def drains(self) -> bool: ...
+    def drain(self) -> None: ...
     def must_hurry(self) -> bool: ...
     def somebody_leaves(self) -> bool: ...
     def is_writer(self, rank: int, waited_s: float) -> bool: ...
@@ -95,6 +96,9 @@ class Alone:
         return False
 
     wants_stop = drains = must_hurry = somebody_leaves = is_broken = is_finished = wants_change
+
+    def drain(self) -> None:
+        """Nobody asks: SIGTERM ends a process that nobody started as it ends any other."""
 
     def is_writer(self, rank: int, waited_s: float) -> bool:
         """Always: there is nobody else."""
@@ -417,9 +421,11 @@ class PlainDriver:
             raise
 
     def next_place(self, holds_state: bool, step: int) -> Place:
-        """Ask for a place and wait until everybody who got one has checked in (F1)."""
+        """Ask for a place and wait until everybody who got one has checked in (F1). Raises Dismissed, RunOver."""
         rounds = 0
         while True:
+            if self._drains:
+                raise Dismissed
             if self.generation == 0 and rounds == 0:
                 names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
                 seat = [int(os.environ[f"HOROVOD_{name}"]) for name in names]
@@ -465,9 +471,13 @@ class PlainDriver:
             self._http("PUT", "admission/go", b"abort")
         return False
 
+    def drain(self) -> None:
+        """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
+        self._drains = True
+
     def wants_change(self) -> bool:
         """True when Horovod's driver told us of other hosts, or we were told to drain."""
-        return self._changed
+        return self._changed or self._drains
 
     def wants_stop(self) -> bool:
         """Never: this driver's death is noticed only at the next change."""

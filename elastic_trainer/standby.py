@@ -49,6 +49,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -548,7 +549,10 @@ def main(argv: Sequence[str]) -> NoReturn:
     parser.add_argument("--folder", type=Path, help=f"where they wait ({standby_folder({})}, or {FOLDER_VARIABLE})")
     parser.add_argument("--run-dir", type=Path, help="tell this run's diary")
     parser.add_argument("--once-training", action="store_true", help="wait until the run has finished a step")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end with this process, which has started this one")
     options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
+    if options.parent:
+        _end_with(options.parent)
     if not command or options.slots < 1:
         raise ConfigError("there is nothing to stand by for. Give a command after --, and --slots 1 or more.")
     folder: Path = options.folder or standby_folder(os.environ)
@@ -578,17 +582,58 @@ def local_standbys(run_dir: Path, command: Sequence[str], count: int) -> Iterato
         return
     with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:  # 0700, and short
         os.environ[FOLDER_VARIABLE] = folder
-        service = subprocess.Popen(
+        service = LocalService(
             [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(count), "--run-dir", str(run_dir),
-             "--once-training", "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent)  # noqa: PLW1509 (no threads here yet)
+             "--once-training", "--parent", str(os.getpid()), "--", *command], Events(run_dir, run=run_dir.name))
+        service.start()
         try:
             yield
         finally:
             del os.environ[FOLDER_VARIABLE]
-            service.terminate()
-            service.wait()
+            service.end()
 
 
-def _end_with_parent() -> None:
+class LocalService(threading.Thread):
+    """Run the service of a local run, and start it again, with a back-off, when it was killed.
+
+    The kernel ends a service with the thread that has started it (prctl(2), PR_SET_PDEATHSIG), so this one waits for it.
+    """
+
+    def __init__(self, command: Sequence[str], events: Events):
+        super().__init__(name="standbys", daemon=True)
+        self.command, self.events, self.env = list(command), events, dict(os.environ)
+        self.ends = threading.Event()
+        self.changes = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Start the service again and again, until it ends as it was told to, or by a mistake that it has told."""
+        failures = 0
+        while True:
+            started = time.monotonic()
+            with self.changes:
+                if self.ends.is_set():
+                    return
+                self.process = subprocess.Popen(self.command, env=self.env, start_new_session=True,
+                                                stdin=subprocess.DEVNULL)
+            code = self.process.wait()
+            if self.ends.is_set() or code in (0, 2):
+                return
+            failures = 1 if time.monotonic() - started > MAX_BACK_OFF_S else failures + 1
+            again_s = min(MAX_BACK_OFF_S, 2.0 ** min(failures, 9))
+            self.events.emit("standby.service_ended", exit_code=code, again_s=again_s)
+            self.ends.wait(again_s)
+
+    def end(self) -> None:
+        """End the service, and wait for its end."""
+        with self.changes:
+            self.ends.set()
+            if self.process:
+                self.process.terminate()
+        self.join()
+
+
+def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(0)  # it ended before we had asked the kernel

@@ -536,6 +536,22 @@ def test_all_count_as_rank_0_does_when_plain_horovodrun_has_started_them(monkeyp
     horovodrun.server.shutdown()
 
 
+def test_a_worker_leaves_at_a_step_boundary_when_it_is_terminated_under_plain_horovodrun(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants the world to change, and asks for no place in the next one: its exit says the rest to horovodrun."""
+    asked = list[bool]()
+    horovodrun = Horovodrun(on_seat=lambda: asked.append(True))
+    driver = horovodrun.worker(monkeypatch, 0, 1, attempt=1)
+    driver.next_place(False, 0)
+    assert not (driver.wants_change() or driver.drains() or driver.must_hurry())
+    driver.drain()
+    assert driver.wants_change() and driver.drains() and driver.must_hurry()
+    with pytest.raises(Dismissed):
+        driver.next_place(True, 1)
+    assert not asked
+    horovodrun.server.shutdown()
+
+
 # --- how a worker was launched --------------------------------------------------------------------------------------
 
 def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:

@@ -30,6 +30,27 @@ STEPS = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "10")
 
 
 @pytest.mark.usefixtures("turn")
+def test_leaves_at_a_step_boundary_when_terminated_under_plain_horovodrun(tmp_path: Path,
+                                                                          twin_of: Callable[..., str]) -> None:
+    """SIGTERM is a wish to leave there, too: no step breaks, the others go on, and the bits are the same."""
+    job = ("--steps", "40", "--step-s", "0.1")
+    plan = Plan().add("terminate", host="127.1", at="step.prepared", step=12)
+    env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
+                        "ELASTIC_TRAINER_RUN_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "horovodrun"), "-np", "3", "--min-np", "1", "--network-interfaces", "lo",
+         "--host-discovery-script", "echo localhost:1; echo 127.0.0.1:1; echo 127.1:1", *JOB, *job], env=env, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    assert (tmp_path / "fired-0").exists(), done.stdout
+    told = read_events(tmp_path / "run")
+    assert [e["worker"] for e in told if e["event"] == "worker.left"] == ["127.1"], done.stdout
+    assert not [e for e in told if e["event"] == "worker.generation_broken"], done.stdout
+    assert [e["size"] for e in told if e["event"] == "worker.generation_started" and e["rank"] == 0] == [3, 2]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["weights_sha256"] == twin_of(*job), done.stdout
+
+
+@pytest.mark.usefixtures("turn")
 def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_path: Path,
                                                                            twin_of: Callable[..., str]) -> None:
     """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four, another host with a standby: the same bits.

@@ -22,8 +22,9 @@ import pytest
 import s3_servers
 from cluster import Cluster, is_running
 
-from elastic_trainer import shim
+from elastic_trainer import shim, standby
 from elastic_trainer.attempts import is_worker
+from elastic_trainer.events import read_events
 from elastic_trainer.remote import workers_of
 from elastic_trainer.standby import changed_files, differing, idle_cores, merged, write_environment
 
@@ -554,6 +555,24 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
         file.write('{"event": "worker.step_committed"}\n')
     waits.stdin.close()
     assert waits.wait(DEADLINE_S) == 0
+
+
+def services() -> list[int]:
+    """Return the services that this process has started."""
+    pids = [int(pid) for children in Path("/proc/self/task").glob("*/children") for pid in children.read_text().split()]
+    return [pid for pid in pids if is_running(pid) and b"--once-training" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_the_service_of_a_local_run_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
+    """Later each time; it ends with the run, and is not started again then."""
+    with standby.local_standbys(tmp_path, ["sleep", "1000"], 1):
+        first = wait_for("service", services)
+        wait_for("diary", (tmp_path / "events.jsonl").exists)
+        os.kill(first[0], signal.SIGKILL)
+        second = wait_for("service", lambda: [pid for pid in services() if pid not in first])
+        [told] = [e for e in read_events(tmp_path) if e["event"] == "standby.service_ended"]
+        assert told["exit_code"] == -signal.SIGKILL
+    assert not is_running(second[0]) and not services()
 
 
 # --- in a real cluster --------------------------------------------------------------------------------------------------
