@@ -608,10 +608,18 @@ class MendedDriver:
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
                              exit_code=code, reason=reason)
             del self.processes[process.name]
+            if reason == "differed":
+                self._say_differed(process.host)
             if reason == "boot_failed" and not self.membership.user_error:
                 print(f"elastic-trainer: the command ended with exit code {code} on {process.host} before its worker stood "
                       f"ready. It is tried there again, later each time, while that host is listed.", file=sys.stderr)
             self._turn()
+
+    def _say_differed(self, name: str) -> None:
+        host = self.membership.hosts[name]
+        self.events.emit("driver.host_kept_out", level="error", host=name, differences=host.differences,
+                         kept_out_s=round(host.not_before - time.monotonic(), 1),
+                         why="a replica on it held other bits than the other workers' (worker.replica_differs)")
 
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
         workers = [self.membership.workers[name] for name in members]

@@ -39,7 +39,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer import report, revive, standby
 from elastic_trainer.batches import fetch, to_device
-from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
+from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.listeners import Guarded
@@ -54,6 +54,7 @@ from elastic_trainer.place import (
     RunOver,
 )
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
+from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length
 from elastic_trainer.state.cadence import Cadence
@@ -62,7 +63,7 @@ from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.timing import Pace, Timing
-from elastic_trainer.world import Control, PeersLost, World, WorldChanged
+from elastic_trainer.world import Control, PeersLost, StateWithdrawn, World, WorldChanged
 
 RESTORE_PAUSE_S = 30.0
 """Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
@@ -216,6 +217,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     except Dismissed:
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
+    except ReplicaDiffers as difference:
+        print(f"elastic-trainer: {difference}", file=sys.stderr)
+        sys.exit(EXIT_DIFFERS)
     except RunOver as over:
         events.emit("worker.stopped", verdict=over.verdict, detail=over.detail)
         print(f"elastic-trainer: {over}", file=sys.stderr)
@@ -293,6 +297,7 @@ class Trainer:
             self.state.packed()  # nothing is copied: what cannot be kept is said now, and not by each checkpoint
         except TypeError as error:
             raise ConfigError(f"{error}. Change what the state_dict of extras, or the optimizer's groups, hold.") from error
+        self.replica = Replica(self.state)
         self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
@@ -302,6 +307,7 @@ class Trainer:
         if launch.store or launch.run_dir:
             url = launch.store or str(launch.run_dir / "checkpoints")  # type: ignore[operator]
             try:
+                plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
                 self.checkpoints = Checkpoints(open_store(url), events.emit, plan, describe(job))
             except StoreRefused as error:
                 raise ConfigError(str(error)) from error
@@ -309,6 +315,8 @@ class Trainer:
         self._leave_seen: int | None = None
         """How many steps were finished when this worker heard that a member of this generation leaves."""
         self._leave_saved = self._has_room = False
+        self._restored_step = -1
+        """The step with which this attempt began, as far as this worker was there: then all held the same bits."""
         self.error: BaseException | None = None
 
     def run(self) -> Result:
@@ -356,11 +364,14 @@ class Trainer:
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
+            held = self.replica.parts(step)
             control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
-                                 *self._checkpoint_words(state.committed + 1))
+                                 *self._checkpoint_words(state.committed + 1), held=held)
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
+            if control.differs:
+                self._part_from_odd(step, held)                                 # leaves the loop
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             step_s = time.monotonic() - started
@@ -376,6 +387,27 @@ class Trainer:
             if control.change:
                 raise WorldChanged                                              # somebody joins or leaves
         self._finish()
+
+    def _part_from_odd(self, step: int, held: list[Part]) -> None:
+        """End this generation: somebody's replica differs. Who is odd leaves; the others do the step again."""
+        same_step = max(step - self.replica.slices, self._restored_step, 0)
+        self.world.find_odd(step, held, same_step)
+        self._go_back(step, same_step)
+
+    def _go_back(self, step: int, same_step: int) -> None:
+        """Let nobody restore what was published after a step, all together, and drop the state."""
+        checkpoints, is_first = self.checkpoints, self.world.rank == 0
+        left = -1
+        if checkpoints is not None:
+            text = str(checkpoints.withdraw(self.state.lineage, same_step)) if is_first else ""  # the store
+            left = int(self.world.share_text(text, 0))
+        if left < 0 or (left == 0 and not self.launch.driver):
+            raise ReplicasDisagree(
+                f"the {self.world.size} workers hold different bits in step {step}, no majority of them holds the same, "
+                f"and no checkpoint of step {same_step} or before is left: each later one may hold the wrong bits. The "
+                f"hosts stand in the event worker.replica_differs: test their memory. Then start the run anew under "
+                f"another name (--run), with 3 or more workers: they find out whose bits are wrong.")
+        raise StateWithdrawn(f"no majority holds the same bits in step {step}: back to step {left}")
 
     def _forward_backward(self, step: int) -> tuple[int, int]:
         """Run my shards of a step into the flat buffers; returns the number and digest of my samples."""
@@ -554,6 +586,7 @@ class Trainer:
             raise ConfigError(f"the run has a checkpoint of step {step}, but it is to have {self.job.schedule.steps}. "
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
+        self._restored_step = step or 0
         return "fresh" if step is None else "checkpoint"
 
     def _say(self, remark: Remark) -> None:

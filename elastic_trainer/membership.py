@@ -30,9 +30,11 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
+from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
 
 MAX_BACK_OFF_S = 60.0
+OUT_S, MAX_OUT_S = 600.0, 86400.0
+"""A host on which a replica differs for the second time stays out for so long, then for twice as long each time."""
 STEADY_S = 30.0
 """A worker that lived this long in the world wipes its host's failures out."""
 MAX_REFUSED_OFFERS = 3
@@ -112,6 +114,15 @@ class Host:
     failures: int = 0
     not_before: float = 0.0
     listed_at: float = 0.0
+    differences: int = 0
+    """How often a worker here has held other bits than the others: a sign of bad memory or a bad processor."""
+
+    def differ(self, now: float) -> None:
+        """Count a replica that differs. Once may be a cosmic ray; twice is the host."""
+        self.fail(now)
+        self.differences += 1
+        if self.differences > 1:
+            self.not_before = now + min(MAX_OUT_S, OUT_S * 2.0 ** min(self.differences - 2, 9))
 
     def fail(self, now: float) -> None:
         """Count a failure, and let nothing start here until a back-off, twice as long each time, is over."""
@@ -269,6 +280,9 @@ class Membership:
             return "left"
         if worker.formed_at and now - worker.formed_at > STEADY_S:
             host.failures = 0
+        if code == EXIT_DIFFERS and worker.formed_at:
+            host.differ(now)
+            return "differed"
         host.fail(now)
         if before is Phase.BOOTING and worker.generation == 0:
             is_own = 0 <= code < 126 or code == 127  # no signal's

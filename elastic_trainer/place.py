@@ -80,6 +80,7 @@ class Driver(Protocol):
     def is_broken(self) -> bool: ...
     def is_finished(self) -> bool: ...
     def note(self, phase: str, step: int) -> None: ...
+    def go_back(self) -> None: ...
     def fail(self, error: str) -> None: ...
     def finish(self, step: int) -> None: ...
 
@@ -106,6 +107,9 @@ class Alone:
 
     def note(self, phase: str, step: int) -> None:
         """Nobody listens."""
+
+    def go_back(self) -> None:
+        """Never asked: a world of one has nothing to compare."""
 
     def fail(self, error: str) -> None:
         """Nobody listens."""
@@ -351,6 +355,9 @@ class OurDriver:
             if self._status["phase"] != "reviving":
                 self._status.update(phase=phase, step=step, holds_state=True)
 
+    def go_back(self) -> None:
+        """Nothing to do: the driver ends the attempt when nobody says that it holds the state, and the next restores."""
+
     def _tell(self, **changes: Any) -> None:
         """Say something now, and again until it is heard; when the driver is lost there is nobody to tell."""
         words, since = self._words(**changes), time.monotonic()
@@ -497,6 +504,10 @@ class PlainDriver:
 
     def note(self, phase: str, step: int) -> None:
         """Horovod's driver does not listen."""
+
+    def go_back(self) -> None:
+        """Count an attempt of the run more: it goes on from a checkpoint, in the same processes."""
+        self.attempt += 1
 
     def fail(self, error: str) -> None:
         """Horovod's driver does not listen; the vote has told the others."""

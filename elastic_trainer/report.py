@@ -36,7 +36,8 @@ RESULT_FILE = "result.json"
 POLLER_GONE_S = 10.0
 """A poller that runs has written its table anew within two seconds."""
 PHASES = ("booting", "training", "pausing", "restarting", "stopped")
-LOST_REASONS = ("crashed", "frozen", "cut_off", "stuck", "evicted", "boot_failed", "boot_timeout", "exit_timeout")
+LOST_REASONS = ("crashed", "differed", "frozen", "cut_off", "stuck", "evicted", "boot_failed", "boot_timeout",
+                "exit_timeout")
 
 Event = Mapping[str, Any]
 

@@ -26,12 +26,13 @@ Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init),
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from elastic_trainer import revive
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
+from elastic_trainer.replicas import Difference, Part, ReplicaDiffers, are_same, checksum, judge, words
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import (
     LayoutError,
@@ -66,6 +68,8 @@ FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS")
 PAIR_S = 0.002
 """The rendezvous store takes about 0.3 ms for each of some 5 requests for each pair of members: 64 need 6 s to find each
 other, 128 need 25 s, and Gloo's time-out must be longer."""
+NAMED_TENSORS = 5
+"""An event names so many of the tensors that differ."""
 UPLOAD_FIRST_S = 60.0
 """A planned change of the world waits so long for a checkpoint whose shares are on their way to the store: a leaver has
 its two minutes for it, nobody pauses meanwhile, and a share that is not up is lost with the change."""
@@ -73,6 +77,10 @@ its two minutes for it, nobody pauses meanwhile, and a share that is not up is l
 
 class WorldChanged(Exception):
     """The generation ends at a step boundary, as all members have just agreed."""
+
+
+class StateWithdrawn(Exception):
+    """No majority of the workers holds the same bits: all drop the state, and an older checkpoint is restored."""
 
 
 class PeersLost(Exception):
@@ -103,6 +111,8 @@ class Control:
     """Everybody has been told to leave: this step is the last that anybody holds."""
     change_waits: bool
     """Somebody wants the world to change, if not after this step then soon."""
+    differs: bool
+    """The workers do not all hold the same bits in the slice of the state that was compared: nobody applies the step."""
 
 
 class Standing(NamedTuple):
@@ -173,6 +183,18 @@ class World:
             except WorldChanged:
                 self._note_end()
                 self._leave()
+            except StateWithdrawn as why:
+                self._note_end()
+                self.events.emit("worker.generation_broken", error=str(why))
+                self._leave()
+                state.restore()
+                state.has_state = False
+                self.driver.go_back()
+            except ReplicaDiffers:
+                self._is_guarded = False  # its bits are not to be kept
+                self._close_sockets()
+                self._leave()
+                raise
             idle = 0 if state.committed > last_step else idle + 1
             last_step = state.committed
             if idle > MAX_GENERATIONS_WITHOUT_PROGRESS and not isinstance(self.driver, OurDriver):  # that one counts too
@@ -301,16 +323,19 @@ class World:
         return self.wait(hvd.allgather_async(tensor, name=name))
 
     def vote(self, step: int, samples: int, digest: int, has_failed: bool,
-             upload: tuple[bool, bool] = (False, False), checkpoint: bool = False, published: int = -1) -> Control:
+             upload: tuple[bool, bool] = (False, False), checkpoint: bool = False, published: int = -1,
+             held: Sequence[Part] = ()) -> Control:
         """Agree that everybody holds the reduced gradient of `step`, and exchange one control word.
 
-        `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). It
-        completes anywhere only if every member's gradients were reduced. Network: one allreduce of 12 integers.
+        `upload` is (my share is up, it has failed); `checkpoint` and `published` are rank 0's words (see Control). `held`
+        are the checksums of what is compared (replicas.py). It completes anywhere only if every member's gradients were
+        reduced. Network: one allreduce of 16 integers.
         """
         wants_change, wants_stop = self._wants_change(time.monotonic()), self.driver.wants_stop()
         known = published + 1 if self.rank == 0 else 0
         word = torch.tensor([1, samples, digest, wants_change, wants_stop, has_failed, *upload, checkpoint, known,
-                             self.driver.drains(), self.driver.wants_change()], dtype=torch.int64)
+                             self.driver.drains(), self.driver.wants_change(), *words(checksum(held))],
+                            dtype=torch.int64)
         if self.size > 1:
             self.wait(self.allreduce_start(word, "vote"))
             assert int(word[0]) == self.size, f"{int(word[0])} of {self.size} voted in step {step}"
@@ -322,7 +347,31 @@ class World:
         return Control(samples=int(word[1]), digest=int(word[2]), change=bool(word[3]) or bool(word[4]),
                        stop=int(word[4]) == self.size, failed_rank=failed_rank, uploaded=int(word[6]),
                        upload_failed=bool(word[7]), checkpoint=bool(word[8]), published=int(word[9]) - 1,
-                       all_drain=int(word[10]) == self.size, change_waits=bool(word[11]))
+                       all_drain=int(word[10]) == self.size, change_waits=bool(word[11]),
+                       differs=not are_same(word[12:16].tolist(), self.size))
+
+    def find_odd(self, step: int, held: Sequence[Part], since_step: int) -> Difference:
+        """Find out whose bits differ, all together, after a vote that said so. Network: two allgathers.
+
+        Raises ReplicaDiffers on a worker that differs from more than half of all, PeersLost on those others. Returns the
+        difference where there is no such majority.
+        """
+        me = {"host": self.launch.host, "worker": self.launch.worker or self.launch.host, "held": list(held)}
+        told = [json.loads(text) for text in self.gather_texts(json.dumps(me))]
+        found = judge([its["held"] for its in told])
+        speaker = (found.majority or (0,))[0]
+        if self.rank == speaker:
+            for rank in found.odd:
+                self.events.emit("worker.replica_differs", level="error", step=step, since_step=since_step,
+                                 host=told[rank]["host"], odd_worker=told[rank]["worker"], odd_rank=rank,
+                                 majority=len(found.majority), tensors=found.tensors[:NAMED_TENSORS],
+                                 tensors_count=len(found.tensors))
+        if not found.majority:
+            return found
+        if self.rank in found.odd:
+            raise ReplicaDiffers(f"this worker holds other bits than {len(found.majority)} of {self.size} workers in step "
+                                 f"{step}: {', '.join(found.tensors[:NAMED_TENSORS])}")
+        raise PeersLost(f"rank {', '.join(map(str, found.odd))} holds other bits, and leaves")
 
     def _wants_change(self, now: float) -> bool:
         """Say whether to change the world after this step. One member that will not wait any longer is enough."""

@@ -63,11 +63,18 @@ def loss_every_s(losses: int, observed_s: float) -> float:
     return (PRIOR_LOSS_EVERY_S + observed_s) / (1.0 + losses)
 
 
-def retained(steps: list[int], keep_last: int, keep_every: int) -> set[int]:
-    """Return the steps whose checkpoints stay: the last ones, and the first at or after each multiple of `keep_every`."""
+def retained(steps: list[int], keep_last: int, keep_every: int, compared_after: int = 0) -> set[int]:
+    """Return the steps whose checkpoints stay: the last ones, and the first at or after each multiple of `keep_every`.
+
+    With `compared_after` also the newest that is so many steps older than the last one, and the oldest that is not: the
+    next one to be so old. So there is always one to go back to when replicas differ, at most twice so old.
+    """
     ordered = sorted(steps)
     kept = set(ordered[-keep_last:])
     if keep_every:
         kept |= {step for before, step in zip([0, *ordered], ordered, strict=False)
                  if step // keep_every > before // keep_every}
+    if compared_after and ordered:
+        old = [step for step in ordered if step <= ordered[-1] - compared_after]
+        kept |= {*old[-1:], ordered[len(old)]}
     return kept

@@ -89,6 +89,8 @@ class Plan:
     keep_every: int = 0
     """In steps: the first checkpoint at or after each multiple stays for good; 0: none."""
     part_bytes: int = PART_BYTES
+    compared_after: int = 0
+    """After so many steps all values of all workers have been compared: one older checkpoint stays too. 0: none."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1 or self.keep_every < 0 or not 1 <= self.part_bytes <= PUT_BYTES:
@@ -498,7 +500,8 @@ class Checkpoints:
         reused = {part.name for part in parts if _age(part.name) != (last.lineage, share.step)}
         if not reused <= frozenset().union(*(names[sequence] or () for sequence in before)):
             raise StoreUnavailable("a part of an older checkpoint that this one names is not kept any more")
-        steps = retained([*before.values(), share.step], self.plan.keep_last, self.plan.keep_every)
+        steps = retained([*before.values(), share.step], self.plan.keep_last, self.plan.keep_every,
+                         self.plan.compared_after)
         kept = {sequence: step for sequence, step in before.items() if step in steps}
         sequence = last.sequence + 1
         entries = [asdict(part) | {"start": part.index * self.plan.part_bytes} for part in parts]
@@ -578,6 +581,41 @@ class Checkpoints:
                               f"({'; '.join(reasons)}). Restore the job as it was, or give the run another name (--run).")
         state.lineage = facts["lineage"]
         return None
+
+    def withdraw(self, lineage: int, newest: int) -> int:
+        """Let no attempt restore a checkpoint of a later step than `newest`, when what they hold may be wrong.
+
+        Returns the step of the newest one that is left, 0 if there has been none at all, and -1, with nothing withdrawn,
+        if none would be left. Asked of one worker; the others wait. Raises Fenced, StoreUnavailable.
+        """
+        self.drop("what it holds may be wrong")
+        self.wait()
+        deadline, pause_s = time.monotonic() + RESTORE_S, 1.0
+        while True:
+            try:
+                return self._withdraw(lineage, newest)
+            except StoreUnavailable as error:
+                self.emit("state.store_unavailable", error=str(error))
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(pause_s)
+                pause_s = min(30.0, 2.0 * pause_s)
+
+    def _withdraw(self, lineage: int, newest: int) -> int:
+        log = self.log
+        if log.last is None or log.last.lineage != lineage:
+            log.take_over(lineage)
+        assert log.last
+        kept = log.last.kept
+        left = max((step for step in kept.values() if step <= newest), default=-1)
+        if not kept:
+            return 0
+        if left >= 0:
+            withdrawn = [sequence for sequence, step in kept.items() if step > newest]
+            log.append(lambda last: _without(last, withdrawn))
+            self._last_parts, self.newest_step = {}, left
+            self.emit("state.checkpoints_withdrawn", steps=[kept[sequence] for sequence in withdrawn], left_step=left)
+        return left
 
     def _begun_lineage(self, insist: bool) -> Record:
         """Prove the store and take the log over, again and again while it does not answer. Peers wait for it."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Injector:
 
     def __init__(self, plan: str, folder: Path):
         self.faults, self.folder = json.loads(plan), folder
+        self.tensors: dict[str, Callable[[], Any]] = {}
+        """What the job lets a fault change: a name → what returns the tensor."""
 
     @property
     def host(self) -> str:
@@ -68,6 +71,12 @@ class Injector:
             is_here = fault["at"] == point and fault["host"] in (None, self.host)
             if is_here and all(facts.get(k) == v for k, v in fault["facts"].items()) and self._claim(fault, facts):
                 self._do(fault["do"])
+
+    def flip(self, name: str) -> None:
+        """Flip the lowest bit of the first element: the smallest fault of memory."""
+        import torch  # here: a test does not need it
+
+        self.tensors[name]().detach().view(-1)[:1].view(torch.uint8)[0] ^= 1
 
     def _claim(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
         try:
@@ -101,6 +110,8 @@ class Injector:
                 )
 
                 raise PeersLost("the vote's answer did not arrive, as planned")
+            case "flip_weight" | "flip_moment":
+                self.flip(do.removeprefix("flip_"))
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":

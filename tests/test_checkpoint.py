@@ -1313,6 +1313,42 @@ def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last
     assert kept == retained(steps, keep_last, keep_every)
 
 
+@given(st.lists(st.integers(1, 60), min_size=1), st.integers(1, 3), st.integers(1, 100))
+def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: int, after: int) -> None:
+    """From the first that is so old on there is one to go back to, at most as old as two rounds and a pause."""
+    kept, step, published = set[int](), 0, list[int]()
+    for pause in pauses:
+        step += pause
+        published.append(step)
+        kept = retained([*kept, step], keep_last, 0, after)
+        if published[0] <= step - after:
+            assert max(old for old in kept if old <= step - after) > step - 2 * after - 2 * max(pauses)
+    assert len(kept) <= keep_last + 2
+
+
+def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
+    """The newest of the others is, also when the checkpoint after it is on its way."""
+    fleet = Fleet(tmp_path, 2, steps=0)
+    fleet.restore()
+    fleet.publish(3)
+    fleet.train()
+    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
+        worker.begin(state, rank, 2)
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, 2) == 2
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, 2) == 2
+    assert Fleet(tmp_path, 2, steps=0).restore() == [2, 2]
+
+
+def test_nothing_is_withdrawn_when_nothing_would_be_left(tmp_path: Path) -> None:
+    """A run must never start afresh for it, unless it had no checkpoint at all."""
+    fleet = Fleet(tmp_path, steps=0)
+    fleet.restore()
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, 5) == 0
+    fleet.publish(1)
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, 0) == -1
+    assert Fleet(tmp_path, steps=0).restore() == [1]
+
+
 def test_extras_come_back_with_the_state(tmp_path: Path) -> None:
     """A moving average of the weights, say; another set of extras is refused."""
     def averaged(state: ElasticState) -> torch.optim.swa_utils.AveragedModel:

@@ -184,6 +184,23 @@ def test_goes_on_without_the_dead_when_a_member_exits() -> None:
     assert f.world() == ["a", "c", "d", "b"]
 
 
+def test_a_host_whose_replica_differs_again_stays_out() -> None:
+    """The first time it gets a new worker as after any death; later it is the host: ten minutes, and longer each time."""
+    f, out = fleet(), list[float]()
+    f.run()
+    for step in range(12):
+        f.now = max(f.now, f.membership.hosts["b"].not_before) + 60  # it has worked for a while
+        f.run(20)
+        f.steps = dict.fromkeys(f.membership.members, step + 1)
+        assert f.world() == (["a", "c", "d", "b"] if out else ["a", "b", "c", "d"])
+        assert f.membership.exited(f.worker_on("b"), 76, f.now) == "differed"
+        out.append(f.membership.hosts["b"].not_before - f.now)
+        f.run(4)
+        assert f.world() == ["a", "c", "d"]
+    assert [round(seconds) for seconds in out[:4]] == [1, 600, 1200, 2400]
+    assert out[-1] == 86400.0
+
+
 def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:
     """A host whose worker never starts is tried again every minute, however often it has failed."""
     f = fleet()

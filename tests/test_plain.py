@@ -22,6 +22,7 @@ from faults import Plan
 
 from elastic_trainer.events import read_events
 from elastic_trainer.shim import FOLDER_VARIABLE
+from elastic_trainer.verify import verify
 
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
@@ -102,3 +103,27 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_pa
     result = json.loads((run / "result.json").read_text())
     assert result["weights_sha256"] == twin_of(*STEPS), said()
     assert said().count("weights " + result["weights_sha256"]) == 4, said()
+
+
+@pytest.mark.usefixtures("turn")
+@pytest.mark.parametrize("size", [4, 2])
+def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(tmp_path: Path, twin_of: Callable[..., str],
+                                                                        size: int) -> None:
+    """Of four the odd worker leaves, as if its host had died; of two both go back to a checkpoint, in their processes."""
+    run, plan = tmp_path / "run", Plan().add("flip_weight", host="127.0.0.1", at="step.prepared", step=25)
+    env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
+                        "ELASTIC_TRAINER_RUN_DIR": str(run)}
+    (tmp_path / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:size]))
+    job = [*JOB, "--steps", "40", "--checkpoint-every", "10"]
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "horovodrun"), "-np", str(size), "--min-np", "2", "--network-interfaces", "lo",
+         "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *job],
+        env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    events = read_events(run)
+    differs = [e["host"] for e in events if e["event"] == "worker.replica_differs"]
+    assert differs == (["127.0.0.1"] if size == 4 else list(HOSTS[:2])), done.stdout
+    result = json.loads((run / "result.json").read_text())
+    assert result["weights_sha256"] == twin_of("--steps", "40"), done.stdout
+    verdict = verify(run)
+    assert verdict.is_proved, verdict.sentences()
+    assert verdict.attempts == (1 if size == 4 else 2)

@@ -69,6 +69,9 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Dropout(0.1),
                             torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+if injector:
+    weight = model[0].weight
+    injector.tensors = {"weight": lambda: weight, "moment": lambda: optimizer.state[weight]["exp_avg"]}
 result = train(model, optimizer, Samples(), global_batch=64, shards=8, epochs=1000, seed=3, max_steps=options.steps,
                loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
                schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,

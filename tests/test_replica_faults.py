@@ -1,0 +1,50 @@
+"""A flipped bit in one worker's memory, for real: found, named, and gone before it is in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from faults import Plan
+
+Twin = Callable[..., str]
+SLOW = ("--steps", "120", "--step-s", "0.15", "--checkpoint-every", "10")
+
+
+def host(rank: int) -> str:
+    """The host that has this rank while nobody has left."""
+    return f"127.0.0.{rank + 1}"
+
+
+@pytest.mark.parametrize(("do", "rank", "tensor"), [("flip_weight", 2, "0.weight"), ("flip_moment", 0, "0.weight/exp_avg")])
+def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: Path, twin_of: Twin, do: str, rank: int,
+                                                                      tensor: str) -> None:
+    """Of a weight, or of the optimizer's state: nobody applies the step, the host is named, and nothing is lost."""
+    plan = Plan().add(do, host=host(rank), at="step.prepared", step=12)
+    with Cluster(tmp_path, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_world(3)
+        cluster.wait_for_world(4, after=2)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+        [differs] = cluster.events("worker.replica_differs")
+        [out] = cluster.events("driver.host_kept_out")
+        [gone] = cluster.lost()
+    assert (differs["host"], differs["odd_rank"], differs["step"]) == (host(rank), rank, 12)
+    assert differs["tensors"] == [tensor] and differs["since_step"] == 11 and differs["majority"] == 3
+    assert gone["reason"] == "differed" and gone["worker"] == differs["odd_worker"]
+    assert (out["host"], out["differences"]) == (host(rank), 1)
+
+
+def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(tmp_path: Path, twin_of: Twin) -> None:
+    """Of two workers nobody knows who is right: both drop the state, and what was published since is not restored."""
+    plan = Plan().add("flip_weight", host=host(1), at="step.prepared", step=25)
+    with Cluster(tmp_path, hosts=2, job=SLOW, plan=plan) as cluster:
+        cluster.wait_until_fired()
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+        assert {e["host"] for e in cluster.events("worker.replica_differs")} == {host(0), host(1)}
+        [restored] = cluster.events("state.checkpoint_restored")
+    assert result["attempts"] == 2
+    assert restored["step"] == 20
