@@ -35,6 +35,7 @@ import numpy
 import psutil
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer import report, revive, standby
@@ -56,7 +57,7 @@ from elastic_trainer.place import (
 from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length
+from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length, split_schedule
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
 from elastic_trainer.state.elastic_state import ElasticState
@@ -112,6 +113,8 @@ class Job:
     extras: dict[str, Any]
     after_step: Callable[[int], None]
     device: torch.device
+    scheduler: LRScheduler | None = None
+    """Sets the rates instead of `rate`."""
     remarks: tuple[Remark, ...] = ()
     """What a person is told at the start of each attempt."""
 
@@ -119,7 +122,7 @@ class Job:
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
           loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8,
           epochs: int | None = None,
-          seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | None = None,
+          seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | LRScheduler | None = None,
           clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
           drop_last: bool = False, min_shard_samples: int | None = None,
           collate: Callable[[list[Any]], Any] = default_collate,
@@ -137,9 +140,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     on their number.
     The run has `max_steps` steps, or `epochs` passes over the dataset (one, if neither is given); of both, the earlier
     end holds.
-    `schedule(step)` multiplies the optimizer's learning rates. `clip_norm` clips the global norm. `extras` are objects
-    with state_dict and load_state_dict that belong to the state (a moving average of the weights, metrics); they change
-    only in `after_step(step)`, which runs on every worker alike, as the last part of the step.
+    `schedule` is a function: `schedule(step)` multiplies the optimizer's learning rates. Or it is a torch scheduler of this
+    optimizer: `train` steps it once per finished step (not per epoch), and it is part of the state. ReduceLROnPlateau
+    hears the loss of each step, so its patience counts steps. Nothing else may set a rate.
+    `clip_norm` clips the global norm. `extras` are objects with state_dict and load_state_dict that belong to the state
+    (a moving average of the weights, metrics); they change only in
+    `after_step(step)`, which runs on every worker alike, as the last part of the step.
     An epoch whose samples do not divide by `global_batch` ends with a short batch; `drop_last` leaves those samples out.
     Each shard of a short batch has at least `min_shard_samples` samples, so fewer shards have any; None: 2 for a model
     with BatchNorm, which cannot compute a variance of one sample, else 1.
@@ -180,7 +186,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
                        max_steps=max_steps, drop_last=drop_last,
                        min_shard_samples=(fewest_samples(model, global_batch, shards)
                                           if min_shard_samples is None else min_shard_samples))
-    job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=schedule or (lambda step: 1.0),
+    scheduler, rate = split_schedule(schedule, optimizer, numbers.steps)
+    job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=rate, scheduler=scheduler,
               schedule=numbers, remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
               clip_norm=clip_norm, scaler=scaler, collate=collate, extras=dict(extras or {}),
               after_step=after_step or (lambda step: None), device=trained[0].device)
@@ -287,7 +294,7 @@ class Trainer:
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool,
                  plan: Plan | None = None):
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
-        self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, identity={
+        self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler, identity={
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
             "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce} | cut_of(job.schedule))
         self.state.extras = job.extras
@@ -425,6 +432,9 @@ class Trainer:
                     self._one_shard(step, shard, indices, overlaps=shard == mine.stop - 1)
                 samples, digest = samples + len(indices), digest + samples_digest(indices)
             done()
+        if self.error is None:
+            with self._user_code():
+                state.rates.check(step)
         return samples, digest
 
     def _one_shard(self, step: int, shard: int, indices: numpy.ndarray, overlaps: bool) -> None:
@@ -472,13 +482,13 @@ class Trainer:
             job.scaler.unscale_(job.optimizer)
         if job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
-        for group, base in zip(job.optimizer.param_groups, state.base_rates, strict=True):
-            group["lr"] = base * job.rate(state.committed)
+        state.rates.set(job.rate(state.committed))
         if job.scaler:
             job.scaler.step(job.optimizer)
             job.scaler.update()
         else:
             job.optimizer.step()
+        state.rates.advance(state.loss)
         job.after_step(state.committed)
         state.commit(samples, digest)
         state.is_applying = False
@@ -619,7 +629,7 @@ class Trainer:
         if self.world.rank == 0:
             samples, digest = self.state.last_vote
             self.events.emit("worker.step_committed", step=step, samples=samples, digest=digest,
-                             loss=self.state.loss, lr=self.job.optimizer.param_groups[0]["lr"],
+                             loss=self.state.loss, lr=self.state.rates.used,
                              step_s=round(step_s, 5), **more)
 
     def _is_uploading(self) -> bool:

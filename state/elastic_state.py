@@ -22,21 +22,24 @@ import horovod.torch.elastic as hvd_elastic
 import torch
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack, unpack
+from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
 
 class ElasticState(hvd_elastic.TorchState):
     """Model, optimizer and scaler of this worker, and where it stands."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
-                 scaler: torch.amp.GradScaler | None = None, identity: dict[str, Any] | None = None):
+                 scaler: torch.amp.GradScaler | None = None, scheduler: LRScheduler | None = None,
+                 identity: dict[str, Any] | None = None):
         object.__setattr__(self, "_handlers", {})  # no handlers: they are what F6, F7 and F8 are about
         State.__init__(self, bcast_object=None, get_rank=None)
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are refused."""
-        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.rates = Rates(optimizer, scheduler)
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.prepared = 0
@@ -152,7 +155,7 @@ class ElasticState(hvd_elastic.TorchState):
             "loss": self.loss,
             "last_vote": self.last_vote,
             "lineage": self.lineage,
-            "base_rates": [float(rate) for rate in self.base_rates],
+            **self.rates.values(),
             "parameters": dict(self.model.named_parameters()),
             "buffers": self.buffers,
             "aliases": self.aliases,
@@ -190,6 +193,13 @@ class ElasticState(hvd_elastic.TorchState):
         members = [[by_id[id(p)] for p in g["params"]] for g in groups]
         if values["optimizer"]["members"] != members:
             raise LayoutError("the optimizer's parameter groups are not this optimizer's")
+        for number, (group, theirs) in enumerate(zip(groups, values["optimizer"]["groups"], strict=True)):
+            for key in group.keys() & theirs.keys() - {"params"}:
+                if tensor_kind(group[key]) != tensor_kind(theirs[key]):
+                    raise LayoutError(f"{key} of the optimizer's group {number} is {theirs[key]!r} there, but "
+                                      f"{group[key]!r} in this job: a tensor and a number, or tensors of other types")
+        if misfit := self.rates.misfit(values):
+            raise LayoutError(misfit)
         if (values["scaler"] is None) != (self.scaler is None):
             raise LayoutError("a gradient scaler is in only one of the two")
         if values["extras"].keys() != self.extras.keys():
@@ -228,7 +238,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.optimizer.state.clear()
         entries = values["optimizer"]["state"]
         for group, theirs, members in zip(groups, *(values["optimizer"][k] for k in ("groups", "members")), strict=True):
-            group.update(theirs)
+            group.update({key: taken_in_place(group.get(key), value) for key, value in theirs.items()})
             moves_step = bool(group.get("fused") or group.get("capturable"))
             for name in members:
                 if name in entries:
@@ -237,7 +247,7 @@ class ElasticState(hvd_elastic.TorchState):
             self.scaler.load_state_dict(values["scaler"])
         for name, extra in self.extras.items():
             extra.load_state_dict(values["extras"][name])
-        self.base_rates = list(values["base_rates"])
+        self.rates.load(values)
         self.lineage = int(values["lineage"])
         self.committed = self.prepared = int(values["step"])
         self.samples, self.loss = int(values["samples"]), float(values["loss"])

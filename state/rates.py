@@ -1,0 +1,173 @@
+"""The learning rates of an optimizer: set from one place, and compared at each step.
+
+train(schedule=…) → here → the optimizer's groups → optimizer.step()
+
+What always holds:
+1. A function of the step multiplies the rates that the optimizer was built with. A torch scheduler
+   sets the rates itself; it is part of the state, and is stepped exactly once per finished step.
+2. Nobody else sets a rate, and nobody else steps the scheduler: `check` raises, with the remedy.
+   Otherwise `train` and the user's code would overwrite each other's rates in silence.
+3. A rate that is a tensor stays this same tensor: a compiled optimizer reads it where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+class RateChanged(RuntimeError):
+    """Something other than train() has set a learning rate or stepped the scheduler."""
+
+
+class Rates:
+    """The rates of one optimizer's groups, and the scheduler if a torch scheduler sets them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None):
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.base = [_own(group["lr"]) for group in optimizer.param_groups]
+        """The rates that the optimizer was built with."""
+        self.used = math.nan
+        """The first group's rate in the last finished step."""
+        self._marks = self._now()
+
+    def _now(self) -> tuple[list[Any], Any]:
+        """Return what tells a change.
+
+        A tensor's version is a number on the host; to read its value is to wait for the GPU.
+        """
+        rates = [
+            (id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate
+            for rate in (group["lr"] for group in self.optimizer.param_groups)
+        ]
+        return rates, _progress(self.scheduler)
+
+    def check(self, step: int) -> None:
+        """Raise RateChanged unless the rates, and the scheduler, are as `set` and `advance` left them."""
+        (rates, progress), (were, progress_was) = self._now(), self._marks
+        remedy = (
+            "Learning rates come from train(schedule=…) alone: hand over the torch scheduler as "
+            "schedule=scheduler and do not step it, or give a function of the step"
+        )
+        for number, (rate, was) in enumerate(zip(rates, were, strict=True)):
+            if rate != was and not (rate != rate and was != was):  # NaN is no change
+                value = float(self.optimizer.param_groups[number]["lr"])
+                before = "another" if isinstance(was, tuple) else was
+                raise RateChanged(
+                    f"at step {step} the learning rate of the optimizer's group {number} is {value}, but "
+                    f"train() had set it to {before}. {remedy}."
+                )
+        if progress != progress_was:
+            raise RateChanged(
+                f"at step {step} the {type(self.scheduler).__name__} has been stepped by something other "
+                f"than train(), which steps it once per finished step. {remedy}."
+            )
+
+    def set(self, multiplier: float) -> None:
+        """Set the rates of a step, unless a scheduler has done so when the last step ended."""
+        if self.scheduler is None:
+            for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].copy_(base * multiplier)
+                else:
+                    group["lr"] = base * multiplier
+        self.used = float(self.optimizer.param_groups[0]["lr"])
+
+    def advance(self, loss: float) -> None:
+        """End a step: let the scheduler set the rates of the next one."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            if math.isfinite(loss):
+                self.scheduler.step(loss)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        self._marks = self._now()
+
+    # --- as values --------------------------------------------------------------------
+
+    def values(self) -> dict[str, Any]:
+        """Return what the state keeps (nothing is copied)."""
+        scheduler = self.scheduler and {
+            "class": type(self.scheduler).__name__,
+            "state": self.scheduler.state_dict(),
+        }
+        return {"base_rates": self.base, "rate_used": self.used, "scheduler": scheduler}
+
+    def misfit(self, values: dict[str, Any]) -> str:
+        """Say why values cannot be taken over; "" if they can."""
+        theirs = (values.get("scheduler") or {}).get("class")
+        mine = type(self.scheduler).__name__ if self.scheduler else None
+        if theirs == mine:
+            return ""
+        return f"the schedule is {theirs or 'no torch scheduler'} there, but {mine or 'none'} here"
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Take over values, after the optimizer's groups have been."""
+        self.base = [
+            as_built(mine, theirs)
+            for mine, theirs in zip(self.base, values["base_rates"], strict=True)
+        ]
+        self.used = float(values.get("rate_used", self.optimizer.param_groups[0]["lr"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(
+                as_built(self.scheduler.state_dict(), values["scheduler"]["state"])
+            )
+        self._marks = self._now()
+
+
+def as_built(mine: Any, theirs: Any) -> Any:
+    """Return a received value with the types and on the devices that it has here.
+
+    Nothing of `mine` is changed.
+    The layout keeps a Counter (MultiStepLR's milestones) as a dict, and brings all tensors on the CPU.
+    """
+    if isinstance(mine, torch.Tensor):
+        if isinstance(theirs, torch.Tensor):
+            return theirs.to(mine.device)
+        return torch.full_like(mine, theirs) if isinstance(theirs, (int, float)) else theirs
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        whole = copy.copy(mine)
+        whole.clear()
+        whole.update({key: as_built(mine.get(key), value) for key, value in theirs.items()})
+        return whole
+    if (
+        isinstance(mine, (list, tuple))
+        and isinstance(theirs, (list, tuple))
+        and len(mine) == len(theirs)
+    ):
+        parts = [as_built(*pair) for pair in zip(mine, theirs, strict=True)]
+        return type(mine)(*parts) if hasattr(mine, "_fields") else type(mine)(parts)
+    return theirs
+
+
+def taken_in_place(mine: Any, theirs: Any) -> Any:
+    """Return a received value; a tensor that is there keeps its place and takes the value."""
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return mine.copy_(theirs)
+    if (
+        isinstance(mine, (list, tuple))
+        and isinstance(theirs, (list, tuple))
+        and len(mine) == len(theirs)
+    ):
+        return type(mine)(taken_in_place(*pair) for pair in zip(mine, theirs, strict=True))
+    return theirs
+
+
+def tensor_kind(value: Any) -> Any:
+    """Return what two values must have in common: the type and shape of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape)
+    return [tensor_kind(one) for one in value] if isinstance(value, (list, tuple)) else None
+
+
+def _own(rate: Any) -> Any:
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _progress(scheduler: Any) -> Any:
+    """Return how far a scheduler, and those that it is made of, are."""
+    inner = [_progress(one) for one in getattr(scheduler, "_schedulers", ())]
+    return getattr(scheduler, "last_epoch", None), inner
