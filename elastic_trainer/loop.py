@@ -17,6 +17,7 @@ What always holds:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import random
@@ -54,7 +55,14 @@ from elastic_trainer.place import (
     PlainDriver,
     RunOver,
 )
-from elastic_trainer.reduce import ExactReducer, Flat, Reducer, RingReducer
+from elastic_trainer.reduce import (
+    ExactReducer,
+    Flat,
+    GradientsWritten,
+    Reducer,
+    RingReducer,
+    SetsDiffer,
+)
 from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length, split_schedule
@@ -305,7 +313,7 @@ class Trainer:
         except TypeError as error:
             raise ConfigError(f"{error}. Change what the state_dict of extras, or the optimizer's groups, hold.") from error
         self.replica = Replica(self.state)
-        self.flat = Flat(job.model.parameters(), self.state.buffers, job.device)
+        self.flat = Flat(dict(job.model.named_parameters()), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
                                  else RingReducer(self.flat, shards, compress=compress))
@@ -366,7 +374,7 @@ class Trainer:
             samples, digest = self._forward_backward(step)
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
-            self.reducer.finish(world)                                          # network: the gradients, once
+            self._reduce()                                                      # network: the gradients, once
             state.prepare()
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
@@ -418,8 +426,15 @@ class Trainer:
 
     def _forward_backward(self, step: int) -> tuple[int, int]:
         """Run my shards of a step into the flat buffers; returns the number and digest of my samples."""
-        job, state, samples, digest = self.job, self.state, 0, 0
-        state.begin()
+        self.state.begin()
+        try:
+            return self._run_shards(step)
+        except GradientsWritten:  # nothing has left this worker: its shards are run again, each with its own gradients
+            self.flat.isolates = True
+            return self._run_shards(step)
+
+    def _run_shards(self, step: int) -> tuple[int, int]:
+        job, samples, digest = self.job, 0, 0
         mine = self.reducer.begin(self.world)
         self.error = self.checkpoints.fenced if self.checkpoints else None
         for shard in mine:
@@ -434,28 +449,64 @@ class Trainer:
             done()
         if self.error is None:
             with self._user_code():
-                state.rates.check(step)
+                self.state.rates.check(step)
         return samples, digest
 
     def _one_shard(self, step: int, shard: int, indices: numpy.ndarray, overlaps: bool) -> None:
-        job, weight = self.job, self.job.schedule.shard_weight(step, shard)
+        job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
         self.state.reset_buffers()
         seed_everything(job.schedule.shard_seed(step, shard))
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
+        flat.open_shard()
         loss = job.loss(job.model, batch)
-        self.flat.add_statistics(weight, loss, self.state.buffers_before(), dict(job.model.named_buffers()))
+        flat.check_untouched()
+        self._follow_requires_grad()
+        flat.weigh_rest(weight)
+        flat.add_statistics(weight, loss, self.state.buffers_before(), dict(job.model.named_buffers()))
         if overlaps and isinstance(self.reducer, RingReducer):
             self.reducer.overlap(self.world)
         weighted = loss * weight
         (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+        try:
+            flat.close_shard()
+        except GradientsWritten as error:
+            if not self.reducer.has_sent():
+                raise
+            raise RuntimeError(f"a hook has changed .grad during the backward pass of step {step}, after a part of it was "
+                               f"sent. Let it do so from the first batch on, or use reduce=\"exact\".") from error
         self.state.adopt_buffers()
+
+    def _follow_requires_grad(self) -> None:
+        """Train those parameters that require a gradient now: `after_step` or `loss` may have changed which."""
+        flat, trained = self.flat, self.flat.trained_now()
+        if trained == flat.trained:
+            return
+        if flat.shards_run:
+            names = [name for name, now, was in zip(flat.names, trained, flat.trained, strict=True) if now != was]
+            raise RuntimeError(f"requires_grad of {some(names)} differs between two shards of step {self.state.committed}, "
+                               f"so the gradient would depend on the number of workers. Change it in after_step, or in "
+                               f"loss by what the step's number says.")
+        self.reducer.lay_out(trained)
+
+    def _reduce(self) -> None:
+        """Sum the gradients of all shards. That workers train different parameters is the user's error on all of them."""
+        flat = self.flat
+        try:
+            self.reducer.finish(self.world)
+        except SetsDiffer:
+            mine = [name for name, is_trained in zip(flat.names, flat.trained, strict=True) if is_trained]
+            told = [json.loads(text) for text in self.world.gather_texts(json.dumps(mine if flat.shards_run else None))]
+            sets = [set(names) for names in told if names is not None]
+            self.error = self.error or RuntimeError(
+                f"requires_grad of {some(sorted(set.union(*sets) - set.intersection(*sets)))} differs between workers in "
+                f"step {self.state.committed}. Change it in after_step, or in loss by what the step's number says.")
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
         """Keep what the user's code raises for the vote: all ranks must stop at the same point."""
         try:
             yield
-        except (HorovodInternalError, PeersLost, KeyboardInterrupt):  # a reducer's, from within the backward pass
+        except (HorovodInternalError, PeersLost, GradientsWritten, KeyboardInterrupt):  # not the user's errors
             raise
         except BaseException as error:  # sys.exit() too
             self.error = error
@@ -477,6 +528,7 @@ class Trainer:
         # What draws random numbers here (stochastic rounding, after_step) draws the same on every worker.
         seed_everything(job.schedule.shard_seed(state.committed, job.schedule.shards))
         state.is_applying = True
+        self.flat.hand_out()
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
         if job.scaler:
             job.scaler.unscale_(job.optimizer)
@@ -498,24 +550,21 @@ class Trainer:
     def _warm_up(self) -> None:
         """Pay for everything that is slow the first time, before this worker stands ready; nothing remains of it."""
         job = self.job
+        trained = self.flat.trained_now()
         self.state.begin()
-        for parameter in self.flat.parameters:
-            parameter.grad = None
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
         for _ in range(2):  # the second time is what a shard takes
-            batch = to_device(fetch(job.dataset, first, job.collate), job.device)  # anew: a loss may take it apart
             started = time.monotonic()
-            with self.flat.count_additions():
-                job.loss(job.model, batch).backward()
+            self._try_shard(first)
             shard_s = time.monotonic() - started
-            self.state.reset_buffers()
         if job.schedule.smallest_shard < len(first):
             self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
         self.state.forget()
         self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
-        for parameter in self.flat.parameters:
-            parameter.grad = None
+        self.flat.adopt(trained)
+        for tensor in self.flat.sums.values():
+            tensor.zero_()
         self.flat.bind(self.flat.sums)
 
     def _rehearse_smallest_shard(self, indices: numpy.ndarray) -> None:
@@ -523,16 +572,42 @@ class Trainer:
 
         The samples are some that have just passed in a larger shard, so it is their number that fails.
         """
-        job, schedule = self.job, self.job.schedule
-        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
+        schedule = self.job.schedule
         try:
-            job.loss(job.model, batch).backward()
+            self._try_shard(indices)
         except Exception as error:
             left = schedule.dataset_size % schedule.global_batch
             raise ConfigError(f"the last step of each epoch has {left} samples, its smallest shard {len(indices)}, and on "
                               f"a shard of that size the loss raises {type(error).__name__}: {str(error).rstrip('.')}. "
                               f"Use drop_last=True, or another global_batch or shards.") from error
-        self.state.reset_buffers()
+
+    def _try_shard(self, indices: numpy.ndarray) -> None:
+        """Run a shard of which nothing remains but what it says of the user's code: whether that writes to `.grad`."""
+        job = self.job
+        try:
+            self._try_backward(to_device(fetch(job.dataset, indices, job.collate), job.device))
+        except GradientsWritten:
+            self.flat.isolates = True  # anew: a loss may take its batch apart
+            self._try_backward(to_device(fetch(job.dataset, indices, job.collate), job.device))
+
+    def _try_backward(self, batch: Any) -> None:
+        flat = self.flat
+        flat.shards_run = 0
+        try:
+            flat.bind(flat.sums)
+            for tensor in flat.sums.values():
+                tensor.fill_(1.0)  # so that also a `.grad.data.zero_()` is seen, which no version counts
+            flat.open_shard()
+            loss = self.job.loss(self.job.model, batch)
+            flat.check_untouched()
+            if not flat.isolates and not all(bool((gradient == 1).all()) for gradient in flat.sums.gradients):
+                raise GradientsWritten
+            self._follow_requires_grad()
+            loss.backward()
+            flat.close_shard()
+        finally:
+            self.state.reset_buffers()
+            flat.shards_run = 0
 
     def _take_own_legacy(self) -> None:
         """Go on with the live state that this process left for itself when `hvd.init()` failed under it."""
@@ -543,15 +618,16 @@ class Trainer:
         self.state.load(values["state"])
         self.state.begun, self.state.prepared = values["begun"], values["prepared"]
         self.state.take_up(values["buffers_before"])
+        if values["gradients"]:
+            self.reducer.lay_out(values["facts"]["trained"])
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)
-        self.flat.hand_out()
         self.events.emit("worker.revived", step=self.state.committed)
 
     def _write_live_state(self) -> Any:
         is_prepared = self.state.prepared > self.state.committed
         gradients = {str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()} if is_prepared else {}
-        return revive.write_live_state(self.state, gradients, {})
+        return revive.write_live_state(self.state, gradients, {"trained": self.flat.trained})
 
     def _write_last_words(self) -> None:
         """Write what only memory holds, when the attempt ends while this worker waits: one that can does it for all."""
@@ -752,6 +828,11 @@ def cut_of(schedule: Schedule) -> dict[str, Any]:
     """Return what the state's identity says of short last batches: nothing where they are as they were in version 0.1."""
     dropped = {"drop_last": True} if schedule.dropped_samples else {}
     return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})
+
+
+def some(names: list[str]) -> str:
+    """Return names for a message: the first ones of many."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def weights_sha256(state: ElasticState) -> str:

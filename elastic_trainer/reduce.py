@@ -2,7 +2,7 @@
 
 forward/backward of my shards → here → vote → apply
 
-Two reducers behind one interface (`begin`, `shard`, `finish`):
+Two reducers behind one interface (`begin`, `shard`, `lay_out`, `finish`):
 - `exact`: sums in the order of a fixed binary tree over the shards. Each worker adds the aligned subtrees that it
   owns; an alltoall sends everyone its slice of everybody's subtree sums; each finishes the tree for its slice; an
   allgather returns the result. Floating-point addition is commutative, so a tree fixes every bit.
@@ -10,10 +10,20 @@ Two reducers behind one interface (`begin`, `shard`, `finish`):
 
 What always holds:
 1. `.grad` of every trained parameter is a view of a flat buffer (autograd adds into it in place), so nothing is
-   copied before the network. Parameters of 16 bits are summed in 32 and copied.
+   copied before the network. The gradients of 16-bit parameters are summed in 32 bits and copied.
 2. Behind the gradients in the same buffer lie the loss and what the forward passes changed in the model's buffers
    (BatchNorm): the weighted mean over shards of (after - before). They follow the same rule as the gradients.
 3. Weights of shards are shard / batch, so the result is the gradient of the mean over the global batch.
+4. The gradient of a shard is what plain PyTorch leaves in `.grad` for that shard alone. Where the user's code writes to
+   `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views cannot hold it: then `Flat.isolates` is set,
+   each shard starts with `.grad = None`, and what it leaves is added to the sums. Both ways give the same bits, so
+   workers need not agree on one.
+5. In front of the gradients lie three kinds of counts: the shards that were run, and for each parameter of the model the
+   shards in which it was to be trained and in which it got a gradient. They say whether all shards trained the same
+   parameters, and which parameters no shard used: `.grad` of those is None for the optimizer.
+
+How a write to `.grad` is seen: each view has a version counter of its own (`.data`), which every operation in place
+increments. One backward pass adds once to a gradient; more is a hook, or reentrant checkpointing.
 
 Why not fixed point: it would need an exponent agreed before the first shard is done, so a second pass
 or the last step's; the tree costs the same bytes as a ring for one subtree per worker and keeps float32's own
@@ -24,8 +34,7 @@ What it does not do: sparse gradients (they are added densely); float64 buffers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +47,14 @@ PAD = 4096
 """Room behind each flat buffer, so that it can be cut into equal slices for any world of up to this size."""
 
 
+class GradientsWritten(Exception):
+    """The user's code has written to `.grad` of flat buffers that other shards share. Run the step isolated."""
+
+
+class SetsDiffer(Exception):
+    """Shards of one step trained different parameters. Raised on all workers alike."""
+
+
 class Collectives(Protocol):
     """What a reducer needs of the world."""
 
@@ -46,7 +63,7 @@ class Collectives(Protocol):
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def wait(self, handle: Any) -> torch.Tensor: ...
-    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor: ...
+    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]: ...
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
 
 
@@ -54,77 +71,166 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Flat:
-    """The flat buffers: one per sum type, `.grad` of the parameters in front, statistics behind (float32 only)."""
+class Sums(dict[torch.dtype, torch.Tensor]):
+    """A set of flat buffers by type, and the gradients in them: views, one for each trained parameter."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], buffers: dict[str, torch.Tensor], device: torch.device):
-        self.parameters = [p for p in parameters if p.requires_grad]
-        self.buffer_names = list(buffers)
+    gradients: list[torch.Tensor]
+
+
+class Flat:
+    """The flat buffers: one per sum type. Counts (float32 only), gradients, statistics (float32 only), in this order."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor],
+                 device: torch.device):
+        self.names, self.everyone = list(parameters), list(parameters.values())
+        self.device = device
+        self.isolates = False
+        """Each shard has gradients of its own, which are added to the sums (rule 4)."""
+        self.shards_run = 0
+        """Shards of the step in flight whose gradients are in the sums of this worker."""
+        self.lay_out([p.requires_grad for p in self.everyone], buffers)
+
+    def lay_out(self, trained: Sequence[bool], buffers: dict[str, torch.Tensor] | None = None) -> None:
+        """Make the flat buffers anew, for these parameters of the model (and for these buffers). All are zero."""
+        if buffers is not None:
+            self.buffer_names = list(buffers)
+            self._buffer_elements = sum(_real(b).numel() for b in buffers.values())
+        self.trained = list(trained)
+        self.members = [number for number, is_trained in enumerate(trained) if is_trained]
+        self.parameters = [self.everyone[number] for number in self.members]
         self.places: list[tuple[torch.dtype, int, int]] = []
-        lengths = {torch.float32: 0}
+        self.head_stop = 1 + 2 * len(self.everyone)
+        # Each type that any parameter has, trained or not: all workers then take part in the same collectives
+        lengths = {_sum_dtype(p.dtype): 1 for p in self.everyone} | {torch.float32: self.head_stop}
         for parameter in self.parameters:
             dtype = _sum_dtype(parameter.dtype)
-            start = lengths.get(dtype, 0)
+            start = lengths[dtype]
             self.places.append((dtype, start, start + parameter.numel()))
             lengths[dtype] = start + parameter.numel()
         self.statistics_start = lengths[torch.float32]
-        lengths[torch.float32] += 1 + sum(b.numel() for b in buffers.values())
+        lengths[torch.float32] += 1 + self._buffer_elements
         self.lengths = lengths
-        self.device = device
+        if not self.isolates:
+            for parameter in self.everyone:
+                parameter.grad = None
+        self._counted = [0] * len(self.members)
         self.sums = self.new_sums()
-        self.adds_once = True
-        """Each backward pass adds to a parameter's gradient once at most (see `count_additions`)."""
 
-    def new_sums(self) -> dict[torch.dtype, torch.Tensor]:
+    def narrow(self) -> list[bool]:
+        """Return which of the trained parameters have fewer bits than their sum: `.grad` is no view of it then."""
+        return [p.dtype != dtype for p, (dtype, _, _) in zip(self.parameters, self.places, strict=True)]
+
+    def _without_view(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose `.grad` is no view: those of 16 bits, and those that are not trained."""
+        return [p for p, is_trained in zip(self.everyone, self.trained, strict=True)
+                if not is_trained or p.dtype != _sum_dtype(p.dtype)]
+
+    def trained_now(self) -> list[bool]:
+        """Return which parameters of the model require a gradient at this moment."""
+        return [p.requires_grad for p in self.everyone]
+
+    def new_sums(self) -> Sums:
         """Return a zeroed set of flat buffers, with room behind for equal slices."""
-        return {d: torch.zeros(n + PAD, dtype=d, device=self.device) for d, n in self.lengths.items()}
+        sums = Sums({d: torch.zeros(n + PAD, dtype=d, device=self.device) for d, n in self.lengths.items()})
+        sums.gradients = [sums[dtype][start:stop].view(parameter.shape).data  # a version counter of its own
+                          for parameter, (dtype, start, stop) in zip(self.parameters, self.places, strict=True)]
+        return sums
 
-    def bind(self, sums: dict[torch.dtype, torch.Tensor]) -> None:
+    def bind(self, sums: Sums) -> None:
         """Make autograd add into these buffers from now on."""
         self.sums = sums
-        for parameter, (dtype, start, stop) in zip(self.parameters, self.places, strict=True):
-            if parameter.dtype == dtype:
-                parameter.grad = sums[dtype][start:stop].view(parameter.shape)
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
-
-    def collect(self) -> None:
-        """Add the gradients of 16-bit parameters, which cannot be views, to the sums."""
-        for parameter, (dtype, start, stop) in zip(self.parameters, self.places, strict=True):
-            if parameter.dtype != dtype:
-                assert parameter.grad is not None
-                self.sums[dtype][start:stop].view(parameter.shape).add_(parameter.grad)
-                parameter.grad.zero_()
+        if not self.isolates:
+            for parameter, gradient in zip(self.parameters, sums.gradients, strict=True):
+                parameter.grad = gradient if parameter.dtype == gradient.dtype else None
 
     def hand_out(self) -> None:
-        """Put the sums into the gradients of 16-bit parameters; the others see them already."""
-        for parameter, (dtype, start, stop) in zip(self.parameters, self.places, strict=True):
-            if parameter.dtype != dtype:
-                assert parameter.grad is not None
-                parameter.grad.copy_(self.sums[dtype][start:stop].view(parameter.shape))
+        """Give each parameter its summed gradient, and None to those that no shard has used (as plain PyTorch does)."""
+        used = self._counts()[2]
+        for parameter in self.everyone:
+            parameter.grad = None
+        for number, parameter, gradient in zip(self.members, self.parameters, self.sums.gradients, strict=True):
+            if used[number]:
+                parameter.grad = gradient.to(parameter.dtype)
 
-    @contextmanager
-    def count_additions(self) -> Iterator[None]:
-        """Find out from a backward pass whether it adds to a gradient several times.
+    # --- one shard ------------------------------------------------------------------------------------------------------
 
-        Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) does for a parameter that several parts use.
-        Then a buffer that two shards share has not the tree's order, and a gradient is not whole when it first changes.
-        """
-        counts = [0] * len(self.parameters)
+    def open_shard(self) -> None:
+        """Prepare `.grad` for a shard's forward pass."""
+        for parameter in self.everyone if self.isolates else self._without_view():
+            parameter.grad = None
+        if not self.isolates:
+            self._counted = [gradient._version for gradient in self.sums.gradients]
 
-        def count(number: int) -> None:
-            counts[number] += 1
+    def check_untouched(self) -> None:
+        """Raise GradientsWritten if somebody has written to `.grad` since the shard was opened."""
+        if not self.isolates and (any(self._additions()) or any(p.grad is not None for p in self._without_view())):
+            raise GradientsWritten
 
-        hooks = [parameter.register_post_accumulate_grad_hook(lambda _, number=number: count(number))
-                 for number, parameter in enumerate(self.parameters)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.adds_once = max(counts, default=0) <= 1
+    def _additions(self) -> list[int]:
+        """Count how often each gradient was written to since the shard was opened; -1: another tensor is in its place."""
+        return [(gradient._version - counted if parameter.grad is gradient else -1)
+                if parameter.dtype == gradient.dtype else int(parameter.grad is not None)
+                for parameter, gradient, counted in zip(self.parameters, self.sums.gradients, self._counted, strict=True)]
+
+    def weigh_rest(self, weight: float) -> None:
+        """Give what the user's own backward passes have left in `.grad` the shard's weight, as the loss has it."""
+        for parameter in self.parameters if self.isolates and weight != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach() * weight
+
+    def close_shard(self) -> None:
+        """Count a shard whose backward pass is done. Raises GradientsWritten if that pass wrote more than one sum."""
+        if self.isolates:
+            used = self._add_isolated(self.sums.gradients)
+        else:
+            used = self._additions()
+            if not all(0 <= additions <= 1 for additions in used):
+                raise GradientsWritten
+            self._add_isolated([gradient if is_narrow else None
+                                for gradient, is_narrow in zip(self.sums.gradients, self.narrow(), strict=True)])
+        everyone = len(self.everyone)
+        counts = [0.0] * (1 + 2 * everyone)
+        counts[0] = 1.0
+        for number, is_used in zip(self.members, used, strict=True):
+            counts[1 + number] = 1.0
+            counts[1 + everyone + number] = float(is_used)
+        head = self.sums[torch.float32][: self.head_stop]
+        head.add_(torch.tensor(counts, device=self.device))
+        self.shards_run += 1
+
+    def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
+        """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters had a gradient."""
+        found, used = list[tuple[torch.Tensor, torch.Tensor]](), []
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            used.append(int(parameter.grad is not None))
+            if total is not None and parameter.grad is not None:
+                found.append((total, parameter.grad.detach()))
+                parameter.grad = None
+        for total, gradient in found:
+            total.add_(gradient)
+        return used
+
+    # --- what the counts say --------------------------------------------------------------------------------------------
+
+    def _counts(self) -> tuple[float, list[float], list[float]]:
+        """Return (shards run, for each parameter of the model: shards that were to train it, shards that used it)."""
+        counts = self.sums[torch.float32][: self.head_stop].tolist()
+        return counts[0], counts[1 : 1 + len(self.everyone)], counts[1 + len(self.everyone) :]
+
+    def agreed(self, head: torch.Tensor) -> list[bool]:
+        """Return which parameters all shards of the step were to train. Raises SetsDiffer if it was not one set."""
+        run, *counts = head[: 1 + len(self.everyone)].tolist()
+        if any(count not in (0.0, run) for count in counts):
+            raise SetsDiffer
+        return [count > 0 for count in counts]
+
+    def adopt(self, trained: list[bool]) -> None:
+        """Train what the others train: this worker has run no shard of the step, in which its loss might have said so."""
+        for parameter, is_trained in zip(self.everyone, trained, strict=True):
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+
+    # --- the loss and the model's buffers -------------------------------------------------------------------------------
 
     @property
     def statistics(self) -> torch.Tensor:
@@ -138,10 +244,10 @@ class Flat:
         statistics[0] += loss.detach().to(statistics.device, torch.float32) * weight
         at = 1
         for name in self.buffer_names:
-            count = after[name].numel()
+            was, now = _real(before[name]), _real(after[name])
+            count = now.numel()
             # where nothing changed the change is 0, also for an infinite value (a mask kept as a buffer)
-            change = (torch.where(after[name] == before[name], 0, after[name] - before[name])
-                      if after[name].dtype != torch.bool else after[name])
+            change = torch.where(now == was, 0, now - was) if now.dtype != torch.bool else now
             # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one buffer has
             # other bits than the sum of two
             statistics[at : at + count].add_(change.reshape(-1).to(torch.float32) * weight)
@@ -151,16 +257,21 @@ class Flat:
         """Set the buffers to (before + mean change) and return the mean loss."""
         statistics, at = self.statistics, 1
         for name in self.buffer_names:
-            buffer = buffers[name]
+            buffer, was = _real(buffers[name]), _real(before[name])
             change = statistics[at : at + buffer.numel()].view(buffer.shape)
             if buffer.is_floating_point():
-                buffer.copy_(torch.where(change == 0, before[name], before[name] + change.to(buffer.dtype)))
+                buffer.copy_(torch.where(change == 0, was, was + change.to(buffer.dtype)))
             elif buffer.dtype == torch.bool:
                 buffer.copy_(change > 0.5)
             else:
-                buffer.copy_(before[name] + change.round().to(buffer.dtype))
+                buffer.copy_(was + change.round().to(buffer.dtype))
             at += buffer.numel()
         return float(statistics[0])  # on a GPU this line waits for the device
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without imaginary numbers: a view with one dimension more, if it has any."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 class ExactReducer:
@@ -170,18 +281,31 @@ class ExactReducer:
 
     def __init__(self, flat: Flat, shards: int):
         self.flat, self.shards = flat, shards
-        self._spare: list[dict[torch.dtype, torch.Tensor]] = []
-        self._stack: list[tuple[int, int, dict[torch.dtype, torch.Tensor]]] = []
+        self._spare: list[Sums] = []
+        self._stack: list[tuple[int, int, Sums]] = []
         self._leaf_open = False
 
     def begin(self, world: Collectives) -> range:
         """Start a step; returns the shards that this worker runs, in order."""
         self._spare += [sums for _, _, sums in self._stack]
         self._stack = []
+        self.flat.shards_run = 0
         mine = owned_shards(world.rank, world.size, self.shards)
         self._trees = aligned_subtrees(mine, self.shards)
         self._open()
         return mine
+
+    def lay_out(self, trained: Sequence[bool]) -> None:
+        """Train another set of parameters from this shard on, the first one of the step that is run."""
+        assert self.flat.shards_run == 0
+        self._spare, self._leaf_open = [], False
+        self.flat.lay_out(trained)
+        self._stack = [(low, high, self.flat.new_sums()) for low, high, _ in self._stack]  # of shards without samples
+        self._open()
+
+    def has_sent(self) -> bool:
+        """True if other workers hold a part of this step already."""
+        return False
 
     def _open(self) -> None:
         """Bind a zeroed set of buffers for the next leaf (or pair of leaves)."""
@@ -198,13 +322,11 @@ class ExactReducer:
         """Announce the next shard; call the result after its backward pass."""
 
         def done() -> None:
-            self.flat.collect()
             low, high = shard, shard + 1
-            if self.flat.adds_once:
-                if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
-                    return  # its sibling adds into the same buffer: autograd's own addition is the tree's
-                if shard % 2 == 1 and self._holds(low - 1, high):
-                    low -= 1
+            if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
+                return  # its sibling adds into the same buffer: autograd's own addition is the tree's
+            if shard % 2 == 1 and self._holds(low - 1, high):
+                low -= 1
             self._stack.append((low, high, self.flat.sums))
             self._leaf_open = False
             self._merge()
@@ -239,43 +361,65 @@ class ExactReducer:
         return span
 
     def finish(self, world: Collectives) -> None:
-        """Exchange and finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker."""
+        """Exchange and finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
+
+        Raises SetsDiffer, on all workers alike, when their shards trained different parameters.
+        """
         if self._leaf_open and not self._stack:  # no shard of the batch is mine: nothing to give, but I take part
             self._spare.append(self.flat.sums)
             self._leaf_open = False
         assert [(low, high) for low, high, _ in self._stack] == [(t.start, t.stop) for t in self._trees]
+        flat = self.flat
         if world.size == 1:
             result = self._stack[0][2]
+            flat.agreed(result[torch.float32])
         else:
-            result = self._spare.pop() if self._spare else self.flat.new_sums()
-            for dtype, length in self.flat.lengths.items():
-                if length:
-                    self._exchange(world, dtype, length, result[dtype])
+            found = {dtype: self._exchange(world, dtype) for dtype in flat.lengths}
             self._spare += [sums for _, _, sums in self._stack]
+            self._stack = []
+            wholes = {dtype: whole for dtype, whole in found.items() if whole is not None}
+            if len(wholes) < len(found):
+                raise SetsDiffer
+            if not len(wholes[torch.float32]):
+                return  # nobody has run a shard: the vote says why
+            trained = flat.agreed(wholes[torch.float32])
+            if trained != flat.trained:  # only where no shard was run
+                flat.adopt(trained)
+                flat.lay_out(trained)
+                self._spare = []
+            result = self._spare.pop() if self._spare else flat.new_sums()
+            for dtype, whole in wholes.items():
+                result[dtype][: flat.lengths[dtype]].copy_(whole[: flat.lengths[dtype]])
         self._stack = []
-        self.flat.bind(result)
+        flat.bind(result)
         self._leaf_open = True
-        self.flat.hand_out()
 
-    def _exchange(self, world: Collectives, dtype: torch.dtype, length: int, result: torch.Tensor) -> None:
-        slice_ = -(-length // world.size)
-        mine = [sums[dtype][: slice_ * world.size] for _, _, sums in self._stack]
+    def _exchange(self, world: Collectives, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the sum over all shards; None on all workers if their buffers do not have the same length.
+
+        A worker that has run no shard gives nothing, and takes the length from what it gets.
+        """
+        slice_ = -(-self.flat.lengths[dtype] // world.size)
+        mine = [sums[dtype][: slice_ * world.size] for _, _, sums in self._stack] if self.flat.shards_run else []
         if len(mine) == 1:
             outgoing = mine[0]
         elif mine:  # one copy: slices must lie behind one another for each receiver
             outgoing = torch.stack(mine).view(len(mine), world.size, slice_).transpose(0, 1).reshape(-1)
         else:
-            outgoing = torch.empty(0, dtype=dtype, device=result.device)
+            outgoing = torch.empty(0, dtype=dtype, device=self.flat.device)
         suffix = str(dtype).removeprefix("torch.")
-        incoming = world.alltoall(outgoing, [len(mine) * slice_] * world.size, f"exact.slices.{suffix}")  # network
+        incoming, counts = world.exchange(outgoing, [len(mine) * slice_] * world.size, f"exact.slices.{suffix}")  # network
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
-        for rank in range(world.size):
-            for tree in aligned_subtrees(owned_shards(rank, world.size, self.shards), self.shards):
-                pieces[tree.start, tree.stop] = incoming[at : at + slice_]
-                at += slice_
-        whole = world.allgather(tree_sum(pieces, self.shards), f"exact.result.{suffix}")  # network
-        result[: slice_ * world.size].copy_(whole)
+        for rank, count in enumerate(counts):
+            trees = aligned_subtrees(owned_shards(rank, world.size, self.shards), self.shards) if count else []
+            for tree in trees:
+                pieces[tree.start, tree.stop] = incoming[at : at + count // len(trees)]
+                at += count // len(trees)
+        are_equal = len({piece.numel() for piece in pieces.values()}) <= 1
+        total = tree_sum(pieces, self.shards) if pieces and are_equal else incoming[:0]
+        whole = world.allgather(total, f"exact.result.{suffix}")  # network
+        return whole if are_equal else None  # two workers with shards that differ: each worker sees both lengths
 
 
 def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.Tensor:
@@ -283,17 +427,22 @@ def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.
     span = 1
     while span < shards:
         span *= 2
-    return _node_sum(pieces, shards, 0, span)
+    total = _node_sum(pieces, shards, 0, span)
+    assert total is not None
+    return total
 
 
-def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int, low: int, span: int) -> torch.Tensor:
+def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int, low: int, span: int) -> torch.Tensor | None:
     """Not a function within the other: that is a cycle, and kept each step's pieces (a gradient) until the next gc."""
     found = pieces.get((low, min(low + span, shards)))
     if found is not None:
         return found
+    if span == 1:
+        return None  # its worker has run no shard: to add nothing gives the bits that to add its zeros would
     half = span // 2
     left = _node_sum(pieces, shards, low, half)
-    return left.add_(_node_sum(pieces, shards, low + half, half)) if low + half < shards else left
+    right = _node_sum(pieces, shards, low + half, half) if low + half < shards else None
+    return left.add_(right) if left is not None and right is not None else right if left is None else left
 
 
 class RingReducer:
@@ -303,17 +452,27 @@ class RingReducer:
 
     def __init__(self, flat: Flat, shards: int, *, compress: bool = False):
         self.flat, self.shards, self.compress = flat, shards, compress
-        flat.bind(flat.sums)
+        self._started: dict[int, Any] = {}
+        self._world: Collectives | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._plan()
+
+    def _plan(self) -> None:
+        """Cut the buffers as they are now, and hear of each gradient that is complete."""
+        self.flat.bind(self.flat.sums)
         self.buckets = self._cut()
         self._bucket_of = {p: b for b, members in enumerate(self.buckets) for p in members[3]}
         self._missing = [0] * len(self.buckets)
-        self._started: dict[int, Any] = {}
-        self._world: Collectives | None = None
-        for number, parameter in enumerate(flat.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+                       for number, parameter in enumerate(self.flat.parameters)]
 
     def _cut(self) -> list[tuple[torch.dtype, int, int, list[int]]]:
-        """Cut the buffers into buckets (type, start, stop, parameters), the statistics and last parameters first."""
+        """Cut the buffers into buckets (type, start, stop, parameters), the statistics and last parameters first.
+
+        The last bucket has the counts, which are complete after the last backward pass.
+        """
         whole = self.flat.lengths[torch.float32]
         buckets: list[tuple[torch.dtype, int, int, list[int]]] = [(torch.float32, self.flat.statistics_start, whole, [])]
         for number in reversed(range(len(self.flat.parameters))):
@@ -323,26 +482,37 @@ class RingReducer:
                 buckets[-1] = (dtype, start, high, [*members, number])
             else:
                 buckets.append((dtype, start, stop, [number]))
-        return buckets
+        return [*buckets, (torch.float32, 0, self.flat.head_stop, [])]
 
     def begin(self, world: Collectives) -> range:
         """Start a step; returns the shards that this worker runs, in order."""
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.bind(self.flat.sums)
+        self.flat.shards_run = 0
         self._world, self._started = None, {}
         return owned_shards(world.rank, world.size, self.shards)
+
+    def lay_out(self, trained: Sequence[bool]) -> None:
+        """Train another set of parameters from this shard on, the first one of the step that is run."""
+        assert self.flat.shards_run == 0
+        self.flat.lay_out(trained)
+        self._plan()
+        self._missing = [len(members) for _, _, _, members in self.buckets]
+
+    def has_sent(self) -> bool:
+        """True if other workers hold a part of this step already."""
+        return bool(self._started)
 
     def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
         """Announce the next shard; call the result after its backward pass."""
         if is_last:
             self._missing = [len(members) for _, _, _, members in self.buckets]
-        return self.flat.collect
+        return lambda: None
 
     def overlap(self, world: Collectives) -> None:
         """Let the backward pass that comes next start the network as its buckets fill."""
-        has_16_bit = any(p.dtype != place[0] for p, place in zip(self.flat.parameters, self.flat.places, strict=True))
-        self._world = world if self.flat.adds_once and not has_16_bit else None
+        self._world = None if self.flat.isolates or any(self.flat.narrow()) else world
 
     def _ready(self, number: int) -> None:
         if self._world is None or self._world.size == 1:
@@ -355,25 +525,51 @@ class RingReducer:
             self._start(bucket, self._world)
 
     def _start(self, bucket: int, world: Collectives) -> None:
-        dtype, start, stop, _ = self.buckets[bucket]
+        dtype, start, stop, members = self.buckets[bucket]
         piece = self.flat.sums[dtype][start:stop]
-        has_statistics = bucket == 0  # they keep their 32 bits
-        outgoing = piece.to(torch.float16) if self.compress and not has_statistics else piece
-        self._started[bucket] = (world.allreduce_start(outgoing, f"ring.{bucket}"), outgoing, piece)
+        is_gradient = bucket != 0 and bool(members)  # statistics and counts keep their 32 bits
+        outgoing = piece.to(torch.float16) if self.compress and is_gradient else piece
+        name = f"ring.{bucket}" if members or bucket == 0 else "ring.counts"
+        self._started[bucket] = (world.allreduce_start(outgoing, name), outgoing, piece)
 
     def finish(self, world: Collectives) -> None:
-        """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker."""
+        """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
+
+        Raises SetsDiffer, on all workers alike, when their shards trained different parameters.
+        """
         self._world = None
-        if world.size > 1:
+        if world.size == 1:
+            self.flat.agreed(self.flat.sums[torch.float32])
+            return
+        counts = len(self.buckets) - 1
+        if self.flat.shards_run:
             for bucket in range(len(self.buckets)):
-                if bucket not in self._started:  # unused parameters, or no shard of mine, or nothing but statistics
+                if bucket not in self._started:  # unused parameters, or nothing but statistics or counts
                     self._start(bucket, world)
-            for handle, outgoing, piece in self._started.values():
-                world.wait(handle)
-                if outgoing is not piece:
-                    piece.copy_(outgoing)
+        else:
+            self._start(counts, world)
+        # The counts first: their length is the same everywhere, and they say whether the other buckets' is
+        handle, _, head = self._started.pop(counts)
+        world.wait(handle)
+        trained = self.flat.agreed(head)
+        if not head[0]:
+            return  # nobody has run a shard: the vote says why
+        if not self.flat.shards_run:
+            self._follow(trained, head)
+            for bucket in range(len(self.buckets) - 1):
+                self._start(bucket, world)
+        for handle, outgoing, piece in self._started.values():
+            world.wait(handle)
+            if outgoing is not piece:
+                piece.copy_(outgoing)
         self._started = {}
-        self.flat.hand_out()
+
+    def _follow(self, trained: list[bool], head: torch.Tensor) -> None:
+        """Have buffers for what the others train: this worker has run no shard, and gives zeros."""
+        if trained != self.flat.trained:
+            self.flat.adopt(trained)
+            self.lay_out(trained)
+            self.flat.sums[torch.float32][: self.flat.head_stop].copy_(head)
 
 
 Reducer = ExactReducer | RingReducer

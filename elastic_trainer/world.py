@@ -314,9 +314,13 @@ class World:
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
         """Send each worker its part of a flat tensor; returns the parts received, by rank."""
+        return self.exchange(tensor, splits, name)[0]
+
+    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]:
+        """Send each worker its part of a flat tensor; returns the parts received, by rank, and their lengths."""
         handle = hvd.alltoall_async(tensor, splits=torch.tensor(splits, dtype=torch.int32), name=name)
-        received = self.wait(handle)
-        return received[0] if isinstance(received, tuple) else received
+        received, counts = self.wait(handle)
+        return received, counts.tolist()
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return everybody's tensors one behind the other (along the first dimension), by rank."""

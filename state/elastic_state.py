@@ -157,6 +157,7 @@ class ElasticState(hvd_elastic.TorchState):
             "lineage": self.lineage,
             **self.rates.values(),
             "parameters": dict(self.model.named_parameters()),
+            "trained": [name for name, p in self.model.named_parameters() if p.requires_grad],
             "buffers": self.buffers,
             "aliases": self.aliases,
             "left_out": self.left_out,
@@ -230,9 +231,13 @@ class ElasticState(hvd_elastic.TorchState):
         """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
         self.fits(values)
         parameters, groups = dict(self.model.named_parameters()), self.optimizer.param_groups
+        trained = set(values.get("trained", (name for name, p in parameters.items() if p.requires_grad)))
         with torch.no_grad():  # from here on nothing can fail but the memory
             for name, tensor in values["parameters"].items():
                 parameters[name].copy_(tensor)
+                is_trained = name in trained
+                if parameters[name].requires_grad != is_trained:
+                    parameters[name].requires_grad_(is_trained)
             for name, tensor in values["buffers"].items():
                 self.buffers[name].copy_(tensor)
         self.optimizer.state.clear()

@@ -42,8 +42,12 @@ class Member:
         return tensor
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
+        return self.exchange(tensor, splits, name)[0]
+
+    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]:
         parts = self._share(name, list(tensor.split(splits)))
-        return torch.cat([parts[rank][self.rank] for rank in range(self.size)])
+        mine = [parts[rank][self.rank] for rank in range(self.size)]
+        return torch.cat(mine), [len(part) for part in mine]
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return torch.cat(self._share(name, tensor.clone()))

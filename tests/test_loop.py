@@ -552,7 +552,7 @@ class Odd(Exception):
     """An error of the user's own."""
 
 
-def in_a_world(size: int, make: Callable[[int], Job]) -> list[Any]:
+def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> list[Any]:
     """Train in a world of threads; returns each rank's Result, or what the user's code made it raise."""
     hub, ended, broken = Hub(size), dict[int, Any](), list[BaseException]()
     torch.set_num_threads(1)
@@ -568,7 +568,7 @@ def in_a_world(size: int, make: Callable[[int], Job]) -> list[Any]:
 
     threads = []
     for rank in range(size):
-        trainer = Trainer(make(rank), Launch(), Alone(), Events(None), "exact", False)
+        trainer = Trainer(make(rank), Launch(), Alone(), Events(None), reduce, False)
         trainer.world = Seat(hub, rank)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:

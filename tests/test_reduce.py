@@ -43,7 +43,7 @@ def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torc
         parameters = [torch.nn.Parameter(torch.zeros(7, 3)), torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
                       torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)), torch.nn.Parameter(torch.zeros(1))]
         buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
-        flat = Flat(parameters, buffers, torch.device("cpu"))
+        flat = Flat(dict(zip("abcd", parameters, strict=True)), buffers, torch.device("cpu"))
         reducer = ExactReducer(flat, shards) if kind == "exact" else RingReducer(flat, shards)
         for step in range(steps):
             mine = reducer.begin(member)
@@ -53,11 +53,14 @@ def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torc
                 numbers = [torch.randn(p.shape, generator=generator) * 10 ** (shard % 5) for p in parameters]
                 if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
                     reducer.overlap(member)
+                flat.open_shard()
                 sum((p * n.to(p.dtype)).sum().double() for p, n in zip(parameters, numbers, strict=True)).backward()
                 after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
                 flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers, after)
+                flat.close_shard()
                 done()
             reducer.finish(member)
+            flat.hand_out()
         changed = {name: b.clone() for name, b in buffers.items()}
         flat.apply_statistics(buffers, changed)
         assert int(changed["count"]) == 1
