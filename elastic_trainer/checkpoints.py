@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
@@ -139,14 +141,29 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
     tensors |= {name: kept[own].clone() for name, own in aliases.items()}
+    extra = values.get("extra_state", {})
+    tensors |= {name: value.clone() for name, value in extra.items() if isinstance(value, torch.Tensor)}
+    texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
-        save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"})
+        save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"} | texts)
         with fsspec.open(output, "wb") as target, open(path, "rb") as source:
             while piece := source.read(16 << 20):
                 target.write(piece)
     print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
+    if texts:
+        print(f"as JSON in the file's metadata, because it is no tensor: {', '.join(sorted(texts))}")
+    if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
+        print(f"left out, because safetensors cannot hold tensors in containers: {', '.join(lost)}")
     return 0
+
+
+def _as_json(value: Any) -> str | None:
+    """Return a module's extra state as JSON; None if there are tensors in it."""
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return None
 
 
 def _payload(store: Store, record: Record) -> Any:

@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ from elastic_trainer.reduce import (
     SetsDiffer,
 )
 from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree
-from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.schedule import Schedule, owner_of, samples_digest
 from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length, split_schedule
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
@@ -311,7 +312,10 @@ class Trainer:
         try:
             self.state.packed()  # nothing is copied: what cannot be kept is said now, and not by each checkpoint
         except TypeError as error:
-            raise ConfigError(f"{error}. Change what the state_dict of extras, or the optimizer's groups, hold.") from error
+            raise ConfigError(f"{error}. Change what the state_dict of extras and of the schedule, get_extra_state of the "
+                              f"modules, or the optimizer's groups, hold.") from error
+        if lacking := self.state.extra_state.lacking:
+            raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. Give them both.")
         self.replica = Replica(self.state)
         self.flat = Flat(dict(job.model.named_parameters()), self.state.buffers, job.device)
         shards = job.schedule.shards
@@ -375,6 +379,7 @@ class Trainer:
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
             self._reduce()                                                      # network: the gradients, once
+            state.extra_state.share(partial(self._from_first_shard, step))
             state.prepare()
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
@@ -452,6 +457,11 @@ class Trainer:
                 self.state.rates.check(step)
         return samples, digest
 
+    def _from_first_shard(self, step: int, text: str) -> str:
+        """Give everybody the text of the worker that has run the step's first shard."""
+        owner = owner_of(self.job.schedule.first_shard(step), self.world.size, self.job.schedule.shards)
+        return self.world.share_text(text, owner)
+
     def _one_shard(self, step: int, shard: int, indices: numpy.ndarray, overlaps: bool) -> None:
         job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
         self.state.reset_buffers()
@@ -475,6 +485,8 @@ class Trainer:
             raise RuntimeError(f"a hook has changed .grad during the backward pass of step {step}, after a part of it was "
                                f"sent. Let it do so from the first batch on, or use reduce=\"exact\".") from error
         self.state.adopt_buffers()
+        if self.state.extra_state.modules and shard == job.schedule.first_shard(step):
+            self.state.extra_state.keep()
 
     def _follow_requires_grad(self) -> None:
         """Train those parameters that require a gradient now: `after_step` or `loss` may have changed which."""
@@ -541,6 +553,7 @@ class Trainer:
         else:
             job.optimizer.step()
         state.rates.advance(state.loss)
+        state.extra_state.apply()
         job.after_step(state.committed)
         state.commit(samples, digest)
         state.is_applying = False
@@ -620,6 +633,7 @@ class Trainer:
         self.state.take_up(values["buffers_before"])
         if values["gradients"]:
             self.reducer.lay_out(values["facts"]["trained"])
+        self.state.extra_state.take_up(values["extra_state"])
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)
         self.events.emit("worker.revived", step=self.state.committed)

@@ -80,7 +80,8 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
         return None
     step = state.committed, state.begun
     packed = pack({"pid": os.getpid(), "begun": state.begun, "prepared": state.prepared, "state": state.values(),
-                   "gradients": gradients, "buffers_before": state.buffers_before(), "facts": json.dumps(facts)})
+                   "gradients": gradients, "buffers_before": state.buffers_before(),
+                   "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)})
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:

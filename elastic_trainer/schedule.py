@@ -154,6 +154,10 @@ class Schedule:
         first, end = (edge * parts // self.shards for edge in (shard, shard + 1))  # one part, or none
         return batch[first * len(batch) // parts : end * len(batch) // parts]
 
+    def first_shard(self, step: int) -> int:
+        """Return the first shard of a step that has samples."""
+        return next(shard for shard in range(self.shards) if self.shard_positions(step, shard))
+
     def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
         """Return the shard's dataset indices, shape (samples,). May be empty in a short last batch."""
         return self._samples(step, self.shard_positions(step, shard))
@@ -233,6 +237,11 @@ def owned_shards(rank: int, size: int, shards: int) -> range:
     assert 0 <= rank < size, f"rank {rank} of {size}"
     each = -(-shards // size)
     return range(min(rank * each, shards), min((rank + 1) * each, shards))
+
+
+def owner_of(shard: int, size: int, shards: int) -> int:
+    """Return the rank that owns a shard."""
+    return shard // -(-shards // size)
 
 
 def aligned_subtrees(owned: range, shards: int) -> list[range]:

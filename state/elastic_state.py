@@ -24,6 +24,7 @@ from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_trainer.state.extra_state import ExtraState
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack, unpack
 from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
@@ -64,6 +65,7 @@ class ElasticState(hvd_elastic.TorchState):
         """The other names that tied parameters and buffers have in `model.state_dict()`."""
         self.left_out = [name for name in own.values() if name not in exported]
         """What is not in it: buffers that are not persistent."""
+        self.extra_state = ExtraState(model)
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._hosts_updated: Callable[[], bool] = lambda: False
         self._receive: Callable[[], None] = lambda: None
@@ -75,10 +77,12 @@ class ElasticState(hvd_elastic.TorchState):
         self.begun = self.committed + 1
         if self.buffers:
             self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
+        self.extra_state.begin()
 
     def forget(self) -> None:
         """Forget the step in flight: its begin is not to be gone back to."""
         self.begun, self._buffers_before = self.committed, {}
+        self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Return the buffers' values at the step's begin."""
@@ -100,6 +104,7 @@ class ElasticState(hvd_elastic.TorchState):
         self._put_back_replaced()
         for name, before in self._buffers_before.items():
             self.buffers[name].copy_(before)
+        self.extra_state.reset()
 
     def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
         """Let the model have the kept buffers again; returns what a forward pass has put in their place, by name."""
@@ -169,6 +174,7 @@ class ElasticState(hvd_elastic.TorchState):
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
+            "extra_state": self.extra_state.values(),
         }
 
     def packed(self) -> Packed:
@@ -203,6 +209,9 @@ class ElasticState(hvd_elastic.TorchState):
             raise LayoutError(misfit)
         if (values["scaler"] is None) != (self.scaler is None):
             raise LayoutError("a gradient scaler is in only one of the two")
+        if (extra := sorted(values.get("extra_state", {}))) != sorted(self.extra_state.modules):
+            raise LayoutError(f"the modules' extra state is {extra} there and {sorted(self.extra_state.modules)} in this "
+                              f"model")
         if values["extras"].keys() != self.extras.keys():
             raise LayoutError(f"the extras are {sorted(values['extras'])} there and {sorted(self.extras)} in this job")
 
@@ -253,6 +262,7 @@ class ElasticState(hvd_elastic.TorchState):
         for name, extra in self.extras.items():
             extra.load_state_dict(values["extras"][name])
         self.rates.load(values)
+        self.extra_state.load(values.get("extra_state", {}))
         self.lineage = int(values["lineage"])
         self.committed = self.prepared = int(values["step"])
         self.samples, self.loss = int(values["samples"]), float(values["loss"])

@@ -107,8 +107,7 @@ class Rates:
     def load(self, values: dict[str, Any]) -> None:
         """Take over values, after the optimizer's groups have been."""
         self.base = [
-            as_built(mine, theirs)
-            for mine, theirs in zip(self.base, values["base_rates"], strict=True)
+            _as_rate(mine, theirs) for mine, theirs in zip(self.base, values["base_rates"], strict=True)
         ]
         self.used = float(values.get("rate_used", self.optimizer.param_groups[0]["lr"]))
         if self.scheduler is not None:
@@ -125,9 +124,7 @@ def as_built(mine: Any, theirs: Any) -> Any:
     The layout keeps a Counter (MultiStepLR's milestones) as a dict, and brings all tensors on the CPU.
     """
     if isinstance(mine, torch.Tensor):
-        if isinstance(theirs, torch.Tensor):
-            return theirs.to(mine.device)
-        return torch.full_like(mine, theirs) if isinstance(theirs, (int, float)) else theirs
+        return theirs.to(mine.device) if isinstance(theirs, torch.Tensor) else theirs
     if isinstance(mine, dict) and isinstance(theirs, dict):
         whole = copy.copy(mine)
         whole.clear()
@@ -161,6 +158,13 @@ def tensor_kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     return [tensor_kind(one) for one in value] if isinstance(value, (list, tuple)) else None
+
+
+def _as_rate(mine: Any, theirs: Any) -> Any:
+    """Return a rate that was kept, as a tensor where it is one here (version 0.1 kept numbers)."""
+    if isinstance(mine, torch.Tensor) and not isinstance(theirs, torch.Tensor):
+        return torch.full_like(mine, theirs)
+    return as_built(mine, theirs)
 
 
 def _own(rate: Any) -> Any:

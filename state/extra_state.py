@@ -1,0 +1,119 @@
+"""What modules keep beside parameters and buffers: get_extra_state and set_extra_state (FP8 scales and the like).
+
+module → here → values (checkpoint, newcomer); a step's begin → each shard's begin; the first shard's end → all workers
+
+What always holds:
+1. Extra state has no arithmetic of its own, so no mean over shards exists, as buffers have one. Each
+   shard begins with the values of the step's begin, and the step leaves the values that its first
+   shard has left. One worker with one shard is plain PyTorch; every world has the same values.
+2. All workers hold these values before the vote, so whoever rolls the step forward has them too.
+3. A model without such modules pays nothing.
+
+Source: torch 2.13, nn/modules/module.py, `_save_to_state_dict`: extra state is what a class overrides.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_trainer.state.layout import Packed, byte_view, decode, pack
+from elastic_trainer.state.rates import as_built
+
+SUFFIX = "_extra_state"
+
+
+class ExtraState:
+    """The extra state of one model's modules, named as in `state_dict()`."""
+
+    def __init__(self, model: torch.nn.Module):
+        plain = torch.nn.Module
+        self.modules = {f"{name}.{SUFFIX}".removeprefix("."): module for name, module in model.named_modules()
+                        if type(module).get_extra_state is not plain.get_extra_state}
+        self.lacking = [name for name, module in self.modules.items()
+                        if type(module).set_extra_state is plain.set_extra_state]
+        """Those that could not be given their values back."""
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the values, by name (nothing is copied)."""
+        return {name: module.get_extra_state() for name, module in self.modules.items()}
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Give the modules values, which stay the caller's."""
+        for name, module in self.modules.items():
+            module.set_extra_state(as_built(module.get_extra_state(), _copied(values[name])))
+
+    # --- a step's life ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Keep the values of the step's begin."""
+        if self.modules:
+            self._before, self._after = _copied(self.values()), None
+
+    def reset(self) -> None:
+        """Put the values of the step's begin back."""
+        if self._before is not None:
+            self.load(self._before)
+
+    def keep(self) -> None:
+        """Keep what the step's first shard has left. Raises TypeError if it cannot be sent."""
+        if self.modules:
+            self._after = _copied(self.values())
+            pack(self._after)
+
+    def share(self, from_first: Callable[[str], str]) -> None:
+        """Give all workers what the first shard has left; `from_first` sends the text of the worker that ran it.
+
+        Network: one allgather of these values. There is no text if the shard has failed.
+        """
+        if self.modules:
+            text = from_first(_text(pack(self._after)) if self._after is not None else "")
+            self._after = _values(text) if text else None
+
+    def apply(self) -> None:
+        """End a step with the values that its first shard has left."""
+        if self._after is not None:
+            self.load(self._after)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the step in flight."""
+        self._before = self._after = None
+
+    def in_flight(self) -> list[Any]:
+        """Return what a successor of this process needs of the step in flight."""
+        return [self._before, self._after]
+
+    def take_up(self, in_flight: list[Any]) -> None:
+        """Go on with a step in flight."""
+        self._before, self._after = in_flight
+        self.reset()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_copied(one) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _text(packed: Packed) -> str:
+    payload = b"".join(byte_view(tensor).numpy().tobytes() for tensor in packed.tensors)
+    return json.dumps([packed.header.decode(), base64.b64encode(payload).decode()])
+
+
+def _values(text: str) -> dict[str, Any]:
+    header, payload = json.loads(text)
+    data = bytearray(base64.b64decode(payload))
+    return dict(decode(header.encode(), torch.frombuffer(data, dtype=torch.uint8) if data
+                       else torch.empty(0, dtype=torch.uint8)))

@@ -1,0 +1,189 @@
+"""What modules keep by get_extra_state: in a step, in worlds of any size, in checkpoints, for a newcomer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import test_loop
+import torch
+from test_loop import INPUT, NUMBERS, SIZE, TARGET, Odd, built, in_a_world, job, mse, trained
+
+from elastic_trainer.__main__ import main
+from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
+
+nobody_started_us, run_dir = test_loop.nobody_started_us, test_loop.run_dir
+ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
+
+
+class Scaled(torch.nn.Module):
+    """Rounds as FP8 does: by a scale that follows the largest values of the last passes, and no buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = torch.zeros(4)
+        self.passes = 0
+
+    def get_extra_state(self) -> Any:
+        return {"history": self.history, "passes": self.passes, "kind": ("amax", None)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["kind"] == ("amax", None)
+        self.history, self.passes = state["history"], state["passes"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 + self.history.max() * (1 + 0.01 * self.passes)
+        self.passes += 1
+        self.history = self.history.roll(1)
+        self.history[0] = x.detach().abs().max()
+        return x + (torch.round(x * 16 / scale) * scale / 16 - x).detach()
+
+
+def scaled(seed: int = 0) -> torch.nn.Sequential:
+    return built(Scaled(), seed=seed)
+
+
+def kept(model: torch.nn.Module) -> tuple[list[float], int]:
+    module = model[2]  # type: ignore[index]
+    return module.history.tolist(), module.passes
+
+
+def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state() -> None:
+    """One worker and one shard: to the bit, and so is what the module keeps."""
+    model, reference = scaled(), scaled()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    trained(model, shards=1)
+    for step in range(ONE_SHARD.steps):
+        chosen = torch.from_numpy(ONE_SHARD.shard_samples(step, 0))
+        optimizer.zero_grad()
+        mse(reference, [INPUT[chosen], TARGET[chosen]]).backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert kept(model) == kept(reference) and kept(model)[1] == 6
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) -> None:
+    """On all of them, also where none of the shards is mine: what the step's first shard has left."""
+    alone = trained(scaled())
+    assert kept(alone.model)[1] == 6  # one pass a step, however many shards
+    for result in in_a_world(size, lambda rank: job(scaled())):
+        assert result.weights_sha256 == alone.weights_sha256
+        assert kept(result.model) == kept(alone.model)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> None:
+    """Also where the first shard itself raises; the others are not left waiting for its values."""
+    bad = int(test_loop.SCHEDULE.shard_samples(1, 0)[0])
+    models = [scaled() for _ in range(size)]
+
+    def broken(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss = mse(model, batch)
+        if any(torch.equal(x, INPUT[bad]) for x in batch[0]):
+            raise Odd("as planned")
+        return loss
+
+    in_a_world(size, lambda rank: job(models[rank], loss=broken))
+    reference = scaled()
+    trained(reference, max_steps=1)
+    assert all(kept(model) == kept(reference) for model in models)
+
+
+def test_extra_state_goes_on_where_it_was_when_a_run_is_resumed(run_dir: Path) -> None:
+    """It is part of the checkpoint."""
+    trained(scaled(), max_steps=4)
+    resumed = trained(scaled(seed=9)).model
+    straight = scaled()
+    trained(straight, run_dir=run_dir.with_name("other"))
+    assert kept(resumed) == kept(straight)
+    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), straight.parameters(), strict=True))
+
+
+def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:
+    """A copy of its own: nothing is shared with what came over the network."""
+    states = [ElasticState(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (scaled(), scaled())]
+    giver, taker = states
+    giver.model(INPUT)
+    packed = giver.packed()
+    payload = torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))
+    taker.load(decode(packed.header, payload))
+    payload.zero_()
+    assert kept(taker.model) == kept(giver.model) and kept(giver.model)[1] == 1
+
+
+def test_a_successor_rolls_the_step_forward_with_the_first_shards_values() -> None:
+    """What this process leaves for itself has them, as it has the gradient."""
+    states = [ElasticState(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (scaled(), scaled())]
+    before, after = states
+    before.begin()
+    before.model(INPUT)
+    before.extra_state.keep()
+    left = before.extra_state.in_flight()
+    before.model(INPUT)
+    after.extra_state.take_up(left)
+    assert kept(after.model) == ([0.0] * 4, 0)
+    after.extra_state.apply()
+    assert kept(after.model)[1] == 1
+
+
+class Holding(torch.nn.Module):
+    """Has an extra state of any kind."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class OneWay(Holding):
+    """Cannot take its state back."""
+
+    set_extra_state = torch.nn.Module.set_extra_state
+
+
+@pytest.mark.parametrize(("make", "named"), [
+    (lambda: Holding({"tally": Odd()}), r"extra_state/2\._extra_state/tally holds a Odd"),
+    (lambda: OneWay(1), r"2\._extra_state.*no set_extra_state"),
+])
+def test_the_user_is_told_at_the_start_when_extra_state_cannot_be_kept(
+        make: Callable[[], torch.nn.Module], named: str) -> None:
+    """With the module's name."""
+    with pytest.raises(ConfigError, match=named):
+        trained(built(make()))
+
+
+def test_the_user_is_told_when_a_checkpoint_lacks_the_extra_state(run_dir: Path) -> None:
+    """A run of a model without it, or of a version that did not keep it, is not gone on with in silence."""
+    trained(built(torch.nn.Identity()), max_steps=2)
+    with pytest.raises(LayoutError, match=r"extra state is \[\] there and \['2\._extra_state'\] in this model"):
+        trained(scaled())
+
+
+def test_extra_state_is_exported_under_the_names_of_state_dict(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors as tensors, numbers and text as JSON in the metadata; what safetensors cannot hold is named."""
+    amax = torch.tensor([1.0, 2.0])
+    trained(built(Holding(amax), Holding({"passes": 3}), Holding([amax])), max_steps=1)
+    target = run_dir / "model.safetensors"
+    assert main(["checkpoints", "export", str(run_dir / "checkpoints"), str(target)]) == 0
+    said = capsys.readouterr().out
+    with safetensors.safe_open(target, "pt") as file:
+        assert torch.equal(file.get_tensor("2._extra_state"), amax)
+        assert json.loads(file.metadata()["3._extra_state"]) == {"passes": 3}
+        assert "4._extra_state" not in file.keys() | file.metadata().keys()
+    assert "left out" in said and said.rstrip().endswith("4._extra_state")
