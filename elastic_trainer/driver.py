@@ -31,6 +31,7 @@ stay Horovod's. It refuses any other version than the one it was written for.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import importlib.metadata
 import ipaddress
@@ -68,6 +69,7 @@ from elastic_trainer.config import (
     Limits,
 )
 from elastic_trainer.courier import Desk
+from elastic_trainer.crash import FAULTHANDLER, LINES, place_of
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
@@ -138,6 +140,8 @@ class WorkerProcess:
         self.exit_code: int | None = None
         """What the far end says, as soon as it says it."""
         self.words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=LINES)
+        """Of its stderr: where it has died, if it has of a signal."""
         if is_remote:
             command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
             env_here = os.environ | {"ELASTIC_TRAINER_SSH": self.name}  # who it is, for the supervisor
@@ -176,6 +180,8 @@ class WorkerProcess:
         """Pass lines on, prefixed with the host: ranks change, hosts do not. Ends when the last holder closes it."""
         for raw in stream:
             line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
+            if kind == "stderr":
+                self.last_lines.append(line)
             if line or not mark:
                 with suppress(OSError):  # whoever does not take our output: the worker must not wait until we read on
                     output.write(f"[{self.host}]<{kind}>: {line}\n")  # at once, or another worker's line gets in between
@@ -193,6 +199,13 @@ class WorkerProcess:
             self.forwards[0].join(FAR_OUTPUT_S)  # ssh alone held it, so it ends now
             code = -signal.SIGHUP if code == SSH_CONNECTION_LOST else code
         return code if self.exit_code is None else self.exit_code
+
+    def died_in(self, code: int) -> str:
+        """Return where the process died, if a signal ended it and faulthandler has told; "" otherwise."""
+        if code >= 0:
+            return ""
+        self.forwards[1].join(FAR_OUTPUT_S)
+        return place_of(list(self.last_lines))
 
     def stop(self, at_once: bool, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after a grace; or SIGKILL at once. An ssh that cannot deliver it is killed itself."""
@@ -580,7 +593,7 @@ class MendedDriver:
 
     def _start(self, start: Start) -> None:
         assert self.server is not None
-        env = ALLOCATOR | self.env | {
+        env = ALLOCATOR | FAULTHANDLER | self.env | {
             "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host, "HOROVOD_LOCAL_RANK": str(start.slot),
             "ELASTIC_TRAINER_SLOT": str(start.slot),
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "PYTHONUNBUFFERED": "1",
@@ -603,10 +616,11 @@ class MendedDriver:
 
     def _watch(self, process: WorkerProcess) -> None:
         code = process.wait()
+        place = process.died_in(code)
         with self.changed:
-            reason = self.membership.exited(process.name, code, time.monotonic())
+            reason = self.membership.exited(process.name, code, time.monotonic(), place)
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
-                             exit_code=code, reason=reason)
+                             exit_code=code, reason=reason, **({"died_in": place} if place else {}))
             del self.processes[process.name]
             if reason == "differed":
                 self._say_differed(process.host)

@@ -16,6 +16,7 @@ What always holds:
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -209,6 +210,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
     if launch.horovod:
         outlive_readers()
+        if not faulthandler.is_enabled():  # plain horovodrun: our driver has it on from the first import
+            faulthandler.enable()
     if run_dir is not None and launch.run_dir is None:
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:

@@ -31,6 +31,7 @@ from operator import attrgetter
 from typing import Any
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
+from elastic_trainer.crash import SAME_CRASHES, SameCrashes
 
 MAX_BACK_OFF_S = 60.0
 OUT_S, MAX_OUT_S = 600.0, 86400.0
@@ -205,6 +206,8 @@ class Membership:
     idle_generations: int = 0
     decided_at: float = 0.0
     hosts_known: int = 0
+    crashes: SameCrashes = field(default_factory=SameCrashes)
+    """How often workers have died in one place, if all of them have."""
     has_booted: bool = False
     """Some worker has stood ready in this attempt."""
     tried: set[tuple[str, int]] = field(default_factory=set)
@@ -258,8 +261,8 @@ class Membership:
             worker.accepted, worker.unreachable = accepted, None if unreachable is None else tuple(unreachable)
         return True
 
-    def exited(self, name: str, code: int, now: float) -> str:
-        """Take the end of a worker's process; returns in one word how it ended."""
+    def exited(self, name: str, code: int, now: float, place: str = "") -> str:
+        """Take the end of a worker's process, and where it died; returns in one word how it ended."""
         worker = self.workers[name]
         before = worker.phase
         worker.phase, worker.has_exited = Phase.GONE, True
@@ -284,6 +287,7 @@ class Membership:
             host.differ(now)
             return "differed"
         host.fail(now)
+        self.crashes.note((worker.host, worker.slot), code, place)
         if before is Phase.BOOTING and worker.generation == 0:
             is_own = 0 <= code < 126 or code == 127  # no signal's
             if is_own and not self._has_ever_booted() and self._are_all_tried():
@@ -413,9 +417,20 @@ class Membership:
                 actions.append(Stop(worker.name, "host_left", at_once=False))
         return actions
 
+    def _common_crash(self) -> str:
+        """Say of which signal, and where, all workers have died in each slot as often as is no accident; "" if not so.
+
+        Once a step is finished it is no mistake of the job, or of the machines' image, any more.
+        """
+        slots = {(host, slot) for host, count in self.listed.items() for slot in range(count)}
+        if self.has_trained or self.state_exists or not self.crashes.are_everywhere(slots):
+            return ""
+        return (f"all workers died of {self.crashes} before the first step, {SAME_CRASHES} times in each slot. What they "
+                f"said is above; no other attempt would end otherwise")
+
     def _end(self) -> End | None:
-        if self.user_error:
-            return End("user_error", self.user_error)
+        if self.user_error or (common := self._common_crash()):
+            return End("user_error", self.user_error or common)
         if self.is_finished:
             if not [w for w in self._current() if w.phase in (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)]:
                 return End("finished", "")

@@ -57,6 +57,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
+from elastic_trainer.crash import FAULTHANDLER
 from elastic_trainer.events import EVENTS_FILE, Events
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 
@@ -239,7 +240,7 @@ class Keeper:
         self.listener: socket.socket | None = None
         self.printed: IO[bytes] = tempfile.TemporaryFile()
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.env = ALLOCATOR | os.environ | {"PYTHONUNBUFFERED": "1"}
+        self.env = ALLOCATOR | FAULTHANDLER | os.environ | {"PYTHONUNBUFFERED": "1"}
         self.program = stamps([shutil.which(command[0]) or command[0], *command[1:2]])
         """A wrapper script is no module: the program, and what may be its script."""
         self.began_ns = time.time_ns()
@@ -330,7 +331,7 @@ class Keeper:
             word, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
             if uid != os.getuid() or word != b"take" or len(descriptors) != 4:
                 return False
-            names = differing(self.env, ALLOCATOR | read_environment(descriptors[0]), self.command[0])
+            names = differing(self.env, ALLOCATOR | FAULTHANDLER | read_environment(descriptors[0]), self.command[0])
             if names:
                 shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
                 return False

@@ -213,6 +213,24 @@ def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals
     assert not any(key in diary for key in keys)
 
 
+def test_workers_that_all_die_in_one_place_are_one_clear_error(tmp_path: Path, signals: None) -> None:
+    """One attempt, two tries in each slot, and the error names the signal and the place."""
+    command = script(tmp_path, """
+import ctypes
+def touches_nothing():
+    ctypes.string_at(0)
+touches_nothing()""")
+    two = ["-np", "2", "--host-discovery-script", "echo localhost:1; echo 127.0.0.2:1"]
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(tmp_path / "run", two, command, {}, output) == EXIT_USER_ERROR
+    told = read_events(tmp_path / "run")
+    gone = [e for e in told if e["event"] == "driver.worker_gone"]
+    assert len(gone) == 4 and all("touches_nothing" in e["died_in"] for e in gone)
+    assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["user_error"]
+    said = (tmp_path / "output").read_text()
+    assert "all workers died of SIGSEGV in string_at (" in said and "before the first step" in said
+
+
 def test_an_attempt_knows_that_the_run_has_had_hosts(tmp_path: Path, signals: None) -> None:
     """From then on a discovery that fails is away, and no mistake in the command."""
     command = script(tmp_path, f"""

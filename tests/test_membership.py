@@ -133,6 +133,41 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(pha
     assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
 
 
+IN_INIT = "init (basics.py:150)"
+
+
+def dies_everywhere(f: Fleet, place: str = IN_INIT, code: int = -11, but: str = "") -> None:
+    """Let each host's worker die, when it is there."""
+    f.run()
+    for name, worker in list(f.membership.workers.items()):
+        if worker.phase is not Phase.GONE and worker.host != but:
+            f.membership.exited(name, code, f.now, place)
+    f.state.clear()
+    f.turn(70.0)
+
+
+def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_in_one_place() -> None:
+    """Before the first step: it is no machine's fault, and no other attempt would end otherwise."""
+    f = fleet()
+    f.boots = False
+    dies_everywhere(f)
+    assert f.membership.verdict is None
+    dies_everywhere(f)
+    assert f.membership.verdict and f.membership.verdict.verdict == "user_error"
+    assert "SIGSEGV" in f.membership.verdict.detail and IN_INIT in f.membership.verdict.detail
+
+
+@pytest.mark.parametrize("other", ["place", "signal", "unknown", "survivor", "trained"])
+def test_the_run_goes_on_when_workers_die_otherwise_or_elsewhere_or_not_all(other: str) -> None:
+    """Two places, two signals, a place that nobody knows, one worker that lives, or a run that has trained: no verdict."""
+    f = fleet()
+    f.boots, f.membership.has_trained = False, other == "trained"
+    dies_everywhere(f, "" if other == "unknown" else IN_INIT, but="b" if other == "survivor" else "")
+    place = {"place": "forward (model.py:3)", "unknown": ""}.get(other, IN_INIT)
+    dies_everywhere(f, place, -6 if other == "signal" else -11, but="b" if other == "survivor" else "")
+    assert f.membership.verdict is None
+
+
 @pytest.mark.parametrize("cut", ["ab", "bd", "ad"])
 def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
     """Both reach the driver, and neither is silent; without this they would break every generation."""
