@@ -22,6 +22,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors
+from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.store import Store, StoreUnavailable, open_store
 
 
@@ -136,7 +137,7 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
             raise
         raise ConfigError(f"step {record.step} is no longer kept: the run let it go while it was read. Run it again, with "
                           f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
-    values = decode(str(record.body["header"]).encode(), payload)
+    values = with_plain_names(decode(str(record.body["header"]).encode(), payload))
     kept = {**values["parameters"], **values["buffers"]}
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}

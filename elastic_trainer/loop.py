@@ -72,6 +72,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.names import named_buffers, named_parameters
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.timing import Pace, Timing
 from elastic_trainer.world import Control, PeersLost, StateWithdrawn, World, WorldChanged
@@ -320,7 +321,7 @@ class Trainer:
         if lacking := self.state.extra_state.lacking:
             raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. Give them both.")
         self.replica = Replica(self.state)
-        self.flat = Flat(dict(job.model.named_parameters()), self.state.buffers, job.device)
+        self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device)
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
                                  else RingReducer(self.flat, shards, compress=compress))
@@ -475,7 +476,7 @@ class Trainer:
         flat.check_untouched()
         self._follow_requires_grad()
         flat.weigh_rest(weight)
-        flat.add_statistics(weight, loss, self.state.buffers_before(), dict(job.model.named_buffers()))
+        flat.add_statistics(weight, loss, self.state.buffers_before(), named_buffers(job.model))
         if overlaps and isinstance(self.reducer, RingReducer):
             self.reducer.overlap(self.world)
         weighted = loss * weight
@@ -855,7 +856,7 @@ def some(names: list[str]) -> str:
 def weights_sha256(state: ElasticState) -> str:
     """Return the SHA-256 over the names and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
-    for name, tensor in [*state.model.named_parameters(), *state.buffers.items()]:
+    for name, tensor in [*named_parameters(state.model).items(), *state.buffers.items()]:
         digest.update(name.encode() + b"\0")
         digest.update(byte_view(tensor).numpy().data)
     return digest.hexdigest()

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.names import named_parameters
 
 SLICE_BYTES = 256 << 10
 """A slice has at least so many bytes of the parameters (0.03 ms a tensor, measured)."""
@@ -65,7 +66,7 @@ class Replica:
 
     def __init__(self, state: ElasticState):
         self.state = state
-        self.parameters = dict(state.model.named_parameters())
+        self.parameters = named_parameters(state.model)
         self.names = list(self.parameters)
         self._ends = list(accumulate(p.numel() * p.element_size() for p in self.parameters.values()))
         total = self._ends[-1] if self._ends else 0

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.extra_state import ExtraState
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack, unpack
+from elastic_trainer.state.names import named_buffers, named_parameters, plain, with_plain_names
 from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
 
@@ -58,9 +59,9 @@ class ElasticState(hvd_elastic.TorchState):
         self.samples = 0
         self.last_vote = (0, 0)
         """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
-        self.buffers = dict(model.named_buffers())
-        own = {id(tensor): name for name, tensor in [*model.named_parameters(), *self.buffers.items()]}
-        exported = torch.nn.Module.state_dict(model, keep_vars=True)
+        self.buffers = named_buffers(model)
+        own = {id(tensor): name for name, tensor in [*named_parameters(model).items(), *self.buffers.items()]}
+        exported = {plain(name): it for name, it in torch.nn.Module.state_dict(model, keep_vars=True).items()}
         self.aliases = {name: own[id(tensor)] for name, tensor in exported.items() if own.get(id(tensor), name) != name}
         """The other names that tied parameters and buffers have in `model.state_dict()`."""
         self.left_out = [name for name in own.values() if name not in exported]
@@ -109,11 +110,11 @@ class ElasticState(hvd_elastic.TorchState):
     def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
         """Let the model have the kept buffers again; returns what a forward pass has put in their place, by name."""
         replaced = [(name, now) for name, now in (self.model.named_buffers() if self.buffers else ())
-                    if now is not self.buffers[name]]
+                    if now is not self.buffers[plain(name)]]
         for name, _ in replaced:
             owner, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), leaf, self.buffers[name])
-        return replaced
+            setattr(self.model.get_submodule(owner), leaf, self.buffers[plain(name)])
+        return [(plain(name), now) for name, now in replaced]
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
@@ -151,7 +152,7 @@ class ElasticState(hvd_elastic.TorchState):
 
     def values(self) -> dict[str, Any]:
         """Return all that is needed to go on, as a tree of live tensors and numbers (nothing is copied)."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(self.model).items()}
         groups = self.optimizer.param_groups
         return {
             "identity": self.identity,
@@ -161,8 +162,8 @@ class ElasticState(hvd_elastic.TorchState):
             "last_vote": self.last_vote,
             "lineage": self.lineage,
             **self.rates.values(),
-            "parameters": dict(self.model.named_parameters()),
-            "trained": [name for name, p in self.model.named_parameters() if p.requires_grad],
+            "parameters": named_parameters(self.model),
+            "trained": [name for name, p in named_parameters(self.model).items() if p.requires_grad],
             "buffers": self.buffers,
             "aliases": self.aliases,
             "left_out": self.left_out,
@@ -185,7 +186,7 @@ class ElasticState(hvd_elastic.TorchState):
         """Raise LayoutError when values are not of this model and optimizer."""
         if values["identity"] != self.identity:
             raise LayoutError(f"it is of a job with {values['identity']}, but this job has {self.identity}")
-        parameters = dict(self.model.named_parameters())
+        parameters = named_parameters(self.model)
         for kind, mine in (("parameters", parameters), ("buffers", self.buffers)):
             theirs = values[kind]
             if theirs.keys() != mine.keys():
@@ -225,7 +226,7 @@ class ElasticState(hvd_elastic.TorchState):
         outlined = outline(header)
         if outlined.payload_bytes != payload_bytes:
             raise LayoutError(f"there are {payload_bytes} bytes, but the header describes {outlined.payload_bytes}")
-        values, mine = unpack(outlined), dict(self.model.named_parameters())
+        values, mine = with_plain_names(unpack(outlined)), named_parameters(self.model)
         self.fits(values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
 
@@ -238,8 +239,9 @@ class ElasticState(hvd_elastic.TorchState):
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+        values = with_plain_names(values)
         self.fits(values)
-        parameters, groups = dict(self.model.named_parameters()), self.optimizer.param_groups
+        parameters, groups = named_parameters(self.model), self.optimizer.param_groups
         trained = set(values.get("trained", (name for name, p in parameters.items() if p.requires_grad)))
         with torch.no_grad():  # from here on nothing can fail but the memory
             for name, tensor in values["parameters"].items():

@@ -22,20 +22,21 @@ from typing import Any
 import torch
 
 from elastic_trainer.state.layout import Packed, byte_view, decode, pack
+from elastic_trainer.state.names import plain
 from elastic_trainer.state.rates import as_built
 
 SUFFIX = "_extra_state"
 
 
 class ExtraState:
-    """The extra state of one model's modules, named as in `state_dict()`."""
+    """The extra state of one model's modules, named as in `state_dict()` (names.py: of the model before torch.compile)."""
 
     def __init__(self, model: torch.nn.Module):
-        plain = torch.nn.Module
-        self.modules = {f"{name}.{SUFFIX}".removeprefix("."): module for name, module in model.named_modules()
-                        if type(module).get_extra_state is not plain.get_extra_state}
+        bare = torch.nn.Module
+        self.modules = {plain(f"{name}.{SUFFIX}".removeprefix(".")): module for name, module in model.named_modules()
+                        if type(module).get_extra_state is not bare.get_extra_state}
         self.lacking = [name for name, module in self.modules.items()
-                        if type(module).set_extra_state is plain.set_extra_state]
+                        if type(module).set_extra_state is bare.set_extra_state]
         """Those that could not be given their values back."""
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ def test_a_checkpoint_says_what_job_it_is_of(tmp_path: Path, monkeypatch: pytest
     assert main(["checkpoints", "show", str(tmp_path / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["schedule"] == {"dataset_size": 10, "global_batch": 4, "shards": 2, "epochs": 3, "seed": 5, "max_steps": 2,
-                                 "steps": 2}
+                                 "drop_last": False, "min_shard_samples": 1, "steps": 2}
     assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "model": "Linear"}
     assert shown["versions"] == {"python": platform.python_version(), "torch": torch.__version__,
                                  "horovod": horovod.__version__, "numpy": numpy.__version__}
