@@ -24,7 +24,7 @@ DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(
 
 
 class Scale(torch.nn.Module):
-    """Keeps a number that is no tensor."""
+    """Keeps a number that is neither parameter nor buffer."""
 
     factor = 1.0
 
@@ -32,10 +32,10 @@ class Scale(torch.nn.Module):
         return self.factor * x
 
     def get_extra_state(self) -> Any:
-        return {"factor": self.factor}
+        return torch.tensor(self.factor)
 
     def set_extra_state(self, state: Any) -> None:
-        self.factor = state["factor"]
+        self.factor = float(state)
 
 
 class Net(torch.nn.Module):
