@@ -79,6 +79,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
     parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE", "exact"),
                         help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
+    parser.add_argument("--mixed-hardware", choices=("refuse", "warn"),
+                        default=os.environ.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse"),
+                        help="exact: a host whose processor or torch computes other bits than the world's gets no place, "
+                             "or is let in and told (%(default)s)")
     parser.add_argument("--workers", type=int, help="local workers, when no hosts are given (-np, or else 4)")
     parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left, as --min-np (%(default)s)")
     parser.add_argument("--standby", type=int, metavar="N", help="so many booted workers wait on this machine, once "
@@ -137,6 +141,7 @@ def run(argv: list[str]) -> int:
     horovodrun_options += ["--host-discovery-script", script]
     horovodrun_options += [word for name, n in numbers.items() if n is not None for word in (name, str(n))]
     os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
+    os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = options.mixed_hardware
     os.environ["ELASTIC_TRAINER_STORE"] = store_of_run(options.store, name)
 
     with local_s3(run_dir) if options.store == "s3" else nullcontext():

@@ -60,6 +60,7 @@ from horovod.runner.util import network
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic_trainer import remote
+from elastic_trainer.arithmetic import Arithmetic, advice
 from elastic_trainer.config import (
     ALLOCATOR,
     EXIT_FINISHED,
@@ -71,7 +72,7 @@ from elastic_trainer.config import (
 from elastic_trainer.courier import Desk
 from elastic_trainer.crash import FAULTHANDLER, LINES, place_of
 from elastic_trainer.events import Events
-from elastic_trainer.membership import Action, End, Form, Membership, Phase, Start, Stop, Worker, loud
+from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
 from elastic_trainer.rendezvous import Rendezvous
@@ -324,6 +325,7 @@ class MendedDriver:
         self.membership = Membership(
             first_workers=settings.num_proc, min_workers=settings.min_num_proc, max_workers=settings.max_num_proc,
             limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
+            refuses_mixed=env.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse") != "warn",
             has_trained=any(int(env.get(f"ELASTIC_TRAINER_{name}", "0")) for name in ("RESUME_STEP", "LOST_ATTEMPTS")))
         self.had_hosts = env.get("ELASTIC_TRAINER_HAD_HOSTS", "0") == "1"
         """The discovery has named hosts in an earlier attempt: it works, and when it fails now that is an outage."""
@@ -351,6 +353,7 @@ class MendedDriver:
         self.address = ""
         self.server: WordServer | None = None
         self.said_refused: set[tuple[str, str]] = set()
+        self.said_built = False
         self.clock_doubts: dict[str, int] = {}
         """How many words in a row of each worker's were by another clock."""
         self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
@@ -493,7 +496,7 @@ class MendedDriver:
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
                 drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""),
-                unreachable=words.get("unreachable", ()))
+                unreachable=words.get("unreachable", ()), arithmetic=Arithmetic.from_words(words.get("arithmetic")))
             if is_new:  # a word played back from elsewhere must not make that place a member's
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
             elif self.addresses.get(name, address) != address:
@@ -588,6 +591,8 @@ class MendedDriver:
                 self.processes[worker].stop(at_once, self.membership.limits.stop_grace_s)
             case Form(generation, members, reason):
                 self._form(generation, members, reason)
+            case Differ():
+                self._say_differ(action)
             case End():
                 self.ended = action
 
@@ -628,6 +633,25 @@ class MendedDriver:
                 print(f"elastic-trainer: the command ended with exit code {code} on {process.host} before its worker stood "
                       f"ready. It is tried there again, later each time, while that host is listed.", file=sys.stderr)
             self._turn()
+
+    def _say_differ(self, found: Differ) -> None:
+        """Tell that a newcomer computes other bits than the world, or that its weights were built as others."""
+        both = {"host": found.host, "newcomer": found.worker, "other_host": found.other_host}
+        if not found.is_arithmetic:
+            if not self.said_built:
+                self.said_built = True
+                self.events.emit("worker.weights_differ_as_built", **both,
+                                 meaning="the weights as built, or the first samples, differ. A newcomer receives the "
+                                         "world's weights, so nothing is wrong. Set torch's seed before the model is "
+                                         "built, and their gradients can be compared.")
+            return
+        what = advice(found.is_refused, found.differ)
+        self.events.emit("worker.arithmetic_differs", level="warning", **both, differs=found.differ,
+                         refused=found.is_refused, kept_out_s=round(found.kept_out_s, 1), meaning=what)
+        if found.is_refused:
+            facts = "; ".join(f"{name} {mine!r} there, {theirs!r} here" for name, (mine, theirs) in found.differ.items())
+            print(f"elastic-trainer: the worker on {found.host} computes other bits than the one on {found.other_host} "
+                  f"({facts or 'no name differs'}), and gets no place. {what}", file=sys.stderr)
 
     def _say_differed(self, name: str) -> None:
         host = self.membership.hosts[name]

@@ -41,7 +41,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer import report, revive, standby
+from elastic_trainer import probe, report, revive, standby
+from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.batches import fetch, to_device
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
 from elastic_trainer.courier import Courier, shares_runs
@@ -65,7 +66,7 @@ from elastic_trainer.reduce import (
     RingReducer,
     SetsDiffer,
 )
-from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree
+from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
 from elastic_trainer.schedule import Schedule, owner_of, samples_digest
 from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length, split_schedule
 from elastic_trainer.state.cadence import Cadence
@@ -354,7 +355,7 @@ class Trainer:
             driver.write_alone = self._write_while_waiting
             if self.checkpoints:
                 driver.is_saving = self.checkpoints.is_moving
-            driver.start(state.has_state, state.committed)
+            driver.start(state.has_state, state.committed, self.world.arithmetic)
         try:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
                            live_state=self._write_live_state)
@@ -394,7 +395,7 @@ class Trainer:
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
-            if control.differs:
+            if control.differs and not world.drifts(step):
                 self._part_from_odd(step, held)                                 # leaves the loop
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
@@ -571,13 +572,19 @@ class Trainer:
         self.state.begin()
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
+        results = set[int]()
         for _ in range(2):  # the second time is what a shard takes
             started = time.monotonic()
-            self._try_shard(first)
+            inputs, result = self._try_shard(first)
             shard_s = time.monotonic() - started
+            results.add(result)
         if job.schedule.smallest_shard < len(first):
             self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
         self.state.forget()
+        self.world.arithmetic = Arithmetic(probe.program(job.device), inputs, results.pop() if len(results) == 1 else 0,
+                                           probe.facts(job.device), self.reduce == "exact")
+        if self.checkpoints:
+            self.checkpoints.facts["arithmetic"] = self.world.arithmetic.to_words()
         self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
         self.flat.adopt(trained)
         for tensor in self.flat.sums.values():
@@ -598,30 +605,38 @@ class Trainer:
                               f"a shard of that size the loss raises {type(error).__name__}: {str(error).rstrip('.')}. "
                               f"Use drop_last=True, or another global_batch or shards.") from error
 
-    def _try_shard(self, indices: numpy.ndarray) -> None:
-        """Run a shard of which nothing remains but what it says of the user's code: whether that writes to `.grad`."""
-        job = self.job
-        try:
-            self._try_backward(to_device(fetch(job.dataset, indices, job.collate), job.device))
-        except GradientsWritten:
-            self.flat.isolates = True  # anew: a loss may take its batch apart
-            self._try_backward(to_device(fetch(job.dataset, indices, job.collate), job.device))
+    def _try_shard(self, indices: numpy.ndarray) -> tuple[int, int]:
+        """Run a shard of which nothing remains but what it says of the user's code: whether that writes to `.grad`.
 
-    def _try_backward(self, batch: Any) -> None:
-        flat = self.flat
+        Returns checksums of what went in (weights, samples) and of what came out (loss, gradient).
+        """
+        try:
+            return self._try_backward(indices)
+        except GradientsWritten:
+            self.flat.isolates = True
+            return self._try_backward(indices)
+
+    def _try_backward(self, indices: numpy.ndarray) -> tuple[int, int]:
+        flat, job = self.flat, self.job
+        seed_everything(job.schedule.shard_seed(0, 0))  # on every worker the same: the results are compared
+        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)  # anew: a loss may take it apart
+        inputs = fingerprint([self.replica.all_parts(), batch])
         flat.shards_run = 0
         try:
             flat.bind(flat.sums)
             for tensor in flat.sums.values():
                 tensor.fill_(1.0)  # so that also a `.grad.data.zero_()` is seen, which no version counts
             flat.open_shard()
-            loss = self.job.loss(self.job.model, batch)
+            loss = job.loss(job.model, batch)
             flat.check_untouched()
             if not flat.isolates and not all(bool((gradient == 1).all()) for gradient in flat.sums.gradients):
                 raise GradientsWritten
             self._follow_requires_grad()
+            for tensor in flat.sums.values():
+                tensor.zero_()  # else the sums keep few bits of a small gradient
             loss.backward()
             flat.close_shard()
+            return inputs, fingerprint([loss, *flat.sums.values()])
         finally:
             self.state.reset_buffers()
             flat.shards_run = 0
@@ -691,6 +706,8 @@ class Trainer:
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         self._restored_step = step or 0
+        if step is not None and checkpoints and self.world.rank == 0:
+            self._compare_with_writer(step, checkpoints.restored)
         return "fresh" if step is None else "checkpoint"
 
     def _say(self, remark: Remark) -> None:
@@ -698,6 +715,15 @@ class Trainer:
         if self.world.rank == 0:
             self.events.emit(remark.event, **remark.facts)
             print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
+
+    def _compare_with_writer(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Tell when a run goes on with other arithmetic than its checkpoint was computed with: allowed, and no more the
+        same bits."""
+        mine, writers = self.world.arithmetic, Arithmetic.from_words(facts.get("arithmetic"))
+        if mine and writers and computes_otherwise(mine, writers):
+            differ = facts_that_differ(mine, writers)
+            self.events.emit("worker.arithmetic_differs", level="warning", step=step, other="the checkpoint's writers",
+                             differs=differ, refused=False, meaning=advice(False, differ))
 
     def _ask_again(self, error: StoreUnavailable) -> PeersLost:
         """Return what ends this generation after a while: the next one asks the store again."""

@@ -30,12 +30,15 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from elastic_trainer.arithmetic import Arithmetic, computes_otherwise, facts_that_differ, most_common
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
 from elastic_trainer.crash import SAME_CRASHES, SameCrashes
 
 MAX_BACK_OFF_S = 60.0
 OUT_S, MAX_OUT_S = 600.0, 86400.0
 """A host on which a replica differs for the second time stays out for so long, then for twice as long each time."""
+REFUSED_S, MAX_REFUSED_S = 60.0, 3600.0
+"""A host whose arithmetic differs from the world's is tried again after so long, and at least so often."""
 STEADY_S = 30.0
 """A worker that lived this long in the world wipes its host's failures out."""
 MAX_REFUSED_OFFERS = 3
@@ -97,6 +100,10 @@ class Worker:
     step: int = 0
     ended_by: str = ""
     """Why we ended it, if we did."""
+    arithmetic: Arithmetic | None = None
+    """How it computes; None: it has not said."""
+    is_compared: bool = False
+    """Its arithmetic has been compared with the world's."""
     has_exited: bool = False
     """Its process is gone too: nobody will ask for it again."""
 
@@ -117,6 +124,14 @@ class Host:
     listed_at: float = 0.0
     differences: int = 0
     """How often a worker here has held other bits than the others: a sign of bad memory or a bad processor."""
+
+    refusals: int = 0
+    """How often a worker here computed other bits than the world."""
+
+    def refuse(self, now: float) -> None:
+        """Let nothing start here for a while, twice as long each time: a host seldom becomes another."""
+        self.refusals += 1
+        self.not_before = now + min(MAX_REFUSED_S, REFUSED_S * 2.0 ** min(self.refusals - 1, 9))
 
     def differ(self, now: float) -> None:
         """Count a replica that differs. Once may be a cosmic ray; twice is the host."""
@@ -160,7 +175,22 @@ class End:
     detail: str
 
 
-Action = Start | Stop | Form | End
+@dataclass(frozen=True)
+class Differ:
+    """A newcomer computes other bits than the world, or was built with other weights."""
+
+    worker: str
+    host: str
+    other_host: str
+    differ: dict[str, tuple[str, str]]
+    """Name of a fact → (the newcomer's, the world's)."""
+    is_arithmetic: bool
+    """False: its weights as built, or its first samples, are others. That is allowed."""
+    is_refused: bool
+    kept_out_s: float
+
+
+Action = Start | Stop | Form | End | Differ
 
 
 @dataclass
@@ -180,6 +210,8 @@ class Membership:
     min_workers: int
     max_workers: int | None
     limits: Limits = field(default_factory=Limits)
+    refuses_mixed: bool = True
+    """A newcomer that computes other bits than an exact world gets no place (--mixed-hardware refuse)."""
     has_trained: bool = False
     """An earlier attempt of this run has."""
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -233,12 +265,13 @@ class Membership:
 
     def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
                  holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "",
-                 unreachable: Sequence[str] | None = ()) -> bool:
+                 unreachable: Sequence[str] | None = (), arithmetic: Arithmetic | None = None) -> bool:
         """Take a worker's own word; False if it is not its newest. One about an older generation changes little."""
         worker = self.workers.get(name)
         if worker is None or worker.phase is Phase.GONE or count <= worker.count:
             return False
         worker.count, worker.heard_at = count, now
+        worker.arithmetic = worker.arithmetic or arithmetic
         worker.step, worker.drains = step, worker.drains or drains
         if error and not self.user_error and not self._is_let_go(worker):
             self.user_error = error
@@ -323,6 +356,8 @@ class Membership:
             self.verdict = end
             return [*actions, end]
         if not self.is_finished:
+            model = next((w for w in self._current() if w.arithmetic), None)
+            actions += self._compare(self._newcomers(), model, now) if model else []
             actions += self._start(now)
             actions += self._round(now)
         return actions
@@ -444,6 +479,31 @@ class Membership:
             return End("failed", "no living worker holds the state any more; the next attempt starts from the checkpoint")
         return None
 
+    def _newcomers(self) -> list[Worker]:
+        return [w for w in self._alive() if w.phase is Phase.STANDBY and self._is_wanted(w)]
+
+    def _compare(self, newcomers: Sequence[Worker], model: Worker, now: float) -> list[Action]:
+        """Tell which newcomers do not compute as `model` does; let those go whom the user does not want."""
+        actions: list[Action] = []
+        for worker in newcomers:
+            mine, worlds = worker.arithmetic, model.arithmetic
+            if worker.is_compared or mine is None or worlds is None:
+                continue
+            worker.is_compared = True
+            is_other = computes_otherwise(mine, worlds)
+            is_refused = is_other and self.refuses_mixed and mine.is_exact
+            kept_out_s = 0.0
+            if is_refused:
+                host = self.hosts[worker.host]
+                host.refuse(now)
+                kept_out_s = host.not_before - now
+                worker.phase, worker.ended_by = Phase.GONE, "arithmetic_differs"
+                actions.append(Stop(worker.name, worker.ended_by, at_once=False))
+            if is_other or mine.inputs != worlds.inputs:
+                actions.append(Differ(worker.name, worker.host, model.host, facts_that_differ(mine, worlds), is_other,
+                                      is_refused, kept_out_s))
+        return actions
+
     def _start(self, now: float) -> list[Action]:
         taken = {(w.host, w.slot) for w in self._alive()}
         actions: list[Action] = []
@@ -518,7 +578,7 @@ class Membership:
             return []  # somebody still trains, or revives itself and will be back with its state
         candidates = self._candidates()
         if self.generation == 0:
-            hopeless = any(self.hosts[h].failures >= FAILED_STARTS for h in self.listed)
+            hopeless = any(self.hosts[h].failures >= FAILED_STARTS or self.hosts[h].refusals for h in self.listed)
             is_late = bool(candidates) and now - min(w.ready_at for w in candidates) > self.limits.start_s
             enough = self.min_workers if hopeless or is_late else self.first_workers
             if len(candidates) < enough or not self._are_settled(candidates, now):
@@ -531,6 +591,10 @@ class Membership:
             holder = self._holder()
             if holder and not holder.dismissed and not any(w.holds_state and w.step >= holder.step for w in candidates):
                 candidates.append(holder)  # an old one comes along, hands the newest state over, and leaves after that
+        if not current and (known := [w for w in candidates if w.arithmetic]):  # the first: as most of them compute
+            model = known[most_common([w.arithmetic for w in known if w.arithmetic])]
+            if odd := self._compare(candidates, model, now):
+                return odd
         self.waits_since = None
         self.rounds += 1
         self.offer = Offer(self.rounds, tuple(w.name for w in candidates), now, reason)

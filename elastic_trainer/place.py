@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from elastic_trainer.arithmetic import Arithmetic
 from elastic_trainer.config import Launch
 from elastic_trainer.wire import DriverClient, DriverUnreachable
 
@@ -221,8 +222,10 @@ class OurDriver:
         self._main = DriverClient(launch.driver, launch.key, timeout_s=self.limits.driver_lost_s / 2)
         self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
 
-    def start(self, holds_state: bool, step: int) -> None:
+    def start(self, holds_state: bool, step: int, arithmetic: Arithmetic | None = None) -> None:
         """Begin to beat. A worker that revived itself goes on in the generation it was in."""
+        if arithmetic:
+            self._status["arithmetic"] = arithmetic.to_words()
         generation = self.launch.revived_generation
         self.generation, self._heard_at = generation, time.monotonic()
         self._status.update(generation=generation, holds_state=holds_state, step=step,
@@ -292,6 +295,7 @@ class OurDriver:
                 self.generation = place["generation"]
                 with self._lock:
                     self._status.update(phase="training", generation=self.generation, accepted=0)
+                    self._status.pop("arithmetic", None)  # the driver has it
                 return Place(generation=place["generation"], rank=place["rank"], size=place["size"],
                              local_rank=place["local_rank"], local_size=place["local_size"],
                              rendezvous=(place["address"], place["port"]))

@@ -156,9 +156,14 @@ def judge(told: Sequence[Sequence[Part]]) -> Difference:
     return Difference(majority, odd, tuple(names))
 
 
+def fingerprint(value: Any) -> int:
+    """Return a checksum of tensors, numbers and text in any containers, that is never 0."""
+    return _folded(value, 0, 1, 1) or 1
+
+
 def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int:
     """Return a checksum of a value: of a tensor that part which belongs to the elements [low, high) of `count`."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         size = value.numel()
         facts = f"{value.dtype}{size}".encode()
         return _checksum(_elements(value.detach(), size * low // count, size * high // count),

@@ -42,6 +42,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from elastic_trainer import revive
+from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
 from elastic_trainer.place import Driver, OurDriver, Place
@@ -125,6 +126,8 @@ class Standing(NamedTuple):
     """Samples and digest, totals of the last vote that it saw pass."""
     paused_ms: int
     """How long ago it last trained."""
+    arithmetic: Arithmetic | None = None
+    """How it computes, without the names."""
 
 
 class World:
@@ -139,6 +142,11 @@ class World:
         self._horovod_was_up = False
         self._is_guarded = False
         self._init_since: float | None = None
+        self.arithmetic: Arithmetic | None = None
+        """How this worker computes, from its warm-up on."""
+        self.is_mixed = False
+        """Some members of this generation compute other bits than others, with leave of the user's."""
+        self._is_drift_told = False
         self.expected_step_s: Callable[[int], float] = lambda size: 0.0
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
@@ -412,6 +420,7 @@ class World:
         many seconds whoever has had it (or if nobody has, this worker) has not trained.
         """
         ranks, source, began = self._standings(state), "memory", time.monotonic()
+        self._compare_arithmetic([rank.arithmetic for rank in ranks])
         paused_s = max((rank.paused_ms / 1000 for rank in ranks if rank.has_state), default=began - self._left_at)
         if not any(rank.has_state for rank in ranks):
             source = restore()  # disk, or the store: only at the start of an attempt, all together
@@ -439,11 +448,39 @@ class World:
     def _standings(self, state: ElasticState) -> list[Standing]:
         """Exchange where each worker stands, by rank."""
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
-        mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote, paused_ms]],
-                            dtype=torch.int64)
+        own = self.arithmetic or Arithmetic(0, 0, 0)
+        mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote, paused_ms,
+                              own.program, own.inputs, own.result]], dtype=torch.int64)
         everyone = self.allgather(mine, "reconcile") if self.size > 1 else mine
-        return [Standing(committed, begun, bool(has), (samples, digest), paused)
-                for committed, begun, has, samples, digest, paused in everyone.tolist()]
+        return [Standing(committed, begun, bool(has), (samples, digest), paused, Arithmetic(*arithmetic))
+                for committed, begun, has, samples, digest, paused, *arithmetic in everyone.tolist()]
+
+    def _compare_arithmetic(self, members: Sequence[Arithmetic | None]) -> None:
+        """Find out whether all members compute the same bits, and tell it where no driver of ours has (it did before)."""
+        first = members[0]
+        odd = [rank for rank, other in enumerate(members) if first and other and computes_otherwise(first, other)]
+        self.is_mixed, self._is_drift_told = bool(odd), False
+        if not odd or isinstance(self.driver, OurDriver):
+            return
+        assert self.arithmetic
+        me = {"host": self.launch.host, **self.arithmetic.to_words()}
+        told = [json.loads(text) for text in self.gather_texts(json.dumps(me))]
+        theirs = [Arithmetic.from_words(words) for words in told]
+        for rank in odd if self.rank == 0 else ():
+            one, other = theirs[rank], theirs[0]
+            differ = facts_that_differ(one, other) if one and other else {}
+            self.events.emit("worker.arithmetic_differs", level="warning", host=told[rank]["host"],
+                             other_host=told[0]["host"], differs=differ, refused=False, meaning=advice(False, differ))
+
+    def drifts(self, step: int) -> bool:
+        """True where replicas may differ, told once a generation: the user has let workers in that compute other bits."""
+        if self.is_mixed and not self._is_drift_told:
+            self._is_drift_told = True
+            if self.rank == 0:
+                self.events.emit("worker.replicas_drift", level="warning", step=step,
+                                 meaning="the workers hold different bits, as their arithmetic differs "
+                                         "(worker.arithmetic_differs). A fault of a machine is not found in this world.")
+        return self.is_mixed
 
     def _transfer(self, state: ElasticState) -> None:
         """Move the state from all who have it, each its share, to all who do not, and to nobody else.

@@ -153,6 +153,8 @@ class Checkpoints:
                  facts: dict[str, Any] | None = None):
         self.store, self.emit, self.plan, self.facts = store, emit, plan or Plan(), facts or {}
         """`facts` go into each record, for people: the job's numbers, versions."""
+        self.restored: dict[str, Any] = {}
+        """The body of the record that was restored."""
         self.log = CommitLog(store)
         self.share: Share | None = None
         self.newest_step = -1
@@ -569,6 +571,7 @@ class Checkpoints:
             loading = time.monotonic()
             state.load(unpack(room))
             state.lineage, self.newest_step = facts["lineage"], record.step
+            self.restored = record.body
             self._last_parts, self._last_step = {part.index: part for part in parts}, record.step
             if peers.rank == 0:
                 self.emit("state.checkpoint_restored", step=record.step, record=sequence, bytes=room.payload_bytes,

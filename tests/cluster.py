@@ -31,7 +31,7 @@ DEADLINE_S = 150.0
 POLL_S = 0.02
 PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
 """For so long a healthy worker may be silent in a test, because its machine stalls. A bench measures with the defaults."""
-HEALTHY_ENDS = ("finished", "left", "stopped", "host_left")
+HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
 
 
 _turns: list[IO[bytes]] = []

@@ -27,6 +27,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer import standby
+from elastic_trainer.arithmetic import Arithmetic, computes_otherwise
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.events import Events, read_events
 from elastic_trainer.loop import (
@@ -668,7 +669,7 @@ def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size:
             with torch.no_grad():
                 models[1][0].weight.view(torch.int32)[0, 0] ^= 1
 
-    changes = [{}, {"after_step": after_step}, {}]
+    changes: list[dict[str, Any]] = [{}, {"after_step": after_step}, {}]
     ended = in_a_world(size, lambda rank: job(models[rank], **changes[rank]))
     assert [type(error) for error in ended] == (
         [ReplicasDisagree] * 2 if size == 2 else [PeersLost, ReplicaDiffers, PeersLost])
@@ -1191,6 +1192,42 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
     trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False, plan)
     assert trainer.run().steps == SCHEDULE.steps
     assert uploaders
+
+
+@pytest.mark.parametrize("what", ["nothing", "weights", "loss", "program"])
+def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on each worker of a kind. A loss that is not the same twice says nothing, and weights are no processor."""
+    own = torch.Generator()
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        return mse(model, batch) * (torch.rand((), generator=own) if what == "loss" else 1.0)
+
+    def said(**how: Any) -> Arithmetic:
+        trainer = Trainer(job(built(torch.nn.Dropout(), **how), loss=loss), Launch(), Alone(), Events(None), "exact", False)
+        trainer.run()
+        assert trainer.world.arithmetic
+        return trainer.world.arithmetic
+
+    first = said()
+    if what == "program":
+        monkeypatch.setattr("elastic_trainer.probe.program", lambda device: 5)
+    second = said(seed=1 if what == "weights" else 0)
+    assert (first.inputs == second.inputs) == (what != "weights")
+    assert (first.result == 0) == (second.result == 0) == (what == "loss")
+    assert computes_otherwise(first, second) == (what == "program")
+
+
+def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint's record says how its writers computed."""
+    ears = Ears()
+    trained(built(), max_steps=3, run_dir=run_dir, listeners=[ears])
+    trained(built(), max_steps=4, run_dir=run_dir, listeners=[ears])
+    assert not ears.facts("worker.arithmetic_differs")
+    monkeypatch.setattr("elastic_trainer.probe.program", lambda device: 5)
+    monkeypatch.setattr("elastic_trainer.probe.facts", lambda device: (("cpu", "another"),))
+    trained(built(), max_steps=5, run_dir=run_dir, listeners=[ears])
+    [told] = ears.facts("worker.arithmetic_differs")
+    assert told["differs"]["cpu"][0] == "another" and not told["refused"]
 
 
 def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from elastic_trainer.arithmetic import Arithmetic
 from elastic_trainer.config import Limits
-from elastic_trainer.membership import FAILED_RESTARTS, Action, End, Form, Membership, Phase, Stop, Worker
+from elastic_trainer.membership import (
+    FAILED_RESTARTS,
+    Action,
+    Differ,
+    End,
+    Form,
+    Membership,
+    Phase,
+    Stop,
+    Worker,
+)
 
 
 @dataclass
@@ -26,6 +37,8 @@ class Fleet:
     """Pairs of hosts that do not reach each other."""
     steps: dict[str, int] = field(default_factory=dict)
     """How many steps a worker says that it has finished."""
+    computes: dict[str, Arithmetic] = field(default_factory=dict)
+    """How the workers of a host compute, where they say it."""
     entered: dict[str, int] = field(default_factory=dict)
     """The generation that a worker was in last: there it has got the newest state."""
 
@@ -35,6 +48,7 @@ class Fleet:
         generation = words.pop("generation", worker.generation)
         self.membership.reported(name, self.counts[name], self.now, phase=phase, generation=generation,
                                  unreachable=words.pop("unreachable", None if phase == "standby" else ()),
+                                 arithmetic=self.computes.get(worker.host),
                                  holds_state=name in self.state, step=self.steps.get(name, 0), **words)  # type: ignore[arg-type]
 
     def turn(self, seconds: float = 0.1) -> list[Action]:
@@ -234,6 +248,60 @@ def test_a_host_whose_replica_differs_again_stays_out() -> None:
         assert f.world() == ["a", "c", "d"]
     assert [round(seconds) for seconds in out[:4]] == [1, 600, 1200, 2400]
     assert out[-1] == 86400.0
+
+
+PLAIN = Arithmetic(1, 2, 3, (("cpu", "EPYC"), ("threads", "1")))
+OTHER = {"program": replace(PLAIN, program=7, facts=(("cpu", "Xeon"), ("threads", "1"))),
+         "gradient": replace(PLAIN, result=7)}
+
+
+@pytest.mark.parametrize("how", list(OTHER))
+def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
+    """It is told with what differs, nobody leaves its step for it, and its host is tried again, later each time."""
+    f = fleet("abc")
+    f.computes = dict.fromkeys("abc", PLAIN) | {"d": OTHER[how]}
+    f.run()
+    f.membership.hosts_listed({h: 1 for h in "abcd"})
+    f.run(seconds=300)
+    assert (f.membership.generation, f.world()) == (1, ["a", "b", "c"])
+    told = [a for a in f.acted if isinstance(a, Differ)]
+    assert [(a.host, a.other_host, a.is_refused, round(a.kept_out_s)) for a in told] == [
+        ("d", "a", True, 60), ("d", "a", True, 120), ("d", "a", True, 240)]
+    assert told[0].differ == ({"cpu": ("Xeon", "EPYC")} if how == "program" else {})
+
+
+@pytest.mark.parametrize("policy", ["warn", "ring"])
+def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promised(policy: str) -> None:
+    """With --mixed-hardware warn, and with the reducer ring; it is told once."""
+    f = fleet("abc")
+    f.membership.refuses_mixed = policy != "warn"
+    f.computes = {h: replace(PLAIN, is_exact=policy == "warn") for h in "abc"}
+    f.computes["d"] = replace(OTHER["program"], is_exact=policy == "warn")
+    f.run()
+    f.membership.hosts_listed({h: 1 for h in "abcd"})
+    f.run()
+    assert f.world() == ["a", "b", "c", "d"]
+    assert [a.is_refused for a in f.acted if isinstance(a, Differ)] == [False]
+
+
+@pytest.mark.parametrize(("odd", "world"), [("a", "bcd"), ("cd", "ab"), ("bcd", "bcd")])
+def test_the_first_world_is_of_those_who_compute_as_most_do(odd: str, world: str) -> None:
+    """Of as many, those of the first host. It begins without the others, and does not wait for them."""
+    f = fleet("abcd")
+    f.computes = {h: OTHER["gradient"] if h in odd else PLAIN for h in "abcd"}
+    f.run(20)
+    assert f.world() == list(world)
+
+
+@pytest.mark.parametrize("other", [replace(PLAIN, inputs=9, result=9), replace(PLAIN, result=0),
+                                   replace(PLAIN, facts=(("cpu", "Xeon"),))])
+def test_everybody_enters_when_nothing_says_that_the_bits_differ(other: Arithmetic) -> None:
+    """Weights built without a seed, a loss that draws by itself, a processor of another name: all are allowed."""
+    f = fleet("abcd")
+    f.computes = dict.fromkeys("abc", PLAIN) | {"d": other}
+    f.run(20)
+    assert f.world() == ["a", "b", "c", "d"]
+    assert [a.is_arithmetic for a in f.acted if isinstance(a, Differ)] == [False] * (other.inputs == 9)
 
 
 def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:

@@ -127,3 +127,20 @@ def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(tmp_path
     verdict = verify(run)
     assert verdict.is_proved, verdict.sentences()
     assert verdict.attempts == (1 if size == 4 else 2)
+
+
+@pytest.mark.usefixtures("turn")
+def test_other_arithmetic_is_told_under_plain_horovodrun(tmp_path: Path) -> None:
+    """Nobody can be refused there: the first rank tells who computes other bits, once a generation."""
+    run = tmp_path / "run"
+    (tmp_path / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:2]))
+    env = os.environ | {"ELASTIC_TEST_PLAN": "[]", "ELASTIC_TEST_FOLDER": str(tmp_path),
+                        "ELASTIC_TRAINER_RUN_DIR": str(run)}
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--network-interfaces", "lo",
+         "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *JOB, "--steps", "8",
+         "--odd-host", "127.0.0.1"],
+        env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    told = [e for e in read_events(run) if e["event"] == "worker.arithmetic_differs"]
+    assert len(told) == 1 and {told[0]["host"], told[0]["other_host"]} == set(HOSTS[:2]), done.stdout
+    assert json.loads((run / "result.json").read_text())["finished"]

@@ -1,0 +1,63 @@
+"""Machines are checked before they enter: a worker that computes other bits than the world is told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import Cluster
+
+from elastic_trainer import probe
+from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+
+SLOW = ("--steps", "100", "--step-s", "0.15")
+ODD = "127.0.0.4"
+
+
+@pytest.mark.parametrize("policy", ["refuse", "warn"])
+def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path, twin_of: Callable[..., str],
+                                                               policy: str) -> None:
+    """Refused: it has no place, the rest goes on to the same bits. With `warn` it enters."""
+    options = [] if policy == "refuse" else ["--mixed-hardware", "warn"]
+    with Cluster(tmp_path, start_with=3, job=(*SLOW, "--odd-host", ODD), options=options) as cluster:
+        cluster.wait_for_step(0)
+        cluster.set_hosts(cluster.all_hosts)
+        [differs] = cluster.wait_for("event", lambda: cluster.events("worker.arithmetic_differs"))
+        if policy == "refuse":
+            cluster.wait_for("exit", lambda: [e for e in cluster.events("driver.worker_gone")
+                                              if e["reason"] == "arithmetic_differs"])
+        else:
+            cluster.wait_for_world(4)
+        assert cluster.finish() == 0
+        sizes = {e["size"] for e in cluster.events("worker.generation_started")}
+        output = (tmp_path / "output.log").read_text()
+        if policy == "refuse":
+            cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert (differs["host"], differs["other_host"], differs["refused"]) == (ODD, "127.0.0.1", policy == "refuse")
+    assert differs["differs"] == {}
+    assert sizes == ({3} if policy == "refuse" else {3, 4})
+    assert ("--mixed-hardware warn" in output) == (policy == "refuse")
+
+
+def test_a_fixed_program_has_the_same_bits_each_time() -> None:
+    """And changes none of the user's random numbers; the description names what the bits depend on."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert probe.program(torch.device("cpu")) == probe.program(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    facts = dict(probe.facts(torch.device("cpu")))
+    assert facts.keys() == {"cpu", "instructions", "torch", "blas", "threads"}
+    assert all(facts.values())
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    """And the advice says what else it may be where no name differs."""
+    one = Arithmetic(1, 2, 3, (("cpu", "EPYC"), ("torch", "2.13")))
+    other = Arithmetic(1, 2, 4, (("cpu", "Xeon"), ("torch", "2.13")))
+    assert computes_otherwise(one, other) and not computes_otherwise(one, one)
+    assert facts_that_differ(one, other) == {"cpu": ("EPYC", "Xeon")}
+    assert "--mixed-hardware warn" in advice(True, {"cpu": ("EPYC", "Xeon")})
+    assert "code" in advice(True, {})
+    assert Arithmetic.from_words(one.to_words()) == one
