@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0, part_bytes: int = PART_BYTES,
           reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
           run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
-          listeners: list[Callable[[str, dict[str, Any]], None]] | None = None) -> Result:
+          listeners: list[Callable[[str, dict[str, Any]], None]] | None = None, progress: bool = True) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
     Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
@@ -170,6 +170,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
     checkpoints go when no launcher says so. `listeners` hear every event of this worker. What a listener raises does not
     end the run: its traceback is told, and it is called again at the next event.
+    `progress` shows on stderr how far it is, where no launcher does that.
 
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its sys.exit()). Leaves by
     SystemExit 75 when this worker is not wanted any more.
@@ -234,7 +235,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         events.emit("worker.stood_by", **stood_by)
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
     try:
-        return Trainer(job, launch, driver, events, reduce, compress, plan).run()
+        with shown(events) if progress and isinstance(driver, Alone) else nullcontext():
+            return Trainer(job, launch, driver, events, reduce, compress, plan).run()
     except Dismissed:
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
@@ -259,6 +261,20 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         events.flush()
         if launch.run_dir and not launch.driver and not events.bound.get("rank"):
             report.write_result(launch.run_dir)  # of what there is, when it has not finished
+
+
+@contextmanager
+def shown(events: Events) -> Iterator[None]:
+    """Show the progress of a worker that nobody has launched."""
+    # Here: a launched worker shows nothing, and would load rich for nothing.
+    from elastic_trainer.progress import Progress
+
+    progress = Progress()
+    events.listeners.append(Guarded(progress, events))
+    try:
+        yield
+    finally:
+        progress.close()
 
 
 def end_as_user_error() -> None:

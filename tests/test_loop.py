@@ -90,7 +90,7 @@ def adamw(model: Model) -> Optimizer:
 
 
 def trained(model: Model, optimizer: Optimizer | None = None, dataset: Any = DATA, **changes: Any) -> Result:
-    return train(model, optimizer or sgd(model), dataset, **({"loss": mse} | NUMBERS | changes))
+    return train(model, optimizer or sgd(model), dataset, **({"loss": mse, "progress": False} | NUMBERS | changes))
 
 
 def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None,
