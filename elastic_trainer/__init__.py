@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from elastic_trainer.loop import Result as Result
     from elastic_trainer.loop import local_rank as local_rank
     from elastic_trainer.loop import train as train
+    from elastic_trainer.losses import LossNotFinite as LossNotFinite
     from elastic_trainer.schedule import constant as constant
     from elastic_trainer.schedule import cosine as cosine
 
 _WHERE = {"ConfigError": "config", "Result": "loop", "local_rank": "loop", "train": "loop", "constant": "schedule",
-          "cosine": "schedule"}
+          "cosine": "schedule", "LossNotFinite": "losses"}
 __all__ = list(_WHERE)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import platform
 import random
@@ -48,6 +49,7 @@ from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, RED
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.listeners import Guarded
+from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, verdict
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import (
     MAX_ERROR_CHARACTERS,
@@ -127,6 +129,8 @@ class Job:
     device: torch.device
     scheduler: LRScheduler | None = None
     """Sets the rates instead of `rate`."""
+    on_nan: str = "raise"
+    """What a loss that is not finite does to its step: one of losses.ON_NAN."""
     remarks: tuple[Remark, ...] = ()
     """What a person is told at the start of each attempt."""
 
@@ -141,7 +145,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
           extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
           checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0, part_bytes: int = PART_BYTES,
           reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
-          run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
+          on_nan: str = "raise", run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
           listeners: list[Callable[[str, dict[str, Any]], None]] | None = None, progress: bool = True) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
@@ -161,6 +165,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     An epoch whose samples do not divide by `global_batch` ends with a short batch; `drop_last` leaves those samples out.
     Each shard of a short batch has at least `min_shard_samples` samples, so fewer shards have any; None: 2 for a model
     with BatchNorm, which cannot compute a variance of one sample, else 1.
+    A loss that is not finite ends the run with LossNotFinite, which names step, shards and samples, before the step is
+    applied (`on_nan="raise"`). With "skip" the step is finished and its samples count, but weights, optimizer, scaler and
+    buffers stay as they were; the schedule goes on, and `after_step` is called. With "continue" the step is applied.
     `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
     the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
     multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
@@ -184,6 +191,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
                           f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm is {clip_norm}. Use a positive number, or None for no clipping.")
+    require_policy(on_nan)
     if cpu_threads < 1:
         raise ConfigError(f"cpu_threads is {cpu_threads}. Use 1 or more.")
     try:
@@ -202,7 +210,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     scheduler, rate = split_schedule(schedule, optimizer, numbers.steps)
     job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=rate, scheduler=scheduler,
               schedule=numbers, remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
-              clip_norm=clip_norm, scaler=scaler, collate=collate, extras=dict(extras or {}),
+              clip_norm=clip_norm, scaler=scaler, on_nan=on_nan, collate=collate, extras=dict(extras or {}),
               after_step=after_step or (lambda step: None), device=trained[0].device)
     if job.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
@@ -358,6 +366,8 @@ class Trainer:
         self._restored_step = -1
         """The step with which this attempt began, as far as this worker was there: then all held the same bits."""
         self.error: BaseException | None = None
+        self._losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
+        """Of this step's shards that this worker has run: the loss, and its samples."""
 
     def run(self) -> Result:
         """Warm up, stand ready, and train in generation after generation."""
@@ -413,6 +423,7 @@ class Trainer:
             self._raise_if_failed(control.failed_rank)
             if control.differs and not world.drifts(step):
                 self._part_from_odd(step, held)                                 # leaves the loop
+            self._judge_loss(step)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             step_s = time.monotonic() - started
@@ -463,6 +474,7 @@ class Trainer:
         job, samples, digest = self.job, 0, 0
         mine = self.reducer.begin(self.world)
         self.error = self.checkpoints.fenced if self.checkpoints else None
+        self._losses = {}
         for shard in mine:
             if self.driver.is_broken():
                 raise PeersLost("a member is gone: this step cannot pass the vote")
@@ -490,6 +502,7 @@ class Trainer:
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
         flat.open_shard()
         loss = job.loss(job.model, batch)
+        self._losses[shard] = (loss.detach(), indices)
         flat.check_untouched()
         self._follow_requires_grad()
         flat.weigh_rest(weight)
@@ -554,6 +567,23 @@ class Trainer:
             raise self.error
         raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
 
+    def _is_skipped(self, loss: float) -> bool:
+        return self.job.on_nan == "skip" and not math.isfinite(loss)
+
+    def _judge_loss(self, step: int) -> None:
+        """Tell when the step's loss is not finite, and raise LossNotFinite on all workers if the job says so."""
+        loss, on_nan = self.flat.mean_loss(), self.job.on_nan
+        if math.isfinite(loss):
+            return
+        mine = not_finite(self._losses)
+        if mine and (on_nan != "continue" or step == 0 or math.isfinite(self.state.loss)):  # the first of many
+            self.events.emit("worker.loss_not_finite", step=step, loss=loss, shards=sorted(mine),
+                             samples=[mine[shard] for shard in sorted(mine)], on_nan=on_nan)
+        if on_nan == "raise":
+            told = self.world.gather_texts(json.dumps(list(mine.items())))      # network, before everybody stops
+            self.state.restore()
+            raise LossNotFinite(verdict(step, loss, dict(item for text in told for item in json.loads(text))))
+
     @torch.no_grad()
     def _apply(self, samples: int, digest: int) -> None:
         """Change everything that outlives the step, together. The prepared gradient is in the flat buffers."""
@@ -561,6 +591,21 @@ class Trainer:
         # What draws random numbers here (stochastic rounding, after_step) draws the same on every worker.
         seed_everything(job.schedule.shard_seed(state.committed, job.schedule.shards))
         state.is_applying = True
+        if self._is_skipped(loss := self.flat.mean_loss()):
+            state.reset_buffers()
+            state.extra_state.forget()
+            state.loss = loss
+            state.rates.set(job.rate(state.committed))
+        else:
+            self._update()
+        state.rates.advance(state.loss)
+        job.after_step(state.committed)
+        state.commit(samples, digest)
+        state.is_applying = False
+
+    def _update(self) -> None:
+        """Change buffers, weights, optimizer and scaler by what the shards have left."""
+        job, state = self.job, self.state
         self.flat.hand_out()
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
         if job.scaler:
@@ -573,11 +618,7 @@ class Trainer:
             job.scaler.update()
         else:
             job.optimizer.step()
-        state.rates.advance(state.loss)
         state.extra_state.apply()
-        job.after_step(state.committed)
-        state.commit(samples, digest)
-        state.is_applying = False
 
     # --- around the loop -----------------------------------------------------------------------------------------------
 
@@ -765,8 +806,8 @@ class Trainer:
         if self.world.rank == 0:
             samples, digest = self.state.last_vote
             self.events.emit("worker.step_committed", step=step, samples=samples, digest=digest,
-                             loss=self.state.loss, lr=self.state.rates.used,
-                             step_s=round(step_s, 5), **more)
+                             loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
+                             **({"skipped": True} if self._is_skipped(self.state.loss) else {}), **more)
 
     def _is_uploading(self) -> bool:
         return self.checkpoints is not None and (self.checkpoints.share is not None or self.checkpoints.is_publishing())

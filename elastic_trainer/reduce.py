@@ -253,6 +253,10 @@ class Flat:
             statistics[at : at + count].add_(change.reshape(-1).to(torch.float32) * weight)
             at += count
 
+    def mean_loss(self) -> float:
+        """Return the reduced loss of the step. On a GPU this waits for the device."""
+        return float(self.statistics[0])
+
     def apply_statistics(self, before: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
         statistics, at = self.statistics, 1

@@ -42,6 +42,7 @@ from elastic_trainer.loop import (
     seed_everything,
     train,
 )
+from elastic_trainer.losses import LossNotFinite
 from elastic_trainer.place import Alone, RunOver
 from elastic_trainer.replicas import ReplicaDiffers, ReplicasDisagree
 from elastic_trainer.report import summarize
@@ -561,7 +562,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     def work(rank: int, trainer: Trainer) -> None:
         try:
             ended[rank] = trainer.run()
-        except (Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree, SystemExit) as error:
+        except (LossNotFinite, Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree, SystemExit) as error:
             ended[rank] = error
         except BaseException as error:
             broken.append(error)

@@ -1,0 +1,51 @@
+"""A loss that is not finite: which shards and samples it came from, and what train(on_nan=…) does then.
+
+reduced loss → here → the step is refused (raise), left out (skip), or done all the same (continue)
+
+What always holds:
+1. The decision rests on the reduced loss, which all workers hold, and is made before anything is
+   applied: all do the same. Only the loss counts; gradients that overflow are a scaler's daily work.
+2. The worker that ran a shard knows its loss, and tells which samples it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy
+import torch
+
+from elastic_trainer.config import ConfigError
+
+ON_NAN = ("raise", "skip", "continue")
+MAX_NAMED_SAMPLES = 64
+"""Of a shard's samples, so many are named in the event."""
+MAX_TOLD = 8
+"""So many shards, and so many samples of each, are named in the error."""
+
+
+class LossNotFinite(ArithmeticError):
+    """The loss of a step is not finite, and train(on_nan="raise") ended the run before it was applied."""
+
+
+def require_policy(on_nan: str) -> None:
+    """Raise ConfigError for what is no policy."""
+    if on_nan not in ON_NAN:
+        raise ConfigError(f"on_nan is {on_nan!r}. Use one of {ON_NAN}.")
+
+
+def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:
+    """Return the samples of the shards whose loss is not finite, by shard. On a GPU this waits for the device."""
+    return {shard: samples[:MAX_NAMED_SAMPLES].tolist() for shard, (loss, samples) in losses.items()
+            if not math.isfinite(float(loss))}
+
+
+def verdict(step: int, loss: float, shards: Mapping[int, list[int]]) -> str:
+    """Say to a person where the loss of a step stopped being finite, and what can be done."""
+    told = [f"shard {shard} (samples {', '.join(map(str, samples[:MAX_TOLD]))}"
+            f"{', …' * (len(samples) > MAX_TOLD)})" for shard, samples in sorted(shards.items())[:MAX_TOLD]]
+    more = f" and {len(shards) - MAX_TOLD} more shards" if len(shards) > MAX_TOLD else ""
+    where = f"in {', '.join(told)}{more}" if told else "only in the mean over the shards"
+    return (f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. Look at these "
+            f"samples and at the learning rate, or use train(on_nan=\"skip\") to leave such steps out.")
