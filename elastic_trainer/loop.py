@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,6 +77,7 @@ from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers, named_parameters
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
+from elastic_trainer.supported import BUFFERS_STAY, moved_buffers, refusal, some
 from elastic_trainer.timing import Pace, Timing
 from elastic_trainer.world import Control, PeersLost, StateWithdrawn, World, WorldChanged
 
@@ -189,6 +190,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if not trained or strangers:
         raise ConfigError(f"the optimizer holds {len(strangers)} parameters that are not the model's, and the model has "
                           f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
+    if why := refusal(model, optimizer):
+        raise ConfigError(why)
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm is {clip_norm}. Use a positive number, or None for no clipping.")
     require_policy(on_nan)
@@ -506,7 +509,10 @@ class Trainer:
         flat.check_untouched()
         self._follow_requires_grad()
         flat.weigh_rest(weight)
-        flat.add_statistics(weight, loss, self.state.buffers_before(), named_buffers(job.model))
+        before, after = self.state.buffers_before(), named_buffers(job.model)
+        if moved := moved_buffers(before, after):
+            raise RuntimeError(f"forward has changed the buffers {some(moved.values())} in step {step}. {BUFFERS_STAY}")
+        flat.add_statistics(weight, loss, before, after)
         if overlaps and isinstance(self.reducer, RingReducer):
             self.reducer.overlap(self.world)
         weighted = loss * weight
@@ -629,12 +635,12 @@ class Trainer:
         self.state.begin()
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
-        results = set[int]()
-        for _ in range(2):  # the second time is what a shard takes
-            started = time.monotonic()
-            inputs, result = self._try_shard(first)
-            shard_s = time.monotonic() - started
-            results.add(result)
+        _, result = self._try_shard(first, may_add_buffers=True)
+        new = self._take_new_buffers()
+        started = time.monotonic()
+        inputs, again = self._try_shard(first, constant=new)
+        shard_s = time.monotonic() - started  # the first time takes longer
+        results = {again} if new else {result, again}  # of sums with other statistics
         if job.schedule.smallest_shard < len(first):
             self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
         self.state.forget()
@@ -662,20 +668,41 @@ class Trainer:
                               f"a shard of that size the loss raises {type(error).__name__}: {str(error).rstrip('.')}. "
                               f"Use drop_last=True, or another global_batch or shards.") from error
 
-    def _try_shard(self, indices: numpy.ndarray) -> tuple[int, int]:
+    def _take_new_buffers(self) -> list[str]:
+        """Keep the buffers that the first forward pass has made, too; returns their names."""
+        known = set(self.state.buffers)
+        self.state.take_buffers()
+        if new := [name for name in self.state.buffers if name not in known]:
+            self.state.begin()
+            self.reducer.lay_out(self.flat.trained, self.state.buffers)
+        return new
+
+    def _try_shard(self, indices: numpy.ndarray, *, may_add_buffers: bool = False,
+                   constant: Sequence[str] = ()) -> tuple[int, int]:
         """Run a shard of which nothing remains but what it says of the user's code: whether that writes to `.grad`.
 
-        Returns checksums of what went in (weights, samples) and of what came out (loss, gradient).
+        Returns checksums of what went in (weights, samples) and of what came out (loss, gradient). Raises ConfigError for
+        buffers that have moved, or are not as `constant` as they should be.
         """
         try:
-            return self._try_backward(indices)
+            return self._try_backward(indices, may_add_buffers, constant)
         except GradientsWritten:
             self.flat.isolates = True
-            return self._try_backward(indices)
+            return self._try_backward(indices, may_add_buffers, constant)
 
-    def _try_backward(self, indices: numpy.ndarray) -> tuple[int, int]:
+    def _check_warm_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
+        before, after = self.state.buffers_before(), named_buffers(self.job.model)
+        moved = {name: how for name, how in moved_buffers(before, after).items() if name in before or not may_add}
+        if moved:
+            raise ConfigError(f"forward has changed the buffers {some(moved.values())}. {BUFFERS_STAY}")
+        if changed := [name for name in constant if not torch.equal(byte_view(before[name]), byte_view(after[name]))]:
+            raise ConfigError(f"the buffers {some(changed)} are made in the first forward pass and changed by the second, "
+                              f"so their first values would be those of the warm-up. Register them in __init__.")
+
+    def _try_backward(self, indices: numpy.ndarray, may_add_buffers: bool, constant: Sequence[str]) -> tuple[int, int]:
         flat, job = self.flat, self.job
-        seed_everything(job.schedule.shard_seed(0, 0))  # on every worker the same: the results are compared
+        # On every worker the same: the results are compared. A buffer that is made now is as the first shard makes it.
+        seed_everything(job.schedule.shard_seed(0, 0))
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)  # anew: a loss may take it apart
         inputs = fingerprint([self.replica.all_parts(), batch])
         flat.shards_run = 0
@@ -688,6 +715,7 @@ class Trainer:
             flat.check_untouched()
             if not flat.isolates and not all(bool((gradient == 1).all()) for gradient in flat.sums.gradients):
                 raise GradientsWritten
+            self._check_warm_buffers(may_add_buffers, constant)
             self._follow_requires_grad()
             for tensor in flat.sums.values():
                 tensor.zero_()  # else the sums keep few bits of a small gradient
@@ -929,11 +957,6 @@ def cut_of(schedule: Schedule) -> dict[str, Any]:
     """Return what the state's identity says of short last batches: nothing where they are as they were in version 0.1."""
     dropped = {"drop_last": True} if schedule.dropped_samples else {}
     return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})
-
-
-def some(names: list[str]) -> str:
-    """Return names for a message: the first ones of many."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def weights_sha256(state: ElasticState) -> str:

@@ -299,11 +299,11 @@ class ExactReducer:
         self._open()
         return mine
 
-    def lay_out(self, trained: Sequence[bool]) -> None:
+    def lay_out(self, trained: Sequence[bool], buffers: dict[str, torch.Tensor] | None = None) -> None:
         """Train another set of parameters from this shard on, the first one of the step that is run."""
         assert self.flat.shards_run == 0
         self._spare, self._leaf_open = [], False
-        self.flat.lay_out(trained)
+        self.flat.lay_out(trained, buffers)
         self._stack = [(low, high, self.flat.new_sums()) for low, high, _ in self._stack]  # of shards without samples
         self._open()
 
@@ -497,10 +497,10 @@ class RingReducer:
         self._world, self._started = None, {}
         return owned_shards(world.rank, world.size, self.shards)
 
-    def lay_out(self, trained: Sequence[bool]) -> None:
+    def lay_out(self, trained: Sequence[bool], buffers: dict[str, torch.Tensor] | None = None) -> None:
         """Train another set of parameters from this shard on, the first one of the step that is run."""
         assert self.flat.shards_run == 0
-        self.flat.lay_out(trained)
+        self.flat.lay_out(trained, buffers)
         self._plan()
         self._missing = [len(members) for _, _, _, members in self.buckets]
 

@@ -59,6 +59,21 @@ class ElasticState(hvd_elastic.TorchState):
         self.samples = 0
         self.last_vote = (0, 0)
         """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
+        self.extra_state = ExtraState(model)
+        self._buffers_before: dict[str, torch.Tensor] = {}
+        self.take_buffers()
+        self._hosts_updated: Callable[[], bool] = lambda: False
+        self._receive: Callable[[], None] = lambda: None
+
+    def take_buffers(self) -> None:
+        """Keep the buffers that the model has now. One that cannot be written to in place gets memory of its own."""
+        model = self.model
+        own_memory: dict[int, torch.Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.numel() > _span(buffer) or buffer.is_conj() or buffer.is_neg():
+                owner, _, leaf = name.rpartition(".")
+                own_buffer = own_memory.setdefault(id(buffer), buffer.detach().resolve_conj().resolve_neg().contiguous())
+                setattr(model.get_submodule(owner), leaf, own_buffer)
         self.buffers = named_buffers(model)
         own = {id(tensor): name for name, tensor in [*named_parameters(model).items(), *self.buffers.items()]}
         exported = {plain(name): it for name, it in torch.nn.Module.state_dict(model, keep_vars=True).items()}
@@ -66,10 +81,6 @@ class ElasticState(hvd_elastic.TorchState):
         """The other names that tied parameters and buffers have in `model.state_dict()`."""
         self.left_out = [name for name in own.values() if name not in exported]
         """What is not in it: buffers that are not persistent."""
-        self.extra_state = ExtraState(model)
-        self._buffers_before: dict[str, torch.Tensor] = {}
-        self._hosts_updated: Callable[[], bool] = lambda: False
-        self._receive: Callable[[], None] = lambda: None
 
     # --- a step's life -----------------------------------------------------------------------------------------------
 
@@ -104,13 +115,15 @@ class ElasticState(hvd_elastic.TorchState):
         """Put the buffers back to the step's begin (each shard starts from the same values)."""
         self._put_back_replaced()
         for name, before in self._buffers_before.items():
+            if self.buffers[name].shape != before.shape:
+                self.buffers[name].resize_(before.shape)  # a forward pass has, which is an error: the message is to come
             self.buffers[name].copy_(before)
         self.extra_state.reset()
 
     def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
         """Let the model have the kept buffers again; returns what a forward pass has put in their place, by name."""
         replaced = [(name, now) for name, now in (self.model.named_buffers() if self.buffers else ())
-                    if now is not self.buffers[plain(name)]]
+                    if now is not self.buffers.get(plain(name), now)]
         for name, _ in replaced:
             owner, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(owner), leaf, self.buffers[plain(name)])
@@ -271,6 +284,11 @@ class ElasticState(hvd_elastic.TorchState):
         self.last_vote = tuple(values["last_vote"])
         self.forget()
         self.has_state = True
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between a tensor's first and last: fewer than it has if it is expanded."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _moved(value: Any, device: torch.device, moves_step: bool, key: Any = None) -> Any:

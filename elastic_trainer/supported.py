@@ -1,0 +1,67 @@
+"""What of a model and an optimizer cannot be trained here: said at the start, with names.
+
+model, optimizer → here → ConfigError (loop.py); buffers before and after a forward pass → here → an error with names
+
+What always holds:
+1. Everything here is a pure function of values.
+2. What is not refused works as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.nn.parameter import is_lazy
+
+BUFFERS_STAY = ("A buffer keeps its name, shape and type during training. Register it in __init__ with its largest "
+                "size, or keep it in a plain attribute if it is no part of the state.")
+MOST_NAMES = 8
+"""A message names so many parameters or buffers."""
+
+
+def some(names: Iterable[str]) -> str:
+    """Return names for a message: the first ones of many."""
+    found = list(names)
+    return ", ".join(found[:MOST_NAMES]) + (f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else "")
+
+
+def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why this model or optimizer cannot be trained here and what to do; None if it can."""
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    if lazy := [name for name, tensor in (parameters | buffers).items() if is_lazy(tensor)]:
+        return (f"{some(lazy)} of the model are not initialized (lazy modules), so they have no shape. Run one batch "
+                f"through the model before you build the optimizer.")
+    if found := [name for name, p in parameters.items() if p.layout != torch.strided]:
+        return f"the parameters {some(found)} are sparse. Use dense parameters."
+    if found := [name for name, p in parameters.items() if p.is_complex()]:
+        return (f"the parameters {some(found)} are complex. Keep their real view as the parameter "
+                f"(torch.view_as_real), and use torch.view_as_complex in forward.")
+    if found := [name for name, b in buffers.items() if b.layout != torch.strided]:
+        return (f"the buffers {some(found)} are sparse. Keep their indices and values as dense buffers, or as plain "
+                f"attributes if they never change.")
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and embeddings with sparse=False."
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return (f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but a step here is one "
+                f"gradient of all workers. Use an optimizer whose step needs no closure.")
+    return None
+
+
+def moved_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Say which buffers are new, gone, or have another shape or type than before a forward pass, by name."""
+    found = {name: f"{name} (new)" for name in after if name not in before}
+    for name, was in before.items():
+        now = after.get(name)
+        if now is None:
+            found[name] = f"{name} (gone)"
+        elif now.shape != was.shape:
+            found[name] = f"{name} (shape {tuple(was.shape)}, now {tuple(now.shape)})"
+        elif now.dtype != was.dtype:
+            found[name] = f"{name} ({was.dtype}, now {now.dtype})"
+    return found
+

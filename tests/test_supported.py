@@ -1,0 +1,225 @@
+"""Models that are not as most are: each works, or is refused at the start with names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loop import NUMBERS, built, in_a_world, job, mse, sgd, trained
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.elastic_state import ElasticState
+
+Model = torch.nn.Module
+
+
+@pytest.fixture(autouse=True)
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
+            monkeypatch.delenv(name)
+
+
+class Late(Model):
+    """Makes a buffer in its first forward pass; `values` says of what."""
+
+    def __init__(self, values: Any, then: Any = None) -> None:
+        super().__init__()
+        self.values, self.then = values, then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", self.values(x.detach()))
+        elif self.then:
+            self.then(self, x.detach())
+        late: torch.Tensor = self.late
+        return x * late
+
+
+MADE = {"a constant": lambda x: torch.linspace(0.5, 2, 8), "of the data": lambda x: x.abs().mean(0),
+        "by chance": lambda x: torch.rand(8)}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_buffer_that_the_first_forward_pass_makes_is_that_of_the_first_shard(what: str) -> None:
+    """As in plain PyTorch, whose first batch makes it; the same in a world of any size."""
+    alone, again = (trained(built(Late(MADE[what]))) for _ in range(2))
+    assert again.weights_sha256 == alone.weights_sha256
+    for size in (2, 3, 6) if what != "by chance" else ():  # threads share torch's generator
+        for result in in_a_world(size, lambda rank: job(built(Late(MADE[what])))):
+            assert result.weights_sha256 == alone.weights_sha256
+    assert "2.late" in dict(alone.model.named_buffers())
+
+
+def test_a_buffer_that_the_first_forward_pass_makes_is_in_checkpoints(tmp_path: Path) -> None:
+    """A run that is resumed has it with the values that it had."""
+    def run(middle: Model, **changes: Any) -> str:
+        return trained(built(middle), run_dir=tmp_path / "run", **changes).weights_sha256
+
+    run(Late(MADE["of the data"]), max_steps=2)
+    resumed = run(Late(lambda x: torch.full((8,), 7.0)))
+    assert resumed == trained(built(Late(MADE["of the data"]))).weights_sha256
+
+
+def running_mean(module: Any, x: torch.Tensor) -> None:
+    module.late = 0.9 * module.late + 0.1 * x.mean(0)
+
+
+def test_the_user_is_told_at_the_start_when_a_late_buffer_is_a_running_value() -> None:
+    """The warm-up has changed it, and nobody knows what it was before."""
+    with pytest.raises(ConfigError, match=r"2\.late are made in the first forward pass and changed by the second"):
+        trained(built(Late(lambda x: torch.ones(8), running_mean)))
+
+
+class Grows(Model):
+    """Keeps what it has seen."""
+
+    def __init__(self, after: int, in_place: bool) -> None:
+        super().__init__()
+        self.calls, self.after, self.in_place = 0, after, in_place
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        seen: torch.Tensor = self.seen
+        if self.calls > self.after:
+            if self.in_place:
+                seen.resize_(len(seen) + 1).zero_()
+            else:
+                self.seen = torch.cat([seen, torch.zeros(1)])
+        return x
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("after", "error", "named"), [
+    (0, ConfigError, r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\)\. .*largest size"),
+    (2 + 4 + 2, RuntimeError, r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\) in step 1\. .*largest size"),
+], ids=["in the first pass", "in the second step"])
+def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception], named: str, in_place: bool) -> None:
+    """With its name, before anybody applies the step: nothing of it remains."""
+    model, reference = built(Grows(after, in_place)), built(Grows(99, False))
+    with pytest.raises(error, match=named):
+        trained(model)
+    if error is RuntimeError:
+        trained(reference, max_steps=1)
+    for mine, theirs in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_user_is_told_when_a_buffer_appears_during_training() -> None:
+    """A worker that has not run that shard does not have it."""
+    class Sudden(Grows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > self.after:
+                self.register_buffer("cache", x.detach())
+            return x
+
+    with pytest.raises(RuntimeError, match=r"2\.cache \(new\) in step 0"):
+        trained(built(Sudden(4, False)))
+
+
+class Scaled(Model):
+    """Multiplies by a buffer, and adds to it in every forward pass."""
+
+    def __init__(self, scale: torch.Tensor, moves: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.moves = moves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = self.scale
+        if self.moves:
+            self.scale = scale + 0.01 * x.detach().mean() if not scale.is_complex() else scale * (1 + 0.01j)
+        return x * (scale.abs() + 1).float()
+
+
+BUFFERS = {"expanded": lambda: torch.ones(1).expand(8), "overlapping": lambda: torch.arange(9.0).unfold(0, 2, 1)[:, 0],
+           "complex": lambda: torch.polar(torch.ones(8), torch.arange(8.0)),
+           "complex, of double precision": lambda: torch.ones(8, dtype=torch.complex128),
+           "conjugated": lambda: torch.polar(torch.ones(8), torch.arange(8.0)).conj(),
+           "one complex number": lambda: torch.tensor(1j), "transposed": lambda: torch.ones(2, 8).t()[:, 1]}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, moves: bool, tmp_path: Path) -> None:
+    """Expanded, complex: in a world of any size, and after a resume; it keeps its bytes if nothing changes it."""
+    def model() -> Model:
+        return built(Scaled(BUFFERS[kind](), moves))
+
+    alone = trained(model())
+    (scale,) = alone.model.buffers()
+    assert torch.equal(scale, BUFFERS[kind]()) != moves
+    for result in in_a_world(3, lambda rank: job(model())):
+        assert result.weights_sha256 == alone.weights_sha256
+    trained(model(), run_dir=tmp_path / "run", max_steps=3)
+    assert trained(model(), run_dir=tmp_path / "run").weights_sha256 == alone.weights_sha256
+
+
+def test_an_expanded_buffer_stays_one_buffer_when_two_modules_share_it() -> None:
+    """It gets memory of its own once."""
+    shared = torch.ones(1).expand(8)
+    first, second = Scaled(shared, False), Scaled(shared, False)
+    model = built(first, second)
+    ElasticState(model, sgd(model))
+    assert first.scale is second.scale and first.scale.is_contiguous()
+
+
+class Weighted(Model):
+    """Has a parameter of some kind beside the usual ones."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.inner, self.weight = built(), torch.nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def sparse_buffer() -> Model:
+    model = built()
+    model.register_buffer("links", torch.eye(3).to_sparse())
+    return model
+
+
+REFUSED = {
+    "a complex parameter": (lambda: Weighted(torch.ones(3, dtype=torch.complex64)), sgd, "parameters weight are complex"),
+    "a sparse parameter": (lambda: Weighted(torch.eye(3).to_sparse()), sgd, "parameters weight are sparse"),
+    "a sparse buffer": (sparse_buffer, sgd, "buffers links are sparse"),
+    "a lazy module": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), sgd,
+                      r"0\.weight, 0\.bias of the model are not initialized .*Run one batch"),
+    "LBFGS": (built, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer is LBFGS, .*closure"),
+    "SparseAdam": (built, lambda model: torch.optim.SparseAdam(model.parameters()), "optimizer is SparseAdam"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_user_is_told_before_anything_runs_when_it_cannot_be_trained(kind: str) -> None:
+    """By name, with a remedy."""
+    make, optimizer, message = REFUSED[kind]
+    model = make()
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        raise AssertionError("it has run")
+
+    with pytest.raises(ConfigError, match=message):
+        trained(model, optimizer(model), loss=loss)
+
+
+def test_sparse_gradients_train_as_dense_ones_do() -> None:
+    """An embedding with sparse=True under SGD."""
+    def model(is_sparse: bool) -> Model:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Flatten(), torch.nn.Linear(15, 3))
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        return mse(model, [(batch[0].abs() * 3).long().clamp(max=8), batch[1]])
+
+    models = [model(is_sparse) for is_sparse in (False, True)]
+    hashes = {trained(one, loss=loss, **NUMBERS).weights_sha256 for one in models}
+    assert len(hashes) == 1
