@@ -363,6 +363,7 @@ class Trainer:
             except StoreRefused as error:
                 raise ConfigError(str(error)) from error
         self.world.is_saving = self._is_saving
+        self.world.all_parts, self.world.part_from_odd = self.replica.all_parts, self._part_from_odd
         self._leave_seen: int | None = None
         """How many steps were finished when this worker heard that a member of this generation leaves."""
         self._leave_saved = self._has_room = False
@@ -425,7 +426,7 @@ class Trainer:
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
             if control.differs and not world.drifts(step):
-                self._part_from_odd(step, held)                                 # leaves the loop
+                self._part_from_odd(held, range(world.size))                    # leaves the loop
             self._judge_loss(step)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
@@ -443,10 +444,11 @@ class Trainer:
                 raise WorldChanged                                              # somebody joins or leaves
         self._finish()
 
-    def _part_from_odd(self, step: int, held: list[Part]) -> None:
+    def _part_from_odd(self, held: list[Part], among: Sequence[int]) -> None:
         """End this generation: somebody's replica differs. Who is odd leaves; the others do the step again."""
+        step = self.state.committed
         same_step = max(step - self.replica.slices, self._restored_step, 0)
-        self.world.find_odd(step, held, same_step)
+        self.world.find_odd(step, held, same_step, among)
         self._go_back(step, same_step)
 
     def _go_back(self, step: int, same_step: int) -> None:
@@ -920,7 +922,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """Make the result durable, then agree that the run is over: exit code 0 comes after this vote (F11)."""
-        state = self.state
+        state, world = self.state, self.world
+        held = self.replica.all_parts() if world.size > 1 else []  # also what no vote has seen since the last steps
+        if world.vote(state.committed, 0, 0, False, held=held).differs and not world.drifts(state.committed):
+            self._part_from_odd(held, range(world.size))
         self._checkpoint_now()
         if self.world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,

@@ -10,6 +10,7 @@ What always holds:
    32 bits and each run of fewer than 2^32 - 1 changed bits (its polynomial is primitive). Other differences are
    missed with a probability of 2^-32, and an exchange within a block is missed always.
 3. Step t checks slice t mod `slices`. So a difference is found at most `slices` (at most 256) steps after it arose.
+4. Everything is compared before a newcomer receives the state, from each worker a share, and before the run finishes.
 
 A slice is at least 256 KiB of the parameters, or 8 of them, with all that the optimizer keeps of them (AdamW: three times
 the bytes). Measured on one thread of a busy machine, AdamW: 0.27 ms a step for the demo model (0.8 M parameters, 12
@@ -21,7 +22,9 @@ differ from those of an undisturbed run, though all replicas are the same again;
 KiB) they do not. A checkpoint of a step in between may hold the wrong value itself, in the share of that worker.
 `compared_after` (state/cadence.py) keeps one that is older, and a run that goes back takes that one.
 
-What it does not do: look at extras (their `state_dict()` may be dear) and at the data.
+What it does not do: find a fault in a world of one. See a wrong gradient: all workers apply the same one. Send anybody
+away where workers were let in that compute other bits (arithmetic.py): there rounding makes replicas drift, and it is
+only told. Look at extras (their `state_dict()` may be dear) and at the data.
 
 Source: Peterson and Brown, "Cyclic Codes for Error Detection" (1961), for the bursts.
 """

@@ -144,6 +144,10 @@ class World:
         self._init_since: float | None = None
         self.arithmetic: Arithmetic | None = None
         """How this worker computes, from its warm-up on."""
+        self.all_parts: Callable[[], list[Part]] = list
+        """Checksums of all that this worker holds."""
+        self.part_from_odd: Callable[[list[Part], Sequence[int]], None] = lambda held, among: None
+        """What to do when the bits of some ranks differ: it raises on all."""
         self.is_mixed = False
         """Some members of this generation compute other bits than others, with leave of the user's."""
         self._is_drift_told = False
@@ -362,28 +366,28 @@ class World:
                        all_drain=int(word[10]) == self.size, change_waits=bool(word[11]),
                        differs=not are_same(word[12:16].tolist(), self.size))
 
-    def find_odd(self, step: int, held: Sequence[Part], since_step: int) -> Difference:
-        """Find out whose bits differ, all together, after a vote that said so. Network: two allgathers.
+    def find_odd(self, step: int, held: Sequence[Part], since_step: int, among: Sequence[int]) -> Difference:
+        """Find out whose bits of the ranks `among` differ, all together, when it is known that some do.
 
-        Raises ReplicaDiffers on a worker that differs from more than half of all, PeersLost on those others. Returns the
-        difference where there is no such majority.
+        Network: two allgathers. Raises ReplicaDiffers on a worker that differs from more than half of them, PeersLost on
+        the others. Returns the difference where there is no such majority.
         """
         me = {"host": self.launch.host, "worker": self.launch.worker or self.launch.host, "held": list(held)}
         told = [json.loads(text) for text in self.gather_texts(json.dumps(me))]
-        found = judge([its["held"] for its in told])
-        speaker = (found.majority or (0,))[0]
-        if self.rank == speaker:
-            for rank in found.odd:
+        found = judge([told[rank]["held"] for rank in among])
+        odd = [among[place] for place in found.odd]
+        if self.rank == among[(found.majority or (0,))[0]]:
+            for rank in odd:
                 self.events.emit("worker.replica_differs", level="error", step=step, since_step=since_step,
                                  host=told[rank]["host"], odd_worker=told[rank]["worker"], odd_rank=rank,
                                  majority=len(found.majority), tensors=found.tensors[:NAMED_TENSORS],
                                  tensors_count=len(found.tensors))
         if not found.majority:
             return found
-        if self.rank in found.odd:
-            raise ReplicaDiffers(f"this worker holds other bits than {len(found.majority)} of {self.size} workers in step "
+        if self.rank in odd:
+            raise ReplicaDiffers(f"this worker holds other bits than {len(found.majority)} of {len(among)} workers in step "
                                  f"{step}: {', '.join(found.tensors[:NAMED_TENSORS])}")
-        raise PeersLost(f"rank {', '.join(map(str, found.odd))} holds other bits, and leaves")
+        raise PeersLost(f"rank {', '.join(map(str, odd))} holds other bits, and leaves")
 
     def _wants_change(self, now: float) -> bool:
         """Say whether to change the world after this step. One member that will not wait any longer is enough."""
@@ -493,10 +497,13 @@ class World:
         is_giver = self.rank in givers
         packed = state.packed() if is_giver else None
         sizes = [len(packed.header), packed.payload_bytes, zlib.crc32(packed.header)] if packed else [0, 0, 0]
-        told = self.allgather(torch.tensor([sizes]), "state.sizes").tolist()
-        header_bytes, payload_bytes, _ = told[givers[0]]
-        if any(told[giver] != told[givers[0]] for giver in givers):
+        held = self.all_parts() if packed and len(givers) > 1 else []  # else a wrong bit of one would soon be two's
+        told = self.allgather(torch.tensor([[*sizes, checksum(held)]]), "state.sizes").tolist()
+        header_bytes, payload_bytes, *_ = told[givers[0]]
+        if any(told[giver][:3] != told[givers[0]][:3] for giver in givers):
             self._compare(packed, givers)
+        if any(told[giver][3] != told[givers[0]][3] for giver in givers) and not self.drifts(state.committed):
+            self.part_from_odd(held, givers)  # ends this generation
         self.events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         read_header = read_payload = None
         if packed:

@@ -48,3 +48,27 @@ def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(tmp_p
         [restored] = cluster.events("state.checkpoint_restored")
     assert result["attempts"] == 2
     assert restored["step"] == 20
+
+
+def test_the_result_is_the_majoritys_when_a_bit_is_flipped_after_the_last_vote(tmp_path: Path, twin_of: Twin) -> None:
+    """Everything is compared once more before the run says that it has finished."""
+    plan = Plan().add("flip_weight", host=host(0), at="step.applied", step=39)
+    with Cluster(tmp_path, job=("--steps", "40"), plan=plan) as cluster:
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of("--steps", "40"), victims=1)
+        [differs] = cluster.events("worker.replica_differs")
+    assert (differs["host"], differs["step"]) == (host(0), 40)
+
+
+def test_a_newcomer_receives_nothing_that_the_givers_do_not_agree_on(tmp_path: Path, twin_of: Twin) -> None:
+    """Each gives a share of the bytes, so a wrong one would be two workers' at once, and soon the majority's."""
+    plan = Plan().add("flip_weight", host=host(1), at="world.init_left", generation=2)
+    with Cluster(tmp_path, start_with=3, job=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(3)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired()
+        cluster.wait_for_world(4, after=2)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+        [differs] = cluster.events("worker.replica_differs")
+    assert (differs["host"], differs["majority"]) == (host(1), 2)
