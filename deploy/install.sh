@@ -30,7 +30,7 @@ constraints=$root/deploy/constraints.txt
 
 horovod=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=4                               # one more when build_horovod() changes: old wheels are then left alone
+recipe=5                               # one more when build_horovod() changes: old wheels are then left alone
 space_needed_mib=6144
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -365,7 +365,11 @@ mend_init() {
       init_error = ex.what();
       LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
       state.process_set_table.Get(0).Finalize(SHUT_DOWN_ERROR);
-      global_gloo_context.Finalize();
+      // Not Finalize(): after that Horovod asks its own driver for a rank.
+      global_gloo_context.global_ctx.reset();
+      global_gloo_context.ctx.reset();
+      global_gloo_context.local_ctx.reset();
+      global_gloo_context.cross_ctx.reset();
       state.initialization_failed = true;
       return;
     }

@@ -47,7 +47,7 @@ class Limits:
     boot_s: float = 180.0
     """From the start of a worker's process until it stands ready; after that it is killed."""
     admit_s: float = 3.0
-    """From the offer of a place until all have accepted; after that a new round is made."""
+    """From the offer of a place until all have accepted; after that a new round is made. (At least 0.2 s a member.)"""
     settle_s: float = 10.0
     """How long a ready newcomer waits for others that are still booting: one pause for all of them."""
     start_s: float = 60.0

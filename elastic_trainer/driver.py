@@ -5,7 +5,8 @@
 discovery script, workers' words, processes' exits → here → membership (decides) → here → processes, rendezvous
 
 Facts about Horovod 0.28.1 that this project answers, by the numbers its comments use:
-- F1  a failure inside `hvd.init()` aborts all who are in it (operations.cc:444)         → membership, revive
+- F1  a failure inside `hvd.init()` aborts all who are in it (operations.cc:444)         → membership, deploy/install.sh
+      (mend_init), and where that is missing or Gloo throws in a thread of its own        → revive
 - F2  after an error a rank keeps its sockets open (gloo_context.cc:385-388)             → world
 - F3  the driver's barrier waits for a dead host's ssh, for ever (registration.py:121)   → below
 - F4  it blocks in a call to a vanished rank 0 (driver.py:191-206)                       → below
@@ -344,6 +345,8 @@ class MendedDriver:
         """When a worker was last heard that gets nearer to its end: by a step, or by a part of a checkpoint."""
         self.doors: dict[str, int] = {}
         """The port at which each worker lets others find out whether they reach it."""
+        self.meet_at_once: dict[str, bool] = {}
+        """Whether each worker's Horovod can find its peers by one answer of the rendezvous store."""
         self.rendezvous: list[Rendezvous] = []
         self.places: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -499,6 +502,7 @@ class MendedDriver:
                 unreachable=words.get("unreachable", ()), arithmetic=Arithmetic.from_words(words.get("arithmetic")))
             if is_new:  # a word played back from elsewhere must not make that place a member's
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
+                self.meet_at_once[name] = bool(words.get("meets_at_once"))
             elif self.addresses.get(name, address) != address:
                 raise WordRefused("a word of another's, played back")
             if worker and is_new and (words.get("saves") or worker.step > step_before):
@@ -561,6 +565,8 @@ class MendedDriver:
         if (basis := self.membership.basis(self.notice)) != self.basis:
             self.basis = basis
             self._spread()
+            if self.rendezvous and self.membership.is_broken():
+                self.rendezvous[-1].abandon()
         if self.ended or not self.processes:
             self.changed.notify_all()
 
@@ -568,7 +574,8 @@ class MendedDriver:
         """Let everybody whose answer is held back look whether there is news for it."""
         self.version += 1
         self.news.notify_all()
-        facts: tuple[dict[str, Any], ...] = (self.addresses, self.doors, self.places, self.answers, self.clock_doubts)
+        facts: tuple[dict[str, Any], ...] = (self.addresses, self.doors, self.places, self.answers, self.clock_doubts,
+                                             self.meet_at_once)
         for known in facts:  # of who is gone
             for name in known.keys() - self.membership.workers.keys():
                 del known[name]
@@ -673,7 +680,8 @@ class MendedDriver:
         for worker in workers:
             neighbours = [w.name for w in workers if w.host == worker.host]
             self.places[worker.name] = {"local_rank": neighbours.index(worker.name), "local_size": len(neighbours),
-                                        "address": self.address, "port": store.port}
+                                        "address": self.address, "port": store.port,
+                                        "at_once": all(self.meet_at_once.get(name) for name in members)}
         self.events.emit("driver.generation_formed", generation=generation, size=len(members), reason=reason,
                          hosts=[w.host for w in workers], workers=list(members))
 

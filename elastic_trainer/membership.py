@@ -42,6 +42,10 @@ REFUSED_S, MAX_REFUSED_S = 60.0, 3600.0
 STEADY_S = 30.0
 """A worker that lived this long in the world wipes its host's failures out."""
 MAX_REFUSED_OFFERS = 3
+MAX_FAILED_JOINS = 2
+"""So many generations in which nobody died ended before a newcomer had received the state: then the newcomer goes."""
+OFFER_EACH_S = 0.2
+"""What `admit_s` is at least for each member: all try to reach each other. 48 on 2 cores took up to 2 s (measured)."""
 ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, 1, -15, -9)
 """How a worker may end when the attempt is over."""
 DRIVER_GAP_S = 1.0
@@ -94,6 +98,9 @@ class Worker:
     count: int = -1
     """The number of its newest word; older ones (late or replayed) change nothing."""
     refused_offers: int = 0
+    failed_joins: int = 0
+    failed_in: int = 0
+    """The generation of the newest of them."""
     unreachable: tuple[str, ...] | None = ()
     """Whom it did not reach when it last tried; None: it has not tried yet."""
     dismissed: bool = False
@@ -350,7 +357,7 @@ class Membership:
             return []
         self._forgive(now)
         self._forget()
-        actions: list[Action] = [*self._evict(now), *self._dismiss()]
+        actions: list[Action] = [*self._evict(now), *self._drop_failed(now), *self._dismiss()]
         end = self._end()
         if end:
             self.verdict = end
@@ -438,6 +445,27 @@ class Membership:
         self.hosts[worker.host].fail(now)
         worker.phase, worker.ended_by = Phase.GONE, reason
         return Stop(worker.name, reason, at_once=True)
+
+    def _drop_failed(self, now: float) -> list[Action]:
+        """End newcomers whose generations break again and again before they have the state, while nobody dies in them:
+        what keeps them from it costs all others a pause each time."""
+        members = [self.workers[name] for name in self.members]
+        if any(w.phase is not Phase.WAITING for w in members) or not any(w.holds_state for w in members):
+            return []
+        actions: list[Action] = []
+        for worker in members:
+            if not worker.holds_state and worker.failed_in < self.generation:
+                worker.failed_joins, worker.failed_in = worker.failed_joins + 1, self.generation
+                if worker.failed_joins >= MAX_FAILED_JOINS:
+                    actions.append(self._strike(worker, "join_failed", now))
+        return actions
+
+    def is_broken(self) -> bool:
+        """True when somebody of the newest generation has left it or is gone: nobody can complete it any more."""
+        return any(self.workers[name].phase is not Phase.TRAINING for name in self.members)
+
+    def _admit_s(self, members: int) -> float:
+        return max(self.limits.admit_s, OFFER_EACH_S * members)
 
     def _is_wanted(self, worker: Worker) -> bool:
         return not worker.dismissed and worker.slot < self.listed.get(worker.host, 0) and not worker.drains
@@ -567,7 +595,7 @@ class Membership:
                 self.offer, was_doubted, self.is_doubted = None, self.is_doubted, not self.is_doubted
                 if was_doubted:  # two lost packets are no broken line: all have tried twice
                     return [self._strike(cut_off, "cut_off", now)]
-            elif not lost and now - self.offer.made_at <= self.limits.admit_s:
+            elif not lost and now - self.offer.made_at <= self._admit_s(len(members)):
                 return []
             else:
                 for worker in late if not lost else ():  # an offer that broke has refused nobody

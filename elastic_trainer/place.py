@@ -53,6 +53,8 @@ class Place:
     """Where Gloo's peers find one another in this generation: address, port."""
     attempt: int | None = None
     """The number of this life of the run, where rank 0 says it and not a launcher."""
+    at_once: bool = False
+    """All members can find one another with one answer of the rendezvous store (deploy/install.sh, mend_meeting)."""
 
 
 class Dismissed(Exception):
@@ -208,6 +210,8 @@ class OurDriver:
         self.write_alone: Callable[[], None] = lambda: None
         self.is_saving: Callable[[], bool] = lambda: False
         self.generation = 0
+        self.meets_at_once = False
+        """This worker's Horovod has deploy/install.sh's mend_meeting."""
         self._lock = threading.Lock()
         self._count = launch.revived_count
         self.interface = interface_towards(launch.driver.rpartition(":")[0])
@@ -243,6 +247,7 @@ class OurDriver:
             self._status.update(changes)
             self._count += 1
             return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), "time": time.time(),
+                    "meets_at_once": self.meets_at_once,
                     "saves": saves, **self._status}
 
     def _beat(self) -> None:
@@ -298,7 +303,7 @@ class OurDriver:
                     self._status.pop("arithmetic", None)  # the driver has it
                 return Place(generation=place["generation"], rank=place["rank"], size=place["size"],
                              local_rank=place["local_rank"], local_size=place["local_size"],
-                             rendezvous=(place["address"], place["port"]))
+                             rendezvous=(place["address"], place["port"]), at_once=bool(place.get("at_once")))
             if news.get("finished"):
                 raise RunOver("finished", "")
             if news.get("writes"):

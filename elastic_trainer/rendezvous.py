@@ -1,21 +1,24 @@
 """The store in which the Gloo ends of one generation's members find each other.
 
-generation formed → here ← `hvd.init()` of each member: some 35 requests each, one behind another
+generation formed → here ← `hvd.init()` of each member: two requests each, a PUT and a GET that is held back
 
 What always holds:
 1. Values are plain bytes, and small; nothing is unpickled (F10: Horovod's own server does, rendezvous.py:44-47).
 2. Only members' addresses are answered.
 3. One thread serves all, and a request that is not whole after a while is dropped: nobody can hold it up.
 
-Everybody waits for these requests whenever the world changes: 5 members send 190. Horovod's server takes
-1 ms of a core for each (a thread, the date, an e-mail parser for three headers), and its client asks again every 10 ms for
-what is not there yet (http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there. N members send about
-5 N² of them (computed for more than 5): 6 s of pause for 64 members.
+Everybody waits for these requests whenever the world changes. Horovod's server takes 1 ms of a core for each (a thread,
+the date, an e-mail parser for three headers), and its client asks again every 10 ms for what is not there yet
+(http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there. N members of an unmended Horovod send about 5 N²
+requests (5 members 190; 48 some 11,500). Those that deploy/install.sh has mended (mend_meeting) put their addresses, one
+for each peer, under `SCOPE/at-once-SIZE-RANK`, and get under the same name what all the others have put for them: 2 N
+requests, and 136 bytes for each pair in all answers together. A single byte as the answer says that a member is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -34,6 +37,8 @@ BACKLOG = 1024  # F5
 ACCEPTED_AT_ONCE = 16
 """asyncio tries so many accepts in a row, also when there are no descriptors left."""
 NOT_A_MEMBER = "not a member of this generation"
+AT_ONCE = re.compile(r"(/[^/]+/at-once-([1-9][0-9]{0,4})-)([0-9]{1,5})")
+GONE = b"x"
 REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 413: "Content Too Large"}
 
 
@@ -46,6 +51,7 @@ class Rendezvous:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Request]] = {}
         self.open: set[_Request] = set()
+        self.is_abandoned = False
         self.loop = asyncio.new_event_loop()
         listener = socket.create_server((bind, 0), backlog=BACKLOG)
         self.port: int = listener.getsockname()[1]
@@ -63,10 +69,56 @@ class Rendezvous:
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
+    def abandon(self) -> None:
+        """Tell those who wait for all members that one will not come; from any thread."""
+        self.loop.call_soon_threadsafe(self._abandon)
+
+    def _abandon(self) -> None:
+        self.is_abandoned = True
+        self._answer_complete([key for key in self.waiting if AT_ONCE.fullmatch(key)])
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a value, and answer those who wait for it, or for it as the last of their peers'."""
+        self.values[key] = value
+        meeting = AT_ONCE.fullmatch(key)
+        if not meeting:
+            self._answer_complete([key])
+        elif all(peer in self.values for peer in _members(meeting)):
+            self._answer_complete(_members(meeting))
+
+    def _answer_complete(self, keys: list[str]) -> None:
+        for key in keys:
+            if (value := self.found(key)) is not None:
+                for waiting in self.waiting.pop(key, ()):
+                    waiting.answer(200, value)
+
+    def found(self, key: str) -> bytes | None:
+        """Return what is there for a key; None: nothing yet."""
+        meeting = AT_ONCE.fullmatch(key)
+        if not meeting:
+            return self.values.get(key)
+        if self.is_abandoned:
+            return GONE
+        rank, found = int(meeting[3]), [self.values.get(peer) for peer in _members(meeting)]
+        if None in found:
+            return None
+        return b"".join(_share(value, rank - (rank > peer), len(found) - 1)
+                        for peer, value in enumerate(found) if value is not None and peer != rank)
+
     def close(self) -> None:
         """Stop serving; open connections are dropped."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+
+def _members(meeting: re.Match[str]) -> list[str]:
+    return [f"{meeting[1]}{rank}" for rank in range(int(meeting[2]))]
+
+
+def _share(value: bytes, index: int, count: int) -> bytes:
+    """Return one of the equal parts of a value."""
+    size = len(value) // count
+    return value[index * size : (index + 1) * size]
 
 
 class _Request(asyncio.Protocol):
@@ -125,18 +177,19 @@ class _Request(asyncio.Protocol):
     def _do(self, method: str, key: str, value: bytes) -> None:
         store = self.store
         if method == "PUT":
-            store.values[key] = value
-            for waiting in store.waiting.pop(key, ()):
-                waiting.answer(200, value)
+            store.put(key, value)
         elif method == "DELETE":
             store.values.pop(key, None)
-        elif key not in store.values:
+        elif (found := store.found(key)) is not None:
+            self.answer(200, found)
+            return
+        else:
             self.key = key
             store.waiting.setdefault(key, set()).add(self)
             self.timer.cancel()
             self.timer = store.loop.call_later(store.hold_s, self.answer, 404)
             return
-        self.answer(200, store.values[key] if method == "GET" else b"")
+        self.answer(200)
 
     def _refuse(self, code: int, why: str) -> None:
         self.store.refused(self.address, why)

@@ -7,7 +7,8 @@ What always holds:
 1. After an error this process's own Gloo sockets are shut first, so that everybody notices within milliseconds
    (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait for the whole time-out). What is
    half sent or half received ends with its socket only in a Gloo that deploy/install.sh has mended.
-2. `hvd.init()` is entered only with a place that all members have accepted (F1).
+2. `hvd.init()` is entered only with a place that all members have accepted (F1). If it fails all the same, the worker
+   asks for the next place, as after any broken generation.
 3. The first collective of a generation is the reconcile. Survivors never receive state; newcomers, and only they,
    receive all of it into scratch memory, check it, and then take it over.
 4. A vote that passes anywhere means that everybody's gradients were reduced (so everybody can apply the step itself).
@@ -26,6 +27,7 @@ Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init),
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -62,13 +64,23 @@ MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20
 """How many bytes of state go to each newcomer in one collective: so few that the memory of one serves the next."""
 POLL_S = 0.0005
+PATIENT_POLL_S = 0.02
+WAITED_SHARE = 0.02
+"""While a collective lasts, a worker looks after 2 % more of the time that it has waited, between these two times. Each
+look takes 14 µs: every 0.5 ms that is 2 % of a core for each waiting worker, a whole core for 48 (measured)."""
 IDLE_CYCLE_MS = 25.0
 """Also how late a worker that computes notices by itself that a peer's sockets are closed."""
-FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS")
+FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_MEET_AT_ONCE")
 """What is set for Horovod by the size of a generation's world."""
 PAIR_S = 0.002
-"""The rendezvous store takes about 0.3 ms for each of some 5 requests for each pair of members: 64 need 6 s to find each
-other, 128 need 25 s, and Gloo's time-out must be longer."""
+"""A rendezvous that is not at once takes about 0.3 ms for each of some 5 requests for each pair of members: 64 need 6 s to
+find each other, 128 need 25 s, and Gloo's time-out must be longer."""
+MEMBER_S = 0.3
+"""So much longer is Gloo's time-out for each member where they meet at once: each connects to all, one behind the other."""
+RUNNABLE_EACH = 4.0
+MAX_LOAD = 4.0
+"""On a machine with more than 4 runnable processes a core Gloo's time-out is longer in proportion, up to 4 times: it is a
+back-stop, the driver's heartbeats notice a death, and a time-out during a slow start would break the world for nothing."""
 NAMED_TENSORS = 5
 """An event names so many of the tensors that differ."""
 UPLOAD_FIRST_S = 60.0
@@ -151,6 +163,9 @@ class World:
         self.is_mixed = False
         """Some members of this generation compute other bits than others, with leave of the user's."""
         self._is_drift_told = False
+        self._before_init: set[tuple[int, int]] = set()
+        if isinstance(driver, OurDriver):
+            driver.meets_at_once = init_can_fail()
         self.expected_step_s: Callable[[int], float] = lambda size: 0.0
         """How long a step will take in a world of this size."""
         self._asked = dict(os.environ)  # what the user has set wins over what is set here for each generation
@@ -235,21 +250,35 @@ class World:
             HOROVOD_CYCLE_TIME=self._asked.get("HOROVOD_CYCLE_TIME", f"{own_cycle_ms:.2f}"),
             HOROVOD_CACHE_CAPACITY=self._asked.get("HOROVOD_CACHE_CAPACITY", "0"),
             HOROVOD_GLOO_TIMEOUT_SECONDS=self._asked.get(
-                "HOROVOD_GLOO_TIMEOUT_SECONDS", str(round(max(self.launch.limits.gloo_s, PAIR_S * self.size**2)))),
+                "HOROVOD_GLOO_TIMEOUT_SECONDS",
+                str(round(gloo_timeout_s(self.launch.limits.gloo_s, self.size, place.at_once, load())))),
+            HOROVOD_GLOO_MEET_AT_ONCE="1" if place.at_once else "0",
             HOROVOD_AUTOTUNE="0", HOROVOD_ENABLE_ASYNC_COMPLETION="0",  # wrong under elastic, whoever has asked for them
             # The first init latches NCCL's elastic mode; later ones must not ask the driver themselves.
             HOROVOD_ELASTIC="0" if self._horovod_was_up else "1")
         if isinstance(self.driver, OurDriver):
             for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = self._asked.get(name, self.driver.interface)
-        before = _open_sockets()
+        self._before_init = _open_sockets()
         self._init_since = time.monotonic()
         self.events.reach("world.init_entered")
-        hvd.init()  # network: full mesh of Gloo connections
-        self._init_since = None
-        self._horovod_was_up = self._is_up = True
-        self._sockets = _open_sockets() - before
+        try:
+            self._init()
+        finally:
+            self._init_since = None
+            self._sockets = _open_sockets() - self._before_init
         self.events.reach("world.init_left")
+
+    def _init(self) -> None:
+        """Start Horovod. Raises PeersLost if it fails (one that is not mended aborts instead, see revive.py)."""
+        self._is_up = True  # a failed start has to be shut down too before the next one
+        try:
+            hvd.init()  # network: full mesh of Gloo connections
+        except ValueError as error:
+            raise PeersLost(init_error() or str(error)) from error
+        if not hvd.is_initialized():
+            raise PeersLost(init_error())
+        self._horovod_was_up = True
 
     def _note_end(self) -> None:
         """Note when the training paused: not when a generation broke that had not begun to train."""
@@ -281,7 +310,7 @@ class World:
             revive.start_anew(self._live_state(), self.generation, driver.count + 1, self._left_at)
 
         def on_broken() -> None:
-            if self._init_since is not None:
+            if self._init_since is not None and not init_can_fail():
                 start_anew("")  # the main thread sits in hvd.init() and would be aborted after Gloo's time-out
             self._close_sockets()
 
@@ -291,13 +320,21 @@ class World:
 
     def _close_sockets(self) -> None:
         """Shut our Gloo sockets, so that every pending operation here and at our peers ends now (F2)."""
-        for descriptor, inode in self._sockets:
+        during_init = _open_sockets() - self._before_init if self._init_since is not None else set()
+        for descriptor, inode in self._sockets | during_init:
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as ours:
-                    if os.fstat(ours.fileno()).st_ino == inode:  # else Gloo has closed it and somebody has its number
+                    # Else Gloo has closed it and somebody has its number; or the heartbeats have connected anew.
+                    if os.fstat(ours.fileno()).st_ino == inode and not self._leads_to_driver(ours):
                         ours.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # closed already
+
+    def _leads_to_driver(self, ours: socket.socket) -> bool:
+        try:
+            return "{0[0]}:{0[1]}".format(ours.getpeername()) == self.launch.driver
+        except OSError:
+            return False  # it listens, or its peer has gone
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -307,9 +344,9 @@ class World:
         Horovod's own wait spins a core, takes the GIL at each turn, and hangs for ever after the enqueue race
         (mpi_ops_v2.cc:1121-1128).
         """
-        broken_since = None
+        broken_since, began = None, time.monotonic()
         while not hvd.poll(handle):
-            time.sleep(POLL_S)
+            time.sleep(poll_s(time.monotonic() - began))
             if self.driver.is_broken():
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > 1.0:
@@ -590,6 +627,36 @@ def _crc(piece: torch.Tensor) -> bytearray:
 def wakes_on_arrival() -> bool:
     """True if this Horovod is one whose background thread deploy/install.sh has mended (mend_cycle)."""
     return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_wakes_on_arrival")
+
+
+def init_can_fail() -> bool:
+    """True if this Horovod is one whose `hvd.init()` deploy/install.sh has mended (mend_init, mend_meeting)."""
+    return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_init_error")
+
+
+def init_error() -> str:
+    """Return why the last `hvd.init()` failed."""
+    if not init_can_fail():
+        return ""
+    said = mpi_ops._basics.MPI_LIB_CTYPES.horovod_init_error
+    said.restype = ctypes.c_char_p
+    return bytes(said()).decode(errors="replace")
+
+
+def poll_s(waited_s: float) -> float:
+    """Return how soon to look again whether a collective has ended."""
+    return min(PATIENT_POLL_S, max(POLL_S, WAITED_SHARE * waited_s))
+
+
+def load() -> float:
+    """Return how many processes a core of this machine have wanted to run in the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def gloo_timeout_s(gloo_s: float, size: int, at_once: bool, load: float) -> float:
+    """Return Horovod's time-out for a collective and for finding the peers."""
+    for_size_s = MEMBER_S * size if at_once else PAIR_S * size**2
+    return max(gloo_s, for_size_s) * min(MAX_LOAD, max(1.0, load / RUNNABLE_EACH))
 
 
 def cycle_ms(step_s: float, wakes: bool) -> float:

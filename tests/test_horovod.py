@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.world import IDLE_CYCLE_MS, cycle_ms, wakes_on_arrival
+from elastic_trainer.rendezvous import Rendezvous
+from elastic_trainer.world import IDLE_CYCLE_MS, cycle_ms, gloo_timeout_s, poll_s, wakes_on_arrival
 
 HOROVODRUN = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds", "600",
               sys.executable, "-c"]
@@ -117,3 +119,67 @@ def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, s
         pytest.skip(f"this machine gives no host name of one's own: {done.stderr}")
     assert done.returncode == 0 and says in done.stdout, done.stderr
     assert interface or "Unable to find address for nobody.invalid" in done.stderr
+
+
+MEET = """
+import time, torch, horovod.torch as hvd
+from elastic_trainer.world import init_error
+try:
+    hvd.init()
+except ValueError:
+    print("not met:", init_error())
+    hvd.shutdown()
+else:
+    assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="sum")) == hvd.size()
+    hvd.shutdown()
+    print("met")
+"""
+
+
+def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
+    """Start a member of a world that meets at this store, as world.py does."""
+    env = {"HOROVOD_GLOO_MEET_AT_ONCE": "1", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_CONTROLLER": "gloo",
+           "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_HOSTNAME": "localhost",
+           "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port),
+           "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+           "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+    return subprocess.Popen([sys.executable, "-c", MEET], env=os.environ | env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def store() -> Iterator[Rendezvous]:
+    """A generation's store."""
+    store = Rendezvous("127.0.0.1", {"127.0.0.1"}, lambda *_: None)
+    yield store
+    store.close()
+
+
+def test_each_member_puts_one_value_however_many_they_are(store: Rendezvous) -> None:
+    """A rendezvous is two requests of each member. (It was some 5 for each pair of members.)"""
+    members = [meeting(store, rank, 4) for rank in range(4)]
+    assert [member.communicate(timeout=120)[0].strip() for member in members] == ["met"] * 4
+    assert sorted(store.values) == [f"/global/at-once-4-{rank}" for rank in range(4)]
+
+
+def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
+    """`hvd.init()` fails in each, as soon as the store says so. (It aborted the process, F1.)"""
+    members = [meeting(store, rank, 3) for rank in range(2)]
+    wait_for("members", lambda: len(store.waiting) == 2, 60.0)
+    store.abandon()
+    said = [member.communicate(timeout=120)[0] for member in members]
+    assert all("not met:" in text and "A member of the world is gone" in text for text in said), said
+    assert [member.returncode for member in members] == [0, 0]
+
+
+@pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [
+    (4, True, 0.5, 10.0), (4, True, 4.0, 10.0), (48, True, 1.0, 14.4), (48, True, 8.0, 28.8), (48, True, 100.0, 57.6),
+    (4, False, 1.0, 10.0), (128, False, 1.0, 32.768)])
+def test_the_time_out_grows_with_the_world_and_the_machines_load(size: int, at_once: bool, load: float,
+                                                                 seconds: float) -> None:
+    """A start that is slow is no death: heartbeats notice those."""
+    assert gloo_timeout_s(10.0, size, at_once, load) == pytest.approx(seconds)
+
+
+def test_a_worker_looks_less_often_the_longer_it_waits() -> None:
+    """A short wait ends within half a millisecond of its collective, a long one within 2 % of what it lasted."""
+    assert [poll_s(waited_s) for waited_s in (0.0, 0.02, 0.1, 1.0, 100.0)] == [0.0005, 0.0005, 0.002, 0.02, 0.02]

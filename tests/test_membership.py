@@ -719,6 +719,52 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
         assert formed == sorted(set(formed))
 
 
+def breaks_at_its_begin(f: Fleet) -> None:
+    """The newest generation of a fleet breaks before anybody has received anything, and nobody dies."""
+    generation = f.membership.generation
+    for name in f.membership.members:
+        f.say(name, "waiting")
+    f.turn()
+    for _ in range(40):
+        if f.membership.generation > generation:
+            return
+        f.turn()
+        for name, worker in list(f.membership.workers.items()):
+            if worker.phase in (Phase.STANDBY, Phase.WAITING):
+                told = f.membership.told(name, f.now)
+                f.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=[])
+
+
+def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
+    """The others have a pause each time; the first time it may have been bad luck."""
+    f = fleet("abc", least=1)
+    f.membership.hosts_listed({h: 1 for h in "ab"})
+    f.membership.first_workers = 2
+    f.run(20)
+    old = set(f.membership.members)
+    f.membership.hosts_listed({h: 1 for h in "abc"})
+    f.boots = True
+    for _ in range(60):
+        f.turn()
+        for name, worker in list(f.membership.workers.items()):
+            told = f.membership.told(name, f.now)
+            if worker.phase is Phase.BOOTING:
+                f.say(name, "standby")
+            elif worker.phase in (Phase.STANDBY, Phase.WAITING):
+                f.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=[])
+            elif worker.phase is Phase.TRAINING and name in old and told.get("notice"):
+                f.say(name, "waiting")
+        if len(f.membership.members) == 3:
+            break
+    [newcomer] = set(f.membership.members) - old
+    assert f.membership.is_broken() is False
+    breaks_at_its_begin(f)
+    assert set(f.membership.members) == old | {newcomer}
+    breaks_at_its_begin(f)
+    assert [(a.worker, a.reason) for a in f.acted if isinstance(a, Stop)] == [(newcomer, "join_failed")]
+    assert set(f.membership.members) == old
+
+
 # --- what the driver's cost rests on ----------------------------------------------------------------------------------
 
 def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None:

@@ -165,3 +165,57 @@ def test_who_waits_is_let_go_when_the_store_closes() -> None:
         wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
         rendezvous.close()
         assert connection.recv(100) == b""
+
+
+# --- all at once: what a Horovod that deploy/install.sh has mended asks (mend_meeting) ---------------------------------
+
+def address(of: int, towards: int) -> bytes:
+    """Return what one member has put for another."""
+    return f"<{of} for {towards}>".encode()
+
+
+@pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0}], indirect=True)
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_each_member_gets_what_all_others_have_put_for_it_when_the_last_is_there(rendezvous: Store, size: int) -> None:
+    """Two requests each, however many they are. The others wait for the last one."""
+    answers: dict[int, tuple[int, bytes]] = {}
+
+    def meet(rank: int) -> None:
+        mine = b"".join(address(rank, towards) for towards in range(size) if towards != rank)
+        assert rendezvous.ask("PUT", f"/global/at-once-{size}-{rank}", mine)[0] == 200
+        answers[rank] = rendezvous.ask("GET", f"/global/at-once-{size}-{rank}")
+
+    members = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for member in members[:-1]:
+        member.start()
+    wait_for("requests", lambda: len(rendezvous.store.waiting) == size - 1, DEADLINE_S)
+    members[-1].start()
+    for member in members:
+        member.join(DEADLINE_S)
+    assert answers == {rank: (200, b"".join(address(of, rank) for of in range(size) if of != rank))
+                       for rank in range(size)}
+
+
+@pytest.mark.parametrize("rendezvous", [{"hold_s": 0.1}], indirect=True)
+def test_a_member_asks_again_when_the_last_one_is_late(rendezvous: Store) -> None:
+    """No answer is held back for ever; another world's members are not waited for, and not given away."""
+    assert rendezvous.ask("PUT", "/global/at-once-2-0", address(0, 1))[0] == 200
+    assert rendezvous.ask("PUT", "/other/at-once-2-1", address(1, 0))[0] == 200
+    assert rendezvous.ask("PUT", "/global/at-once-3-1", 2 * address(1, 0))[0] == 200
+    assert rendezvous.ask("GET", "/global/at-once-2-0")[0] == 404
+    assert rendezvous.ask("PUT", "/global/at-once-2-1", address(1, 0))[0] == 200
+    assert rendezvous.ask("GET", "/global/at-once-2-0") == (200, address(1, 0))
+
+
+@pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0}], indirect=True)
+def test_who_waits_for_all_is_told_when_one_will_not_come(rendezvous: Store) -> None:
+    """By one byte, which no address is; those who ask later too."""
+    assert rendezvous.ask("PUT", "/global/at-once-3-0", 2 * address(0, 1))[0] == 200
+    answers: list[tuple[int, bytes]] = []
+    asking = threading.Thread(target=lambda: answers.append(rendezvous.ask("GET", "/global/at-once-3-0")))
+    asking.start()
+    wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
+    rendezvous.store.abandon()
+    asking.join(DEADLINE_S)
+    assert answers == [(200, b"x")]
+    assert rendezvous.ask("GET", "/global/at-once-3-1") == (200, b"x")
