@@ -19,6 +19,7 @@ from pathlib import Path
 EXIT_FINISHED = 0
 EXIT_USER_ERROR = 70  # sysexits.h EX_SOFTWARE: the user's own exception, never retried
 EXIT_NO_HOSTS = 69  # sysexits.h EX_UNAVAILABLE: a driver's, when the discovery does not answer or no host is found
+EXIT_MACHINE = 71  # sysexits.h EX_OSERR: its machine has failed (machine_fault.py), and others do its part of the step
 EXIT_LEFT = 75  # sysexits.h EX_TEMPFAIL: not wanted (any more). Never 0: Horovod takes 0 for "job finished"
 EXIT_DIFFERS = 76  # sysexits.h EX_PROTOCOL: it holds other bits than the other workers (replicas.py)
 

@@ -500,6 +500,8 @@ class MendedDriver:
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
                 drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""),
                 unreachable=words.get("unreachable", ()), arithmetic=Arithmetic.from_words(words.get("arithmetic")))
+            if is_new and words.get("machine"):
+                self.membership.machine_failed(name, words["machine"])
             if is_new:  # a word played back from elsewhere must not make that place a member's
                 self.addresses[name], self.doors[name] = address, words.get("door", 0)
                 self.meet_at_once[name] = bool(words.get("meets_at_once"))

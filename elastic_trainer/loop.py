@@ -32,7 +32,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod
 import numpy
@@ -45,11 +45,20 @@ from torch.utils.data import default_collate
 from elastic_trainer import probe, report, revive, standby
 from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.batches import fetch, to_device
-from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, REDUCERS, ConfigError, Launch
+from elastic_trainer.config import (
+    EXIT_DIFFERS,
+    EXIT_LEFT,
+    EXIT_MACHINE,
+    EXIT_USER_ERROR,
+    REDUCERS,
+    ConfigError,
+    Launch,
+)
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, last_attempt, read_events
 from elastic_trainer.listeners import Guarded
 from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, verdict
+from elastic_trainer.machine_fault import machine_fault
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import (
     MAX_ERROR_CHARACTERS,
@@ -245,9 +254,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if stood_by:
         events.emit("worker.stood_by", **stood_by)
     driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
+    trainer: Trainer | None = None
     try:
         with shown(events) if progress and isinstance(driver, Alone) else nullcontext():
-            return Trainer(job, launch, driver, events, reduce, compress, plan).run()
+            trainer = Trainer(job, launch, driver, events, reduce, compress, plan)
+            return trainer.run()
     except Dismissed:
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
@@ -261,6 +272,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if trainer and (kind := trainer.fault_of_machine(error)):
+            trainer.leave_as_dead(kind, traceback.format_exc())
         events.emit("worker.failed", error=traceback.format_exc()[-MAX_ERROR_CHARACTERS:])
         driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then its exit code says it
         if launch.driver:
@@ -372,6 +385,8 @@ class Trainer:
         self.error: BaseException | None = None
         self._losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
         """Of this step's shards that this worker has run: the loss, and its samples."""
+        self._shard = -1
+        """The shard in hand; -1 where all workers do the same."""
 
     def run(self) -> Result:
         """Warm up, stand ready, and train in generation after generation."""
@@ -486,7 +501,7 @@ class Trainer:
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
             indices = job.schedule.shard_samples(step, shard)
             if len(indices) and self.error is None:
-                with self._user_code():
+                with self._user_code(shard):
                     self._one_shard(step, shard, indices, overlaps=shard == mine.stop - 1)
                 samples, digest = samples + len(indices), digest + samples_digest(indices)
             done()
@@ -556,14 +571,41 @@ class Trainer:
                 f"step {self.state.committed}. Change it in after_step, or in loss by what the step's number says.")
 
     @contextmanager
-    def _user_code(self) -> Iterator[None]:
-        """Keep what the user's code raises for the vote: all ranks must stop at the same point."""
+    def _user_code(self, shard: int = -1) -> Iterator[None]:
+        """Keep what the user's code raises for the vote: all ranks must stop at the same point. What its machine has
+        caused is raised at once: the others do the step again without this worker."""
+        self._shard = shard
         try:
             yield
+            self._shard = -1
         except (HorovodInternalError, PeersLost, GradientsWritten, KeyboardInterrupt):  # not the user's errors
             raise
         except BaseException as error:  # sys.exit() too
+            if self.fault_of_machine(error):
+                raise
             self.error = error
+
+    def fault_of_machine(self, error: BaseException) -> str:
+        """Return what of this machine has failed, if an exception says so and there are others who go on; else ""."""
+        if not isinstance(self.driver, OurDriver) or self.world.size == 1 or isinstance(error, (PeerFailed, ConfigError)):
+            return ""
+        return machine_fault(error)
+
+    def leave_as_dead(self, kind: str, text: str) -> NoReturn:
+        """Say that this machine has failed, and end this process as a death would: nothing of the step was applied.
+
+        Nothing else is tried on this machine: a disk that fails may hold an orderly end up for minutes.
+        """
+        assert isinstance(self.driver, OurDriver)
+        step, shard = self.state.committed, self._shard
+        with suppress(OSError):
+            print(f"elastic-trainer: {kind} on {self.launch.host} in step {step}: this worker leaves, and "
+                  f"the others do the step again.\n{text}", file=sys.stderr, flush=True)
+        self.events.emit("worker.machine_failed", host=self.launch.host, error=kind, step=step, shard=shard,
+                         text=text[-MAX_ERROR_CHARACTERS:])
+        self.events.flush()
+        self.driver.fail_machine(step, shard, kind, text)
+        os._exit(EXIT_MACHINE)
 
     def _raise_if_failed(self, failed_rank: int) -> None:
         if failed_rank < 0:

@@ -105,6 +105,8 @@ class Worker:
     """Whom it did not reach when it last tried; None: it has not tried yet."""
     dismissed: bool = False
     step: int = 0
+    has_failed_machine: bool = False
+    """It has said that its machine has failed, so it leaves as a dead one does."""
     ended_by: str = ""
     """Why we ended it, if we did."""
     arithmetic: Arithmetic | None = None
@@ -120,6 +122,19 @@ class Worker:
 
 loud = attrgetter(*(f.name for f in fields(Worker) if f.name not in ("heard_at", "started_at", "count", "step")))
 """What decisions rest on, as one value: all that a heartbeat of a worker with no news leaves as it was."""
+
+
+@dataclass(frozen=True)
+class MachineFault:
+    """What a worker says of an exception that its machine has caused."""
+
+    host: str
+    step: int
+    shard: int
+    """-1: not in a shard, but where all workers do the same."""
+    kind: str
+    text: str
+    """The traceback."""
 
 
 @dataclass
@@ -247,6 +262,8 @@ class Membership:
     hosts_known: int = 0
     crashes: SameCrashes = field(default_factory=SameCrashes)
     """How often workers have died in one place, if all of them have."""
+    machine_faults: list[MachineFault] = field(default_factory=list)
+    """Those of the newest step in which there were any."""
     has_booted: bool = False
     """Some worker has stood ready in this attempt."""
     tried: set[tuple[str, int]] = field(default_factory=set)
@@ -300,6 +317,29 @@ class Membership:
         if phase in (Phase.STANDBY.value, Phase.WAITING.value):
             worker.accepted, worker.unreachable = accepted, None if unreachable is None else tuple(unreachable)
         return True
+
+    def machine_failed(self, name: str, fault: Mapping[str, Any]) -> None:
+        """Take a worker's word that its machine has failed; its heartbeats say it again until it is gone."""
+        worker = self.workers[name]
+        if not worker.has_failed_machine:
+            worker.has_failed_machine = True
+            if not self._is_let_go(worker):
+                self._blame(MachineFault(worker.host, **fault))
+
+    def _blame(self, fault: MachineFault) -> None:
+        """Note a fault of a machine. The same part of the same step on another host, too, is the user's error.
+
+        Where there is only one host the second time is it: nobody else can be asked.
+        """
+        same = [f for f in self.machine_faults if (f.step, f.shard) == (fault.step, fault.shard)]
+        before = next((f for f in same if f.host != fault.host or len(self.listed) < 2), None)
+        self.machine_faults = [*(f for f in self.machine_faults if f.step == fault.step), fault]
+        if before and not self.user_error:
+            where = f"shard {fault.shard} of " if fault.shard >= 0 else ""
+            self.user_error = (
+                f"{where}step {fault.step} fails with {before.kind} on {before.host} and with {fault.kind} "
+                f"on {fault.host}, so it is no machine's fault.\n\non {before.host}:\n{before.text}\n"
+                f"on {fault.host}:\n{fault.text}")
 
     def exited(self, name: str, code: int, now: float, place: str = "") -> str:
         """Take the end of a worker's process, and where it died; returns in one word how it ended."""
@@ -427,7 +467,9 @@ class Membership:
         stuck = [w.name for w in current if w.phase is Phase.TRAINING] if (
             waiting and now - min(waiting) > self.limits.stuck_s) else []
         for worker in self._alive():
-            if worker.phase is Phase.BOOTING:
+            if worker.has_failed_machine:
+                actions.append(self._strike(worker, "machine_failed", now))
+            elif worker.phase is Phase.BOOTING:
                 if now - worker.started_at > self.limits.boot_s:
                     actions.append(self._strike(worker, "boot_timeout", now))
             elif worker.phase is Phase.FINISHED or worker.dismissed or self.is_finished:

@@ -12,7 +12,7 @@ from typing import Any
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 4
-LOST = ("crashed", "frozen", "evicted", "cut_off")
+LOST = ("crashed", "frozen", "evicted", "cut_off", "machine_failed")
 
 
 def draw(events: Sequence[Mapping[str, Any]], columns: int = 72) -> list[str]:

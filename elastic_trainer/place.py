@@ -386,6 +386,10 @@ class OurDriver:
         if self._beating.is_alive():
             self._tell(error=error[-MAX_ERROR_CHARACTERS:])
 
+    def fail_machine(self, step: int, shard: int, kind: str, text: str) -> None:
+        """Report that this machine has failed in a shard of a step (-1: in none), and that this worker leaves."""
+        self._tell(machine={"step": step, "shard": shard, "kind": kind, "text": text[-MAX_ERROR_CHARACTERS:]})
+
     def finish(self, step: int) -> None:
         """Report that the last vote has passed."""
         self._tell(phase="finished", step=step)

@@ -8,6 +8,7 @@ fault fires once in the whole run, whoever asks, and leaves a file behind that s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -112,6 +113,8 @@ class Injector:
                 raise PeersLost("the vote's answer did not arrive, as planned")
             case "flip_weight" | "flip_moment":
                 self.flip(do.removeprefix("flip_"))
+            case "io_error":
+                raise OSError(errno.EIO, "Input/output error, as planned")
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":

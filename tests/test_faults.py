@@ -17,6 +17,8 @@ import pytest
 from cluster import PATIENT, Cluster, is_running
 from faults import RELEASED, Plan
 
+from elastic_trainer.config import EXIT_USER_ERROR
+from elastic_trainer.schedule import Schedule
 from elastic_trainer.world import init_can_fail
 
 Twin = Callable[..., str]
@@ -70,6 +72,37 @@ def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, tw
         rolled = [(e["worker"].split("/")[0], e["step"]) for e in cluster.events("worker.rolled_forward")]
     assert rolled == [(host(rank), 12)]
     assert result["generations"] == 2
+
+
+def test_a_machine_that_fails_costs_its_worker_alone(tmp_path: Path, twin_of: Twin) -> None:
+    """A disk's error while a sample is read: the others do the step again, the host gets a new worker after a while."""
+    plan = Plan().add("io_error", host=host(2), at="data", reads=20)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+        [told] = cluster.events("worker.machine_failed")
+        [gone] = cluster.lost()
+    assert (told["host"], told["error"]) == (gone["host"], "EIO") == (host(2), "EIO") and told["shard"] >= 0
+    assert "Input/output error, as planned" in told["text"] and gone["reason"] == "machine_failed"
+    assert result["steps_redone"] <= 1
+    assert result["attempts"] == 1
+
+
+def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
+    """A sample that cannot be read anywhere ends the run: two hosts, both tracebacks, no third try."""
+    schedule = Schedule(dataset_size=1003, global_batch=64, shards=8, epochs=1000, seed=3, max_steps=40)
+    first = int(schedule.shard_samples(12, 5)[0])
+    plan = Plan().add("io_error", at="data", first=first).add("io_error", at="data", first=first)
+    plan.add("io_error", at="data", first=first)
+    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+        assert cluster.finish() == EXIT_USER_ERROR
+        told = cluster.events("worker.machine_failed")
+        [ended] = cluster.events("attempt.ended")
+        said = (tmp_path / "output.log").read_text()
+    assert [(e["step"], e["shard"]) for e in told] == [(12, 5), (12, 5)] and len({e["host"] for e in told}) == 2
+    assert ended["verdict"] == "user_error" and len(cluster.fired()) == 2
+    verdict = said[said.index("attempt user_error"):]
+    assert "shard 5 of step 12 fails with EIO on" in verdict and verdict.count("Input/output error, as planned") >= 2
 
 
 def test_all_agree_and_nothing_is_lost_when_the_reducer_is_ring(tmp_path: Path) -> None:

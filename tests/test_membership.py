@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,57 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(pha
     assert f.membership.exited(newcomer, 70, f.now) != "user_error"
     f.run()
     assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
+
+
+def machine(step: int = 12, shard: int = 5) -> dict[str, Any]:
+    return {"step": step, "shard": shard, "kind": "EIO", "text": f"OSError in {shard}"}
+
+
+def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
+    """The others go on without it; a new worker is started there after a back-off."""
+    f = fleet()
+    f.run()
+    victim = f.worker_on("c")
+    f.membership.machine_failed(victim, machine())
+    f.turn()
+    assert [a for a in f.acted if isinstance(a, Stop)] == [Stop(victim, "machine_failed", at_once=True)]
+    assert f.membership.exited(victim, 71, f.now) == "machine_failed"
+    f.run(8)
+    assert f.world() == ["a", "b", "d"]
+    f.run(seconds=5.0)
+    assert f.world() == ["a", "b", "d", "c"] and f.membership.verdict is None
+
+
+@pytest.mark.parametrize(("second", "hosts", "ends"), [
+    (machine(), "abcd", True), (machine(13), "abcd", False), (machine(shard=6), "abcd", False),
+    (machine(shard=-1), "abcd", False)])
+def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
+        second: dict[str, Any], hosts: str, ends: bool) -> None:
+    """Both tracebacks are told. Another shard, or another step, is another machine's fault."""
+    f = fleet(hosts)
+    f.run()
+    for host, fault in (("b", machine()), ("c", second)):
+        f.membership.machine_failed(f.worker_on(host), fault)
+        f.turn()
+    verdict = f.membership.verdict
+    assert (verdict is not None) == ends
+    if verdict:
+        assert verdict.verdict == "user_error" and verdict.detail.count("OSError in 5") == 2
+        assert "on b" in verdict.detail and "on c" in verdict.detail
+
+
+@pytest.mark.parametrize(("hosts", "ends"), [({"a": 3}, True), ({"a": 3, "b": 1}, False)])
+def test_the_second_time_on_one_host_is_the_users_error_when_there_is_no_other(hosts: dict[str, int], ends: bool) -> None:
+    """Its slots share what has failed; with other hosts in the run one of those is asked first."""
+    f = fleet("a")
+    f.membership.first_workers = sum(hosts.values())
+    f.membership.hosts_listed(hosts)
+    f.run()
+    for name in [n for n, w in f.membership.workers.items() if w.host == "a"][:2]:
+        for _ in range(2):  # a heartbeat says it again
+            f.membership.machine_failed(name, machine())
+        f.turn()
+    assert (f.membership.verdict is not None) == ends
 
 
 IN_INIT = "init (basics.py:150)"

@@ -61,7 +61,7 @@ class Samples(torch.utils.data.Dataset):
             time.sleep(options.step_s)
         if injector:
             self.reads += 1
-            injector("data", {"reads": self.reads})
+            injector("data", {"reads": self.reads, "first": numbers[0]})
         noise = 0.01 * torch.randn(len(numbers), 20)  # augmentation: must follow the shard's seed, not the worker
         return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
 
