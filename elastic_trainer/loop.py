@@ -42,7 +42,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer import probe, report, revive, standby
+from elastic_trainer import determinism, probe, report, revive, standby
 from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.batches import fetch, to_device
 from elastic_trainer.config import (
@@ -227,6 +227,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if job.device.type == "cpu":
         torch.set_num_threads(cpu_threads)
     if standby.is_standby():
+        if job.device.type == "cuda":  # it does not know its reducer yet, and cuBLAS reads this at its first product
+            os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
         rehearse(job)
     stood_by = standby.wait_for_place()
     launch = Launch.from_environment()
@@ -242,6 +244,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if launch.run_dir and not launch.driver:  # no launcher counts: each life is an attempt of its own
         launch = replace(launch, attempt=last_attempt(read_events(launch.run_dir)) + 1)
     reduce = reduce or launch.reduce
+    if settings := determinism.required(job.device.type, reduce, determinism.current()):
+        determinism.apply(settings)
     courier = None
     if launch.driver and not shares_runs(launch):
         if not launch.store:
