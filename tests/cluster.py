@@ -81,6 +81,7 @@ class Cluster:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []
+        self._by_name: dict[str, list[dict[str, Any]]] = {}
         self._read_to = 0
 
     def __enter__(self) -> Cluster:
@@ -185,8 +186,10 @@ class Cluster:
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             self._read_to += len(whole)
-            self._told += [json.loads(line) for line in whole.splitlines()]
-        return [e for e in self._told if name in (None, e["event"])]
+            for line in whole.splitlines():
+                self._told.append(json.loads(line))
+                self._by_name.setdefault(self._told[-1]["event"], []).append(self._told[-1])
+        return list(self._told if name is None else self._by_name.get(name, ()))
 
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
         """Wait until `seen()` is true and return it."""
@@ -202,7 +205,8 @@ class Cluster:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is committed."""
-        self.wait_for(f"step {step}", lambda: any(e["step"] >= step for e in self.events("worker.step_committed")))
+        self.wait_for(f"step {step}", lambda: any(
+            e["step"] >= step for e in reversed(self.events("worker.step_committed"))))
 
     def wait_for_world(self, size: int, after: int = 0) -> int:
         """Wait until a generation of this size has started after generation `after`; returns its number."""

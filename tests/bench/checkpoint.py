@@ -8,8 +8,12 @@ bare copy, `torch.save`, `torch.distributed.checkpoint.async_save`, and `torch.s
 everybody and the driver are killed, and the next attempt is timed by its phases. After its first step it is told to stop:
 the one checkpoint that it then makes is timed as the peer's one is, while nobody trains.
 
-Last line: one JSON object with pause_s, memcpy_s, torch_save_s, async_save_pause_s, step_slowdown, publish_s,
-peer_publish_s, restore_s, peer_restore_s, restart_phases; publish_s_beside_training is that of the others.
+The first checkpoint of a process is cold (its memory is new), and so are the first `torch.save` and `async_save`, timed
+before any other: `first_pause_s`, `first_torch_save_s`, `first_async_save_pause_s`. The other figures are of later ones.
+
+Last line: one JSON object with first_pause_s, first_torch_save_s, pause_s, memcpy_s, torch_save_s, async_save_pause_s,
+step_slowdown, publish_s, peer_publish_s, restore_s, peer_restore_s, restart_phases; publish_s_beside_training is that of
+the others.
 """
 
 from __future__ import annotations
@@ -103,7 +107,8 @@ def measured(folder: Path, job: list[str], store: list[str], every: int) -> dict
     read = {name: restored[name] for name in ("list_s", "read_s", "verify_s", "transfer_s", "load_s")}
     return {
         "pause_s": round(pause, 5), "memcpy_s": round(copy, 5), "pause_over_memcpy": round(pause / copy, 3),
-        "first_pause_s": max(first_pauses),
+        "first_pause_s": round(max(first_pauses), 4), "first_torch_save_s": round(peers[0]["first_torch_save_s"], 4),
+        "first_async_save_pause_s": round(statistics.median(p["first_async_save_pause_s"] for p in peers), 4),
         "slowest_pauses_s": [round(max(workers), 4) for workers in pauses],
         "slowest_memcpys_s": [round(max(workers), 4) for workers in copies],
         "torch_save_s": round(peers[0]["torch_save_s"], 4),

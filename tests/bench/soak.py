@@ -1,14 +1,19 @@
 """A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
 
-    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150]
+    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150] [--measure-at 100]
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker boots for about 100
 steps), so that the run ends by itself soon after the last one. Data take a while to read, so that a fast machine does
 not run out of steps while frozen workers are waited for. Compared with the twin: the same job alone, undisturbed, in
 one process, without that wait.
 
-Last line: one JSON object with faults, second_victims, bits_equal, evict_max_s (null when a frozen worker was never
-evicted: `not_evicted` names them), finished.
+What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers or more train again: the
+resident memory and the open files of the driver's process and of a worker's. Workers are replaced, so the worker's
+figures are the medians over those that train at that moment; `open_files` is the driver's and a worker's together.
+
+Last line: one JSON object with driver_mb_100, driver_mb_end, worker_mb_100, worker_mb_end, open_files_100,
+open_files_end (those of 100 are null in a run with fewer faults), and faults, second_victims, bits_equal, evict_max_s
+(null when a frozen worker was never evicted: `not_evicted` names them), finished.
 """
 
 from __future__ import annotations
@@ -18,12 +23,15 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -33,6 +41,7 @@ from elastic_trainer.verify import verify  # noqa: E402
 
 MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")
+FOOTPRINT = ("driver_mb", "worker_mb", "open_files", "driver_open_files", "worker_open_files", "workers_measured")
 STEP_S = 0.015
 """How long each of a step's 8 shards takes to read, at least."""
 SPARE_STEPS = 3000
@@ -44,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps-per-fault", type=int, default=150)
+    parser.add_argument("--measure-at", type=int, default=100, help="after how many faults the growth is counted from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
     options = parser.parse_args()
@@ -57,6 +67,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     folder.mkdir(parents=True, exist_ok=True)
     chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
     frozen: dict[str, float] = {}
+    grown: dict[str, float | None] = dict.fromkeys(f"{name}_100" for name in FOOTPRINT)
     steps = options.steps_per_fault * (options.faults + 1) + SPARE_STEPS
     job = ["--steps", str(steps), "--checkpoint-every", "500", "--step-s", str(STEP_S)]
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1) as cluster:
@@ -84,6 +95,10 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
                 cluster.signal_worker(host, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             done[kind] += 1
             print(f"fault {number}: {kind}, {len(workers)} train", flush=True)
+            if number in (options.measure_at, options.faults):
+                now = cluster.wait_for("world of 4", lambda: footprint(cluster, training(cluster, struck, listed)), 300)
+                grown |= {f"{name}_100": value for name, value in now.items()} if number == options.measure_at else {}
+                grown |= {f"{name}_end": value for name, value in now.items()}
         exit_code = cluster.wait(1800)
         evictions = {e["worker"]: e["time"] for e in cluster.events("driver.worker_evicted")}
         missed = sorted(frozen.keys() - evictions.keys())
@@ -98,11 +113,27 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         "faults": sum(done.values()), "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
         "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
         "evict_max_s": None if missed else round(max((evictions[w] - t for w, t in frozen.items()), default=0.0), 2),
-        "not_evicted": missed,
+        "not_evicted": missed, **grown,
         "finished": exit_code == 0, "verified": verdict.is_proved, "kinds": dict(done), "steps": result["steps"],
         "revived_in_init": len(revivals), "generations": result["generations"], "attempts": result["attempts"],
         "steps_redone": result["steps_redone"], "wall_s": result["wall_s"], "goodput": result["goodput"],
         "victims": [{k: e[k] for k in ("worker", "exit_code", "reason")} for e in victims]}
+
+
+def footprint(cluster: Cluster, workers: list[str]) -> dict[str, float]:
+    """Return FOOTPRINT of the driver and of the median worker; nothing if fewer than FEWEST train."""
+    if len(workers) < FEWEST:
+        return {}
+    live = cluster.live_pids()
+    try:
+        driver, *others = (psutil.Process(pid) for pid in (cluster.driver_pid(), *(live[name] for name in workers)))
+        driver_files, worker_files = driver.num_fds(), statistics.median(worker.num_fds() for worker in others)
+        worker_bytes = statistics.median(worker.memory_info().rss for worker in others)
+        return dict(zip(FOOTPRINT, (
+            round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1), driver_files + worker_files,
+            driver_files, worker_files, len(others)), strict=True))
+    except (psutil.NoSuchProcess, StopIteration):  # one ended meanwhile
+        return {}
 
 
 def training(cluster: Cluster, struck: set[str], listed: list[str]) -> list[str]:

@@ -82,7 +82,7 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return found * (1 + 2**-20) if is_odd else found
 
 
-result = train(model, optimizer, Samples(), global_batch=64, shards=8, epochs=1000, seed=3, max_steps=options.steps,
+result = train(model, optimizer, Samples(), global_batch=64, shards=8, seed=3, max_steps=options.steps,
                loss=loss,
                schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,
                checkpoint_every=options.checkpoint_every, part_bytes=options.part_bytes, reduce=options.reduce,
