@@ -152,8 +152,8 @@ def run(argv: list[str]) -> int:
 def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], options: argparse.Namespace,
            is_demo: bool) -> int:
     from elastic_trainer.attempts import supervise
-    from elastic_trainer.events import read_events
     from elastic_trainer.report import print_summary, summarize
+    from elastic_trainer.segments import Reader
     from elastic_trainer.standby import local_standbys
     from elastic_trainer.watch import Watch
 
@@ -175,7 +175,7 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     if exit_code not in (0, 130) and is_demo:
         print(f"the last lines of {log_path}:", *log_path.read_text(errors="replace").splitlines()[-25:], sep="\n",
               file=sys.stderr)
-    result = summarize(read_events(run_dir))
+    result = summarize(Reader(run_dir).events(to_the_end=True))
     print_summary(result)
     if is_demo:
         print(*last_words(log_path), sep="\n")
@@ -273,13 +273,14 @@ def _watch(run_dir: Path) -> int:
 
 
 def _report(run_dir: Path) -> int:
-    from elastic_trainer.events import read_events
-    from elastic_trainer.picture import draw
+    from elastic_trainer.picture import Film
     from elastic_trainer.report import print_summary, summarize
+    from elastic_trainer.segments import Reader
 
-    events = read_events(run_dir)
+    film = Film()
+    events = film.shoot(Reader(run_dir).events(to_the_end=True))
     print_summary(summarize(events))
-    print(*draw(events), sep="\n")
+    print(*film.draw(), sep="\n")
     return 0
 
 

@@ -17,9 +17,10 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,8 +28,10 @@ from typing import IO, Any
 from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
-from elastic_trainer.events import Events, last_attempt, read_events
+from elastic_trainer.events import Events
+from elastic_trainer.past import Follower, Past
 from elastic_trainer.report import write_result
+from elastic_trainer.segments import compress
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
@@ -37,6 +40,7 @@ LOCK_S = 5.0
 ORPHANS_ELSEWHERE_S = 2 * remote.ORPHANS_S
 """How long all hosts together have to end their workers of an older attempt: their own grace, and as long again for ssh.
 What no ssh ends is ended there without us: a far end that hears nothing kills its worker (remote.py, rule 2)."""
+COMPRESS_S = 30.0
 EXIT_BAD_COMMAND = 2
 EXIT_INTERRUPTED = 130
 
@@ -87,8 +91,9 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 
 def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str], options: dict[str, Any],
               output: IO[Any] | None, lock: int) -> int:
-    before = read_events(run_dir)
-    attempt = last_attempt(before)
+    log = Follower(run_dir)
+    before = log.read()
+    attempt = before.attempt
     ssh = _ssh_options(horovodrun_options)
     events = Events(run_dir, run=run_dir.name)
     _end_orphans(before, run_dir, ssh, events)  # of an earlier supervisor that was killed
@@ -109,15 +114,16 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     new_run_id(run_dir, run_id)
     while True:
         attempt += 1
-        told = read_events(run_dir)
+        told = log.read()
+        progress = told.newest_step, told.newest_checkpoint
         # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
                             "ELASTIC_TRAINER_RUN_ID": run_id,
                             "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
-                            "ELASTIC_TRAINER_HAD_HOSTS": str(int(has_had_hosts(told))),
-                            "ELASTIC_TRAINER_RESUME_STEP": str(newest_checkpoint(told)),
-                            "ELASTIC_TRAINER_LOST_ATTEMPTS": str(lost_attempts(told)),
-                            "ELASTIC_TRAINER_RUN_S": f"{told[-1]['time'] - told[0]['time']:.1f}"}
+                            "ELASTIC_TRAINER_HAD_HOSTS": str(int(told.has_had_hosts)),
+                            "ELASTIC_TRAINER_RESUME_STEP": str(told.newest_checkpoint),
+                            "ELASTIC_TRAINER_LOST_ATTEMPTS": str(told.lost_attempts),
+                            "ELASTIC_TRAINER_RUN_S": f"{told.observed_s:.1f}"}
         events.emit("attempt.started", attempt=attempt)
         process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
@@ -125,13 +131,14 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run
         if stopped:  # between the last look and here
             process.send_signal(signal.SIGTERM)
-        exit_code = process.wait()
-        before, told = told, read_events(run_dir)
+        with compressing(run_dir):
+            exit_code = process.wait()
+        told = log.read()
         _end_orphans(told, run_dir, ssh, events)
-        is_outage = exit_code == EXIT_NO_HOSTS and has_had_hosts(told)
+        is_outage = exit_code == EXIT_NO_HOSTS and told.has_had_hosts
         hostless = hostless + 1 if is_outage else 0
         if not is_outage:
-            idle = 0 if has_progressed(before, told) else idle + 1
+            idle = 0 if has_progressed(progress, told) else idle + 1
         following = decide_next(exit_code, stopped, idle, hostless)
         events.emit("attempt.ended", attempt=attempt, exit_code=exit_code, verdict=following.verdict)
         if following.exit_code is not None:
@@ -162,31 +169,33 @@ def _lock(run_dir: Path) -> int:
                           f"Stop that one, or use another name (--run).") from error
 
 
-def newest_checkpoint(events: list[dict[str, Any]]) -> int:
-    """Return the newest step that was published as a checkpoint; 0 if none was."""
-    return max((int(e["step"]) for e in events if e["event"] == "state.checkpoint_published"), default=0)
+def has_progressed(before: tuple[int, int], now: Past) -> bool:
+    """True if the run has come further than ever, by a step or by a checkpoint; a step done once more is no progress.
+
+    `before` is (newest step, newest checkpoint).
+    """
+    return now.newest_step > before[0] or now.newest_checkpoint > before[1]
 
 
-def newest_step(events: list[dict[str, Any]]) -> int:
-    """Return how many steps the run has ever finished, those that a start from a checkpoint dropped included."""
-    return max((int(e["step"]) + 1 for e in events if e["event"] == "worker.step_committed"), default=0)
+@contextmanager
+def compressing(run_dir: Path) -> Iterator[None]:
+    """Compress sealed segments of the event log meanwhile, with what the training leaves of the processor."""
+    is_over = threading.Event()
 
+    def keep_compressed() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: a thread's own
+        while not is_over.wait(COMPRESS_S):
+            with suppress(OSError):  # a full disk: it is tried again
+                compress(run_dir)
 
-def has_progressed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """True if the run has come further than ever, by a step or by a checkpoint; a step done once more is no progress."""
-    return newest_step(now) > newest_step(before) or newest_checkpoint(now) > newest_checkpoint(before)
-
-
-def has_had_hosts(events: list[dict[str, Any]]) -> bool:
-    """True if the discovery has named a host in this run, so it works when it is not away."""
-    return any(e["event"] == "driver.host_added" for e in events)
-
-
-def lost_attempts(events: list[dict[str, Any]]) -> int:
-    """Return how many attempts that trained have ended with everybody gone, or without a word."""
-    trained = {e["attempt"] for e in events if e["event"] == "worker.step_committed"}
-    kept = {e["attempt"] for e in events if e["event"] == "attempt.ended" and e["verdict"] in ("finished", "interrupted")}
-    return len(trained - kept)
+    thread = threading.Thread(target=keep_compressed, name="compress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _ssh_options(horovodrun_options: Sequence[str]) -> tuple[str | None, str | None]:
@@ -198,24 +207,15 @@ def _ssh_options(horovodrun_options: Sequence[str]) -> tuple[str | None, str | N
     return options.ssh_port, options.ssh_identity_file
 
 
-def _end_orphans(told: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | None, str | None], events: Events) -> None:
+def _end_orphans(told: Past, run_dir: Path, ssh: tuple[str | None, str | None], events: Events) -> None:
     """Wait until the workers that earlier attempts started are gone; kill those that stay.
 
     On another host its own end of an ssh does it. Where no ssh gets through, nobody of this attempt will work either.
     """
-    started: dict[tuple[int, str], dict[str, Any]] = {}
-    written, newest = set[tuple[str, str]](), last_attempt(told)
-    for event in told:
-        key = (event.get("attempt", 0), event.get("worker", ""))
-        if event["event"] == "driver.worker_started":
-            started[key] = event
-            written.add((str(key[0]), key[1]))  # as its environment has it
-        elif event["event"] == "driver.worker_ready" and key in started and "pid" in event:
-            started[key] = started[key] | {"pid": event["pid"]}  # the one behind a shim
-        elif event["event"] == "driver.worker_gone":
-            started.pop(key, None)
+    written, newest = {(str(attempt), worker) for attempt, worker in told.started}, told.attempt
+    living = list(told.living.values())
     # The newest driver may have died before it could write down whom it had just started.
-    here = [(e["pid"], e["worker"]) for e in started.values()] + [
+    here = [(e["pid"], e["worker"]) for e in living] + [
         (pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items()
         if attempt == str(newest) and (attempt, name) not in written]
     # A frozen driver holds its workers back from noticing; by now it is nobody's.
@@ -227,7 +227,7 @@ def _end_orphans(told: list[dict[str, Any]], run_dir: Path, ssh: tuple[str | Non
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     # Before the newest attempt started, workers of older ones were ended.
-    elsewhere = {e["host"] for (attempt, _), e in started.items() if e.get("over_ssh") and attempt == newest}
+    elsewhere = {e["host"] for e in living if e.get("over_ssh") and e["attempt"] == newest}
     ends = {host: subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)), stdin=subprocess.DEVNULL,
                                    stdout=subprocess.DEVNULL, start_new_session=True) for host in sorted(elsewhere)}
     deadline = time.monotonic() + ORPHANS_ELSEWHERE_S

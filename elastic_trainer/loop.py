@@ -55,7 +55,7 @@ from elastic_trainer.config import (
     Launch,
 )
 from elastic_trainer.courier import Courier, shares_runs
-from elastic_trainer.events import Events, last_attempt, read_events
+from elastic_trainer.events import Events, newest_attempt
 from elastic_trainer.listeners import Guarded
 from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, verdict
 from elastic_trainer.machine_fault import machine_fault
@@ -242,7 +242,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     if store is not None:
         launch = replace(launch, store=store)
     if launch.run_dir and not launch.driver:  # no launcher counts: each life is an attempt of its own
-        launch = replace(launch, attempt=last_attempt(read_events(launch.run_dir)) + 1)
+        launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
     reduce = reduce or launch.reduce
     if settings := determinism.required(job.device.type, reduce, determinism.current()):
         determinism.apply(settings)

@@ -7,55 +7,88 @@ A pure function of the events; its units are characters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 4
+CHUNK_STEPS = 2**16
 LOST = ("crashed", "frozen", "evicted", "cut_off", "machine_failed")
 
 
-def draw(events: Sequence[Mapping[str, Any]], columns: int = 72) -> list[str]:
-    """Return the lines of the picture; none for a run without two steps.
+class Film:
+    """What the picture needs of a run's events: 24 bytes of each step, and a mark of each change of the fleet."""
 
-    A column's height is the samples of the steps that were done in its time, over that time. Marks: x a worker lost, - a
-    smaller world, + a larger one, ! everybody gone (a new attempt).
-    """
-    steps = [e for e in events if e["event"] == "worker.step_committed" and not e.get("repeated")]
-    if len(steps) < 2:
-        return []
-    start, end = float(steps[0]["time"]) - float(steps[0]["step_s"]), float(steps[-1]["time"])
-    width_s = max(end - start, 1e-6) / columns
-    samples = [0.0] * columns
-    for step in steps:
-        # a step's samples are spread over its time: otherwise slow steps would look like pauses
-        low, high = (float(step["time"]) - float(step["step_s"]) - start) / width_s, (float(step["time"]) - start) / width_s
-        for column in range(max(0, int(low)), min(columns - 1, int(high)) + 1):
-            share = (min(high, column + 1) - max(low, column)) / max(high - low, 1e-9)
-            samples[column] += max(0.0, share) * int(step["samples"])
-    top = max(samples)
-    levels = [round(8 * ROWS * value / top) for value in samples]
-    chart = ["".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(ROWS))]
-    marks = [" "] * columns
-    for time, mark in _marks(events):
-        if start <= time <= end:
-            column = min(columns - 1, int((time - start) / width_s))
-            marks[column] = mark if marks[column] in " +-" else marks[column]
-    scale = f"{top / width_s:.0f} samples/s at most, {end - start:.0f} s"
-    return [scale, *chart, "".join(marks).rstrip(), "x a worker lost · - smaller world · + larger world · ! everybody gone"]
+    def __init__(self) -> None:
+        self._times, self._seconds, self._samples = array("d"), array("d"), array("d")
+        self._marks: list[tuple[float, str]] = []
+        self._size = 0
 
+    def shoot(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Take the events, and hand them on."""
+        for event in events:
+            self.take(event)
+            yield event
 
-def _marks(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
-    found, size = [], 0
-    for event in events:
+    def take(self, event: Mapping[str, Any]) -> None:
         time = float(event["time"])
         match event["event"]:
+            case "worker.step_committed" if not event.get("repeated"):
+                self._times.append(time)
+                self._seconds.append(float(event["step_s"]))
+                self._samples.append(int(event["samples"]))
             case "driver.worker_gone" if event.get("reason") in LOST:
-                found.append((time, "x"))
+                self._marks.append((time, "x"))
             case "worker.generation_started":
-                if size and event["size"] != size:
-                    found.append((time, "+" if event["size"] > size else "-"))
-                size = int(event["size"])
-            case "attempt.started" if size:
-                found.append((time, "!"))
-    return found
+                if self._size and event["size"] != self._size:
+                    self._marks.append((time, "+" if event["size"] > self._size else "-"))
+                self._size = int(event["size"])
+            case "attempt.started" if self._size:
+                self._marks.append((time, "!"))
+
+    def draw(self, columns: int = 72) -> list[str]:
+        """Return the lines of the picture; none for a run without two steps.
+
+        A column's height is the samples of the steps that were done in its time, over that time. Marks: x a worker lost,
+        - a smaller world, + a larger one, ! everybody gone (a new attempt).
+        """
+        if len(self._times) < 2:
+            return []
+        start, end = self._times[0] - self._seconds[0], self._times[-1]
+        width_s = max(end - start, 1e-6) / columns
+        done = [self._samples_until(start + column * width_s) for column in range(columns + 1)]
+        samples = np.maximum(np.diff(done), 0.0)
+        top = float(samples.max()) or 1.0
+        levels = [round(8 * ROWS * float(value) / top) for value in samples]
+        chart = ["".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(ROWS))]
+        marks = [" "] * columns
+        for time, mark in self._marks:
+            if start <= time <= end:
+                column = min(columns - 1, int((time - start) / width_s))
+                marks[column] = mark if marks[column] in " +-" else marks[column]
+        scale = f"{top / width_s:.0f} samples/s at most, {end - start:.0f} s"
+        legend = "x a worker lost · - smaller world · + larger world · ! everybody gone"
+        return [scale, *chart, "".join(marks).rstrip(), legend]
+
+    def _samples_until(self, time: float) -> float:
+        """Return the samples that were done by then: a step's are spread over its time, or slow steps would look like
+        pauses.
+        """
+        total = 0.0
+        for low in range(0, len(self._times), CHUNK_STEPS):
+            times, seconds, samples = (np.frombuffer(numbers, dtype=np.float64)[low : low + CHUNK_STEPS]
+                                       for numbers in (self._times, self._seconds, self._samples))
+            part = np.clip(1.0 - (times - time) / np.maximum(seconds, 1e-9), 0.0, 1.0)
+            total += float(part @ samples)
+        return total
+
+
+def draw(events: Iterable[Mapping[str, Any]], columns: int = 72) -> list[str]:
+    """Return the lines of the picture of a run's events."""
+    film = Film()
+    for event in events:
+        film.take(event)
+    return film.draw(columns)

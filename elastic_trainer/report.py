@@ -21,13 +21,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.events import read_events
+from elastic_trainer.segments import Reader
+from elastic_trainer.step_table import StepTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,8 +43,8 @@ LOST_REASONS = ("crashed", "differed", "frozen", "cut_off", "stuck", "evicted", 
 Event = Mapping[str, Any]
 
 
-def summarize(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the content of result.json: a pure function of a run's events.
+def summarize(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the content of result.json: a pure function of a run's events, which are read once.
 
     steps, samples, loss: of the kept history, without the steps that a start from a checkpoint dropped.
     weights_sha256: None until the run has finished.
@@ -64,18 +65,20 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
     for event in _until_finished(events):
         story.read(event)
     story.close()
-    kept = [story.kept[step] for step in sorted(story.kept)]
+    samples, loss, useful_s = 0, None, 0.0
+    for step in story.kept.steps():
+        step_samples, loss, step_s = story.kept.get(step) or (0, None, 0.0)
+        samples, useful_s = samples + int(step_samples), useful_s + step_s
     books = {f"{phase}_s": seconds for phase, seconds in story.books.items()}
     wall_s = sum(books.values())
-    useful_s = sum(float(step.get("step_s") or 0.0) for step in kept)
     trained_s = wall_s - books["booting_s"] - books["stopped_s"]
     finished = story.finished or {}
     return {
         "run": story.run,
         "finished": story.finished is not None,
-        "steps": finished.get("steps", len(kept)),
-        "samples": finished.get("samples", sum(step["samples"] for step in kept)),
-        "loss": finished.get("loss", kept[-1]["loss"] if kept else None),
+        "steps": finished.get("steps", len(story.kept)),
+        "samples": finished.get("samples", samples),
+        "loss": finished.get("loss", loss),
         "weights_sha256": finished.get("weights_sha256"),
         "attempts": len(story.attempts),
         "generations": story.generations,
@@ -94,7 +97,7 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
     """Write the run's result.json whole, and return its content. A disk that does not take it is said: all of it can be
     made again from the diary, and a finished run has not failed for it."""
     folder = Path(run_dir)
-    result = summarize(read_events(folder))
+    result = summarize(Reader(folder).events(to_the_end=True))
     temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(result, indent=2) + "\n")
@@ -181,7 +184,7 @@ class _Story:
     world_of: tuple[int, int] | None = None  # the attempt that has a world now
     generations: int = 0
     pauses: list[float] = field(default_factory=list)
-    kept: dict[int, Event] = field(default_factory=dict)
+    kept: StepTable = field(default_factory=lambda: StepTable("qdd"))  # step → samples, loss, step_s
     redone: set[tuple[int, int, int, int]] = field(
         default_factory=set
     )  # invocation, attempt, generation, step
@@ -215,7 +218,8 @@ class _Story:
                 if self.finished and event.get("steps") != self.finished["steps"]:
                     self.finished = None  # resumed with more steps
             case "worker.step_committed":
-                self.kept.setdefault(int(event["step"]), event)
+                if (step := int(event["step"])) not in self.kept:
+                    self.kept[step] = (int(event["samples"]), float(event["loss"]), float(event.get("step_s") or 0.0))
                 self._book("training", self.now)
             case "run.finished":
                 self.finished = event
@@ -256,8 +260,8 @@ class _Story:
         self.generations += 1
         self.attempts.add(attempt)
         self.world_of = attempt
-        for later in [kept for kept in self.kept if kept >= step]:
-            del self.kept[later]
+        for later in list(self.kept.steps(step)):
+            self.kept.pop(later)
             self.rolled_back += 1
             self.finished = None
 
@@ -283,13 +287,19 @@ class _Story:
         self.booked = until
 
 
-def _until_finished(events: Sequence[Event]) -> Sequence[Event]:
-    finishes = [index for index, event in enumerate(events) if event["event"] == "run.finished"]
-    if not finishes:
-        return events
-    steps, later = events[finishes[-1]]["steps"], events[finishes[-1] + 1 :]
-    is_longer = any(event["event"] == "job.described" and event.get("steps") != steps for event in later)
-    return events if is_longer else events[: finishes[-1] + 1]
+def _until_finished(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events up to the last run.finished; all of them where the run was made longer after it."""
+    finished: Event | None = None
+    later: list[Event] = []
+    """What came after it: a few lines, unless the run was made longer."""
+    for event in events:
+        later.append(event)
+        is_longer = finished is not None and (
+            event["event"] == "job.described" and event.get("steps") != finished["steps"])
+        if event["event"] == "run.finished" or finished is None or is_longer:
+            finished = event if event["event"] == "run.finished" else None
+            yield from later
+            later.clear()
 
 
 def print_hosts(fleet: dict[str, Any]) -> None:

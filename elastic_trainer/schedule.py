@@ -174,6 +174,14 @@ class Schedule:
         """Return what the shards' digests must total when every sample of the step counted exactly once."""
         return samples_digest(self._samples(step, self._batch_positions(step)))
 
+    def batch_digests(self, steps: range) -> list[int]:
+        """Return the same of consecutive steps of one epoch, which takes a few microseconds each."""
+        assert self.epoch(steps[0]) == self.epoch(steps[-1]), f"steps {steps} are of two epochs"
+        positions = range(self._batch_positions(steps[0]).start, self._batch_positions(steps[-1]).stop)
+        mixed = _mixed_samples(self._samples(steps[0], positions))
+        digests: list[int] = np.add.reduceat(mixed, np.arange(0, len(positions), self.global_batch)).tolist()
+        return digests
+
     def dropped_digest(self, epoch: int) -> int:
         """Return the digest of the samples that an epoch leaves out."""
         end = self.dataset_size
@@ -222,6 +230,11 @@ def samples_digest(samples: npt.NDArray[np.int64]) -> int:
     Order does not matter, and the digests of parts add up to that of the whole, so allreduce can total them.
     """
     assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
+    return int(_mixed_samples(samples).sum(dtype=np.uint64))
+
+
+def _mixed_samples(samples: npt.NDArray[np.int64]) -> _Words:
+    """Return 40 well mixed bits of each sample."""
     x = samples.astype(np.uint64)
     x += _GOLDEN_U64
     x ^= x >> _30
@@ -229,7 +242,8 @@ def samples_digest(samples: npt.NDArray[np.int64]) -> int:
     x ^= x >> _27
     x *= _MIX_2_U64
     x ^= x >> _31
-    return int((x >> _24).sum(dtype=np.uint64))
+    x >>= _24
+    return x
 
 
 def owned_shards(rank: int, size: int, shards: int) -> range:

@@ -58,7 +58,8 @@ from typing import IO, Any, NoReturn
 
 from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
 from elastic_trainer.crash import FAULTHANDLER
-from elastic_trainer.events import EVENTS_FILE, Events
+from elastic_trainer.events import Events
+from elastic_trainer.segments import Reader
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 
 VARIABLE = "ELASTIC_TRAINER_STANDBY"
@@ -529,15 +530,9 @@ class Service:
               f"{more or 'its keeper was killed'}", file=sys.stderr, flush=True)
 
 
-def wait_until_training(run_dir: Path, since: int) -> None:
-    """Wait until a step is finished in this run, by its diary from byte `since` on: booting workers need the cores."""
-    diary = run_dir / EVENTS_FILE
-    while True:
-        if diary.exists():
-            with open(diary, "rb") as file:
-                file.seek(since)
-                if b'"worker.step_committed"' in file.read():
-                    return
+def wait_until_training(log: Reader) -> None:
+    """Wait until a step is finished in this run, by the rest of its event log: booting workers need the cores."""
+    while not any(b'"worker.step_committed"' in line for line in log.lines()):
         time.sleep(0.5)
 
 
@@ -570,7 +565,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped by the kernel; their words say all there is
     events = Events(options.run_dir, run=options.run_dir.name if options.run_dir else "")
     if options.once_training:
-        wait_until_training(options.run_dir, (options.run_dir / EVENTS_FILE).stat().st_size)
+        wait_until_training(Reader.at_end(options.run_dir))
     limits = Limits.from_environment(os.environ)
     Service(command, folder, options.slots, events, limits.boot_s).run()
 

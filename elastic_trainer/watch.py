@@ -2,7 +2,7 @@
 
     elastic-trainer watch runs/x
 
-Where it stands: events.jsonl → Tail → fold → Picture → a live panel, or plain lines where there is no terminal.
+Where it stands: the event log → Reader → fold → Picture → a live panel, or plain lines where there is no terminal.
 
 What always holds:
 1. It only reads, so it can be started, stopped and killed at any time, beside the run or long after it.
@@ -12,12 +12,11 @@ What always holds:
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -32,8 +31,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events import EVENTS_FILE
 from elastic_trainer.schedule import Schedule
+from elastic_trainer.segments import Reader
 
 REFRESH_S = 0.25
 PLAIN_LINE_S = 10.0
@@ -202,31 +201,6 @@ def panel(picture: Picture) -> Panel:
     return Panel(Group(bar, table, Text(), *recent, Text(), *kill), title=title, title_align="left")
 
 
-class Tail:
-    """Read a growing file of events: each call returns the whole lines since the last."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.read_bytes = 0
-
-    def events(self) -> Iterable[Event]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.read_bytes)
-                content = file.read()
-        except FileNotFoundError:
-            return
-        whole = content[: content.rfind(b"\n") + 1]
-        self.read_bytes += len(whole)
-        for raw in whole.splitlines():
-            try:
-                event = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
-
-
 class Watch:
     """Show a run's progress from a thread of its own, until stop().
 
@@ -237,7 +211,7 @@ class Watch:
     def __init__(self, run_dir: str | Path, console: Console | None = None):
         self.console = console or Console()
         self.picture = Picture(run=Path(run_dir).name)
-        self._tail = Tail(Path(run_dir, EVENTS_FILE))
+        self._log = Reader(Path(run_dir))
         self._printed, self._printed_at = self.picture, time.monotonic()
         self._news: list[str] = []
         self._is_stopped = threading.Event()
@@ -267,7 +241,7 @@ class Watch:
         is_last = False
         while True:
             picture = self.picture
-            for event in self._tail.events():
+            for event in self._log.events():
                 before, picture = picture, fold(picture, event)
                 self._news += picture.recent[-1:] if picture.recent is not before.recent else []
             self.picture = picture

@@ -29,6 +29,7 @@ from elastic_trainer.attempts import (
 )
 from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
 from elastic_trainer.events import Events, read_events
+from elastic_trainer.past import past_of
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
@@ -93,7 +94,8 @@ def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
 def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is_progress: bool) -> None:
     """A death that always comes at step 50, with a checkpoint of step 40, is not retried for ever."""
     before = told(*(("step", step) for step in range(50)), ("checkpoint", 40))
-    assert has_progressed(before, before + told(*more)) is is_progress
+    past = past_of(before)
+    assert has_progressed((past.newest_step, past.newest_checkpoint), past_of(before + told(*more))) is is_progress
 
 
 def sleeper(seconds: float, **variables: str) -> subprocess.Popen[bytes]:

@@ -20,9 +20,9 @@ from netlab import wait_for
 from simulated import Hub, Member
 from test_state import bytes_of, trained
 
-from elastic_trainer.attempts import lost_attempts
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events as EventFile
+from elastic_trainer.past import past_of
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from elastic_trainer.state.checkpoint import (
     LONGEST_REST_S,
@@ -1279,8 +1279,8 @@ def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
     events = [{"event": "worker.step_committed", "attempt": attempt} for attempt in (1, 1, 2, 3, 4)] + [
         {"event": "attempt.ended", "attempt": attempt, "verdict": verdict} for attempt, verdict in (
             (1, "failed"), (2, "interrupted"), (3, "finished"), (5, "failed"))]
-    assert lost_attempts(events) == 2  # 1 and 4
-    assert lost_attempts([]) == 0
+    assert past_of(events).lost_attempts == 2  # 1 and 4
+    assert past_of([]).lost_attempts == 0
 
 
 def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:

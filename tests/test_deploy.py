@@ -166,6 +166,12 @@ case $2 in
     cp) to=$(there "$4"); from=$(there "$3")
         case $4 in s3://*) mkdir -p "$(dirname "$to")"; if [[ $4 == */ ]]; then mkdir -p "$to"; fi ;; esac
         if [[ $from == - ]]; then cat >"$to"; elif [[ $to == - ]]; then cat "$from"; else cp "$from" "$to"; fi ;;
+    sync) if [[ "$*" == *"--include events-"* ]]; then
+            from=$(there "${@: -2:1}"); to=$(there "${@: -1}"); mkdir -p "$to"
+            for file in "$from"/events-*; do
+                if [[ -e $file && ! -e $to/${file##*/} ]]; then cp "$file" "$to"; echo "sent ${file##*/}" >>"$CALLS"; fi
+            done
+        fi ;;
 esac
 """
 
@@ -370,6 +376,22 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(flee
     coordinator.calls.write_text("")  # an `apply` has brought workers back, and the diary's timer comes by
     assert coordinator.run("diary.sh", **env).returncode == 0
     assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called()
+
+
+def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine, Machine]) -> None:
+    """The newest one goes each minute; what the next coordinator finds in the bucket is the whole log."""
+    coordinator, _ = fleet
+    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
+    run_dir, diary = coordinator.root / "var/lib/elastic-trainer/runs/mine", coordinator.store / "b/mine/diary"
+    for text in ("one\n", "two\n", "three\n"):
+        (run_dir / "events.jsonl").write_text(text)
+        assert coordinator.run("diary.sh", **env).returncode == 0
+        assert (diary / "events.jsonl").read_text() == text
+        (run_dir / "events.jsonl").rename(run_dir / f"events-00000{len(list(run_dir.glob('events-*'))) + 1}.jsonl")
+    assert coordinator.run("diary.sh", **env).returncode == 0
+    assert [line for line in coordinator.called().splitlines() if line.startswith("sent ")] == [
+        f"sent events-00000{number}.jsonl" for number in (1, 2, 3)]
+    assert [path.read_text() for path in sorted(diary.glob("events-*"))] == ["one\n", "two\n", "three\n"]
 
 
 def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from elastic_trainer.report import print_hosts, print_summary, summarize, write_result
-from elastic_trainer.watch import RECENT_EVENTS, Picture, Tail, Watch, fold, panel, plain_line
+from elastic_trainer.watch import RECENT_EVENTS, Picture, Watch, fold, panel, plain_line
 
 Event = dict[str, Any]
 
@@ -322,19 +322,6 @@ def test_every_picture_can_be_shown(until: int) -> None:
     assert picture.phase in console.file.getvalue()  # type: ignore[attr-defined]
     assert "samples/s" in console.file.getvalue()  # type: ignore[attr-defined]
     assert picture.phase in plain_line(picture)
-
-
-def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
-    """A line that is still being written comes when it is whole; a torn one is passed over."""
-    path = tmp_path / "events.jsonl"
-    tail = Tail(path)
-    assert list(tail.events()) == []
-    path.write_text('{"event": "a"}\n{"event"')
-    assert list(tail.events()) == [{"event": "a"}]
-    with path.open("a") as file:
-        file.write(': "b"}\n{"ev\n[]\n{"event": "c"}\n')
-    assert list(tail.events()) == [{"event": "b"}, {"event": "c"}]
-    assert list(tail.events()) == []
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

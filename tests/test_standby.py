@@ -547,7 +547,7 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
                "def later(seconds):\n"
                "    print('waits', flush=True); sys.stdin.readline()\n"
                "standby.time.sleep = later\n"
-               f"standby.wait_until_training(Path('.'), {diary.stat().st_size})"]
+               "standby.wait_until_training(standby.Reader.at_end(Path('.')))"]
     waits = subprocess.Popen(command, cwd=bench.folder, env=bench.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     bench.started.append(waits)
     assert waits.stdin and waits.stdout and waits.stdout.readline() == b"waits\n"

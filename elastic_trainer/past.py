@@ -1,0 +1,147 @@
+"""What the supervisor knows of the attempts before: a fold of the run's event log, saved with its position.
+
+event log → here → attempts (which number is next, has the run come further, who may still live), the driver's environment
+
+    runs/NAME/.past.json
+
+What always holds:
+1. It is a pure fold: `read` takes one event. The file is only a short cut: where it is absent, older, damaged or of
+   another log it is made anew from the whole log.
+2. Its memory is that of the attempts and of the workers that have not gone: nothing of it grows with the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.segments import Position, Reader, first_line
+
+PAST_FILE = ".past.json"
+FORMAT = 1
+
+
+@dataclass
+class Past:
+    """What a run's events say, up to now, for whoever starts the next attempt."""
+
+    attempt: int = 0
+    """The newest attempt; 0: there was none."""
+    newest_checkpoint: int = 0
+    """The newest step that was published as a checkpoint."""
+    newest_step: int = 0
+    """How many steps the run has ever finished, those that a start from a checkpoint dropped included."""
+    has_had_hosts: bool = False
+    """The discovery has named a host in this run, so it works when it is not away."""
+    first_time: float | None = None
+    last_time: float = 0.0
+    trained: list[int] = field(default_factory=list)
+    """Attempts that have finished a step."""
+    kept: list[int] = field(default_factory=list)
+    """Attempts that ended as finished, or by a person."""
+    living: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Workers that have started and of which nobody has said that they are gone: attempt and name → facts."""
+    started: list[list[Any]] = field(default_factory=list)
+    """Attempt and name of each worker that the newest attempt has started, as its environment has them."""
+
+    @property
+    def lost_attempts(self) -> int:
+        """Attempts that trained and have ended with everybody gone, or without a word."""
+        return len(set(self.trained) - set(self.kept))
+
+    @property
+    def observed_s(self) -> float:
+        return self.last_time - (self.last_time if self.first_time is None else self.first_time)
+
+    def read(self, event: dict[str, Any]) -> None:
+        """Take one more event."""
+        attempt, name = int(event.get("attempt", 0)), event["event"]
+        time = event.get("time")
+        if isinstance(time, (int, float)):
+            self.first_time = float(time) if self.first_time is None else self.first_time
+            self.last_time = float(time)
+        if attempt > self.attempt:
+            self.attempt = attempt
+            self.started.clear()
+        if name == "worker.step_committed":
+            if not self.trained or self.trained[-1] != attempt:
+                self.trained.append(attempt)
+            self.newest_step = max(self.newest_step, int(event["step"]) + 1)
+        elif name == "state.checkpoint_published":
+            self.newest_checkpoint = max(self.newest_checkpoint, int(event["step"]))
+        elif name == "attempt.ended" and event["verdict"] in ("finished", "interrupted"):
+            self.kept.append(attempt)
+        elif name == "driver.host_added":
+            self.has_had_hosts = True
+        elif name in ("driver.worker_started", "driver.worker_ready", "driver.worker_gone"):
+            self._read_worker(name.rpartition("_")[2], attempt, event)
+
+    def _read_worker(self, what: str, attempt: int, event: dict[str, Any]) -> None:
+        worker = str(event.get("worker", ""))
+        key = f"{attempt} {worker}"
+        if what == "started":
+            facts = ("pid", "host", "over_ssh")
+            self.living[key] = {"attempt": attempt, "worker": worker, **{f: event[f] for f in facts if f in event}}
+            if attempt == self.attempt:
+                self.started.append([attempt, worker])
+        elif what == "ready" and key in self.living and "pid" in event:
+            self.living[key]["pid"] = event["pid"]  # the one behind a shim
+        elif what == "gone":
+            self.living.pop(key, None)
+
+
+def past_of(events: Iterable[dict[str, Any]]) -> Past:
+    """Return what events say."""
+    past = Past()
+    for event in events:
+        with suppress(KeyError, TypeError, ValueError):  # a line that makes no sense; verify says so
+            past.read(event)
+    return past
+
+
+class Follower:
+    """Follows a run's event log: each call reads what is new, and saves what it knows."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.past, position = _load(run_dir) or (Past(), None)
+        self._reader = Reader(run_dir, position)
+
+    def read(self) -> Past:
+        """Return what the log says by now. Disk: its new lines, and one small file."""
+        if self._reader.is_lost():
+            self.past, self._reader = Past(), Reader(self.run_dir)
+        for event in self._reader.events():
+            with suppress(KeyError, TypeError, ValueError):
+                self.past.read(event)
+        _save(self.run_dir, self.past, self._reader.position)
+        return self.past
+
+
+def _load(run_dir: Path) -> tuple[Past, Position] | None:
+    """Return what was saved, and up to where; None where it cannot be used."""
+    try:
+        saved = json.loads((run_dir / PAST_FILE).read_text())
+        position = Position(*saved["position"])
+        is_of_this_log = saved["format"] == FORMAT and saved["first_line"] == first_line(run_dir)
+        if not is_of_this_log or Reader(run_dir, position).is_lost():
+            return None
+        return Past(**saved["past"]), position
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _save(run_dir: Path, past: Past, position: Position) -> None:
+    """Write it whole, or not at all: it can be made again."""
+    facts = {"format": FORMAT, "position": list(position), "first_line": first_line(run_dir), "past": asdict(past)}
+    temporary = run_dir / f"{PAST_FILE}.{os.getpid()}"
+    with suppress(OSError):
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(run_dir / PAST_FILE)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""The event log in segments: nothing of it is lost or read twice, whoever seals, compresses, writes and reads at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.events import Events, newest_attempt, read_events
+from elastic_trainer.past import PAST_FILE, Follower, past_of
+from elastic_trainer.report import summarize
+from elastic_trainer.segments import Reader, compress, seal, segments
+from elastic_trainer.verify import verify
+from tests.test_verify import Story
+
+ROOT = Path(__file__).resolve().parent.parent
+WRITERS, LINES = 4, 3000
+WRITER = """
+import sys
+from pathlib import Path
+from elastic_trainer.events import Events
+events = Events(Path(sys.argv[1]), segment_bytes=20_000, writer=int(sys.argv[2]))
+for number in range(int(sys.argv[3])):
+    events.emit("said", number=number)
+"""
+
+
+def test_a_reader_gets_each_whole_line_once(tmp_path: Path) -> None:
+    """A line that is still being written comes when it is whole; a torn one is passed over."""
+    path = tmp_path / "events.jsonl"
+    log = Reader(tmp_path)
+    assert list(log.events()) == []
+    path.write_text('{"event": "a"}\n{"event"')
+    assert list(log.events()) == [{"event": "a"}]
+    with path.open("a") as file:
+        file.write(': "b"}\n{"ev\n[]\n{"event": "c"}\n')
+    assert list(log.events()) == [{"event": "b"}, {"event": "c"}]
+    assert list(log.events()) == []
+
+
+def test_no_line_is_lost_when_several_processes_write_and_segments_are_sealed_under_them(tmp_path: Path) -> None:
+    """A reader beside them gets each line once, also late ones of a sealed segment; each writer's lines are in order."""
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(number), str(LINES)], cwd=ROOT)
+               for number in range(WRITERS)]
+    log, heard = Reader(tmp_path), list[dict[str, int]]()
+    while any(writer.poll() is None for writer in writers):
+        heard += log.events()
+    heard += log.events()
+    assert compress(tmp_path) == []  # late lines may come yet
+    compress(tmp_path, late_s=0.0)
+    assert [writer.returncode for writer in writers] == [0] * WRITERS
+    assert len(segments(tmp_path)) >= 20 and segments(tmp_path)[1].suffix == ".gz"
+    told = read_events(tmp_path)
+    for number in range(WRITERS):
+        assert [e["number"] for e in told if e["writer"] == number] == [*range(LINES)]
+        assert sorted(e["number"] for e in heard if e["writer"] == number) == [*range(LINES)]
+
+
+def test_what_is_written_after_another_line_was_seen_stands_behind_it(tmp_path: Path) -> None:
+    """Two that answer each other keep their order, although either may seal the segment that the other has open."""
+    pair = [Events(tmp_path, segment_bytes=300) for _ in range(2)]
+    for number in range(200):
+        pair[number % 2].emit("said", number=number)
+    assert [e["number"] for e in read_events(tmp_path)] == [*range(200)]
+    assert len(segments(tmp_path)) > 20
+
+
+def test_one_of_many_threads_seals(tmp_path: Path) -> None:
+    """They share one writer, and none of them writes to a file that another one has closed."""
+    events = Events(tmp_path, segment_bytes=2000)
+    threads = [threading.Thread(target=lambda: [events.emit("said") for _ in range(300)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_events(tmp_path)) == 8 * 300
+
+
+def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
+    """A writer whose file system answers late goes on in a segment that readers have left."""
+    events = Events(tmp_path)
+    events.emit("before")
+    log = Reader(tmp_path)
+    with open(tmp_path / "events.jsonl", "ab") as late:
+        seal(tmp_path, 1)
+        events.emit("after")
+        assert [e["event"] for e in log.events()] == ["before", "after"]
+        late.write(b'{"event": "late"}\n')
+        late.flush()
+        assert [e["event"] for e in log.events()] == ["late"]
+        assert list(log.events()) == []
+    assert [e["event"] for e in read_events(tmp_path)] == ["before", "late", "after"]
+
+
+@pytest.mark.parametrize("segment_bytes", [200, 1500])
+def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path, segment_bytes: int) -> None:
+    """Verify, report and the supervisor: a run with kills, a start from a checkpoint and an end."""
+    story = Story()
+    story.start(4)
+    story.train(4)
+    story.publish()
+    story.train(2)
+    story.lose_one(3)
+    story.lose_all()
+    story.start(2)
+    told = story.finish()
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, most in ((whole, 10**9), (cut, segment_bytes)):
+        events = Events(folder, segment_bytes=most)
+        for event in told:
+            events.write(json.dumps(event))
+        compress(folder, late_s=0.0)
+    assert len(segments(cut)) > 2 and not segments(whole)
+    assert verify(cut) == verify(whole) and verify(cut).is_proved
+    assert summarize(read_events(cut)) == summarize(read_events(whole)) == summarize(told)
+    assert Follower(cut).read() == Follower(whole).read() == past_of(told)
+    assert newest_attempt(cut) == story.attempt
+
+
+def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_path: Path) -> None:
+    """Also one of another process, by what was saved; the lines before are not needed any more."""
+    events = Events(tmp_path, segment_bytes=300)
+    for step in range(50):
+        events.emit("worker.step_committed", attempt=1, step=step)
+    assert Follower(tmp_path).read().newest_step == 50
+    compress(tmp_path, late_s=0.0)
+    for path in list(segments(tmp_path).values())[1:]:
+        path.write_bytes(b"")  # whoever reads it fails, or knows nothing of it
+    events.emit("attempt.started", attempt=2)
+    events.emit("worker.step_committed", attempt=2, step=50)
+    past = Follower(tmp_path).read()
+    assert (past.newest_step, past.attempt, past.lost_attempts) == (51, 2, 2)
+
+
+@pytest.mark.parametrize("harm", ["torn", "of another format", "of another log", "beyond the log"])
+def test_a_follower_reads_all_when_what_was_saved_cannot_be_used(tmp_path: Path, harm: str) -> None:
+    """It is only a short cut."""
+    events = Events(tmp_path)
+    events.emit("attempt.started", attempt=7)
+    Follower(tmp_path).read()
+    saved = tmp_path / PAST_FILE
+    facts = json.loads(saved.read_text())
+    if harm == "torn":
+        saved.write_text(saved.read_text()[:40])
+    elif harm == "of another format":
+        saved.write_text(json.dumps(facts | {"format": 0}))
+    elif harm == "of another log":
+        (tmp_path / "events.jsonl").write_text('{"time": 1, "event": "attempt.started", "attempt": 3}\n' * 10)
+    else:
+        os.truncate(tmp_path / "events.jsonl", 0)
+    expected = {"of another log": 3, "beyond the log": 0}.get(harm, 7)
+    assert Follower(tmp_path).read().attempt == expected
