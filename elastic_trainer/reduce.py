@@ -110,20 +110,15 @@ class Flat:
         self.statistics_start = lengths[torch.float32]
         lengths[torch.float32] += 1 + self._buffer_elements
         self.lengths = lengths
+        self.narrow = [p.dtype != dtype for p, (dtype, _, _) in zip(self.parameters, self.places, strict=True)]
+        """Which of the trained parameters have fewer bits than their sum: `.grad` is no view of it then."""
+        self._without_view = [p for p, is_trained in zip(self.everyone, trained, strict=True)
+                              if not is_trained or p.dtype != _sum_dtype(p.dtype)]
         if not self.isolates:
             for parameter in self.everyone:
                 parameter.grad = None
         self._counted = [0] * len(self.members)
         self.sums = self.new_sums()
-
-    def narrow(self) -> list[bool]:
-        """Return which of the trained parameters have fewer bits than their sum: `.grad` is no view of it then."""
-        return [p.dtype != dtype for p, (dtype, _, _) in zip(self.parameters, self.places, strict=True)]
-
-    def _without_view(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose `.grad` is no view: those of 16 bits, and those that are not trained."""
-        return [p for p, is_trained in zip(self.everyone, self.trained, strict=True)
-                if not is_trained or p.dtype != _sum_dtype(p.dtype)]
 
     def trained_now(self) -> list[bool]:
         """Return which parameters of the model require a gradient at this moment."""
@@ -156,21 +151,22 @@ class Flat:
 
     def open_shard(self) -> None:
         """Prepare `.grad` for a shard's forward pass."""
-        for parameter in self.everyone if self.isolates else self._without_view():
+        for parameter in self.everyone if self.isolates else self._without_view:
             parameter.grad = None
         if not self.isolates:
             self._counted = [gradient._version for gradient in self.sums.gradients]
 
     def check_untouched(self) -> None:
         """Raise GradientsWritten if somebody has written to `.grad` since the shard was opened."""
-        if not self.isolates and (any(self._additions()) or any(p.grad is not None for p in self._without_view())):
+        if not self.isolates and (any(self._additions()) or any(p.grad is not None for p in self._without_view)):
             raise GradientsWritten
 
     def _additions(self) -> list[int]:
         """Count how often each gradient was written to since the shard was opened; -1: another tensor is in its place."""
-        return [(gradient._version - counted if parameter.grad is gradient else -1)
-                if parameter.dtype == gradient.dtype else int(parameter.grad is not None)
-                for parameter, gradient, counted in zip(self.parameters, self.sums.gradients, self._counted, strict=True)]
+        return [int(parameter.grad is not None) if is_narrow
+                else gradient._version - counted if parameter.grad is gradient else -1
+                for parameter, gradient, counted, is_narrow in zip(
+                    self.parameters, self.sums.gradients, self._counted, self.narrow, strict=True)]
 
     def weigh_rest(self, weight: float) -> None:
         """Give what the user's own backward passes have left in `.grad` the shard's weight, as the loss has it."""
@@ -186,8 +182,9 @@ class Flat:
             used = self._additions()
             if not all(0 <= additions <= 1 for additions in used):
                 raise GradientsWritten
-            self._add_isolated([gradient if is_narrow else None
-                                for gradient, is_narrow in zip(self.sums.gradients, self.narrow(), strict=True)])
+            if any(self.narrow):
+                self._add_isolated([gradient if is_narrow else None
+                                    for gradient, is_narrow in zip(self.sums.gradients, self.narrow, strict=True)])
         everyone = len(self.everyone)
         counts = [0.0] * (1 + 2 * everyone)
         counts[0] = 1.0
@@ -516,7 +513,7 @@ class RingReducer:
 
     def overlap(self, world: Collectives) -> None:
         """Let the backward pass that comes next start the network as its buckets fill."""
-        self._world = None if self.flat.isolates or any(self.flat.narrow()) else world
+        self._world = None if self.flat.isolates or any(self.flat.narrow) else world
 
     def _ready(self, number: int) -> None:
         if self._world is None or self._world.size == 1:
