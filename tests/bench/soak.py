@@ -7,9 +7,10 @@ steps), so that the run ends by itself soon after the last one. Data take a whil
 not run out of steps while frozen workers are waited for. Compared with the twin: the same job alone, undisturbed, in
 one process, without that wait.
 
-What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers or more train again: the
-resident memory and the open files of the driver's process and of a worker's. Workers are replaced, so the worker's
-figures are the medians over those that train at that moment; `open_files` is the driver's and a worker's together.
+What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers train and no other lives
+(further hosts are taken off the list for that moment): the resident memory and the open files of the driver's process
+and of a worker's. Workers are replaced, so the worker's figures are the medians of the four; `open_files` is the
+driver's and a worker's together.
 
 Last line: one JSON object with driver_mb_100, driver_mb_end, worker_mb_100, worker_mb_end, open_files_100,
 open_files_end (those of 100 are null in a run with fewer faults), and faults, second_victims, bits_equal, evict_max_s
@@ -41,7 +42,7 @@ from elastic_trainer.verify import verify  # noqa: E402
 
 MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")
-FOOTPRINT = ("driver_mb", "worker_mb", "open_files", "driver_open_files", "worker_open_files", "workers_measured")
+FOOTPRINT = ("driver_mb", "worker_mb", "open_files", "driver_open_files", "worker_open_files")
 STEP_S = 0.015
 """How long each of a step's 8 shards takes to read, at least."""
 SPARE_STEPS = 3000
@@ -53,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps-per-fault", type=int, default=150)
+    parser.add_argument("--spare-steps", type=int, default=SPARE_STEPS, help="steps after the last fault")
     parser.add_argument("--measure-at", type=int, default=100, help="after how many faults the growth is counted from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
@@ -68,7 +70,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
     frozen: dict[str, float] = {}
     grown: dict[str, float | None] = dict.fromkeys(f"{name}_100" for name in FOOTPRINT)
-    steps = options.steps_per_fault * (options.faults + 1) + SPARE_STEPS
+    steps = options.steps_per_fault * (options.faults + 1) + options.spare_steps
     job = ["--steps", str(steps), "--checkpoint-every", "500", "--step-s", str(STEP_S)]
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1) as cluster:
         listed = list(cluster.all_hosts[:FEWEST])
@@ -96,7 +98,10 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
             done[kind] += 1
             print(f"fault {number}: {kind}, {len(workers)} train", flush=True)
             if number in (options.measure_at, options.faults):
-                now = cluster.wait_for("world of 4", lambda: footprint(cluster, training(cluster, struck, listed)), 300)
+                calm = listed[:FEWEST]  # each worker more is some sockets more
+                cluster.set_hosts(calm)
+                now = cluster.wait_for("calm world", lambda calm=calm: footprint(cluster, struck, calm), 300)
+                cluster.set_hosts(listed)
                 grown |= {f"{name}_100": value for name, value in now.items()} if number == options.measure_at else {}
                 grown |= {f"{name}_end": value for name, value in now.items()}
         exit_code = cluster.wait(1800)
@@ -120,18 +125,18 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         "victims": [{k: e[k] for k in ("worker", "exit_code", "reason")} for e in victims]}
 
 
-def footprint(cluster: Cluster, workers: list[str]) -> dict[str, float]:
-    """Return FOOTPRINT of the driver and of the median worker; nothing if fewer than FEWEST train."""
-    if len(workers) < FEWEST:
+def footprint(cluster: Cluster, struck: set[str], listed: list[str]) -> dict[str, float]:
+    """Return FOOTPRINT of the driver and of the median worker; nothing unless FEWEST workers train and no other lives."""
+    live, workers = cluster.live_pids(), training(cluster, struck, listed)
+    if len(workers) != FEWEST or len(live) != FEWEST:
         return {}
-    live = cluster.live_pids()
     try:
         driver, *others = (psutil.Process(pid) for pid in (cluster.driver_pid(), *(live[name] for name in workers)))
         driver_files, worker_files = driver.num_fds(), statistics.median(worker.num_fds() for worker in others)
         worker_bytes = statistics.median(worker.memory_info().rss for worker in others)
         return dict(zip(FOOTPRINT, (
             round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1), driver_files + worker_files,
-            driver_files, worker_files, len(others)), strict=True))
+            driver_files, worker_files), strict=True))
     except (psutil.NoSuchProcess, StopIteration):  # one ended meanwhile
         return {}
 
