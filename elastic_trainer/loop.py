@@ -511,6 +511,7 @@ class Trainer:
             done()
         if self.error is None:
             with self._user_code():
+                self.state.check_groups()
                 self.state.rates.check(step)
         return samples, digest
 
@@ -654,6 +655,7 @@ class Trainer:
             self._update()
         state.rates.advance(state.loss)
         job.after_step(state.committed)
+        state.check_groups()
         state.commit(samples, digest)
         state.is_applying = False
 

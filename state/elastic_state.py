@@ -42,6 +42,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are refused."""
         self.rates = Rates(optimizer, scheduler)
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.prepared = 0
@@ -160,6 +161,14 @@ class ElasticState(hvd_elastic.TorchState):
     def bind(self, *, receive: Callable[[], None], hosts_updated: Callable[[], bool]) -> None:
         """Connect `sync` and `check_host_updates` to the world."""
         self._receive, self._hosts_updated = receive, hosts_updated
+
+    def check_groups(self) -> None:
+        """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a resume, build those."""
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._group_sizes:
+            raise RuntimeError(f"the optimizer has groups of {sizes} parameters in step {self.committed}, but it had "
+                               f"groups of {self._group_sizes} at the start. Give it all parameters before train(): "
+                               f"one whose requires_grad is False is not moved until a step sets it True.")
 
     # --- as bytes --------------------------------------------------------------------------------------------------
 

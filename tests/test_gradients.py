@@ -416,3 +416,20 @@ def test_the_user_is_told_when_two_shards_of_a_step_train_different_parameters()
 
     with pytest.raises(RuntimeError, match=r"requires_grad of 0\.weight, 0\.bias differs between two shards of step 0"):
         trained(built(), loss=loss)
+
+
+@pytest.mark.parametrize("where", ["after_step", "loss"])
+def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training(where: str) -> None:
+    """A newcomer builds its optimizer as the script does at the start, so nobody could join or resume."""
+    model = deep()
+    optimizer = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
+    calls = [0]
+
+    def add(*arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 4:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        return mse(*arguments) if where == "loss" else torch.zeros(())
+
+    with pytest.raises(RuntimeError, match=r"groups of \[4, 2\] parameters .*groups of \[4\] at the start\. Give it all"):
+        trained(model, optimizer, **{where: add})
