@@ -77,18 +77,18 @@ def run(argv: list[str]) -> int:
         epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222.")
     parser.add_argument("--run", metavar="NAME", help="the run's name; the same name again resumes it (runs/NAME)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
-    parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE", "exact"),
-                        help="exact: the same bits for every world; ring: float allreduce (%(default)s)")
+    parser.add_argument("--reduce", choices=REDUCERS, default=os.environ.get("ELASTIC_TRAINER_REDUCE"),
+                        help="exact: the same bits for every world; ring: float allreduce (default: train()'s, or exact)")
     parser.add_argument("--mixed-hardware", choices=("refuse", "warn"),
                         default=os.environ.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse"),
                         help="exact: a host whose processor or torch computes other bits than the world's gets no place, "
                              "or is let in and told (%(default)s)")
     parser.add_argument("--workers", type=int, help="local workers, when no hosts are given (-np, or else 4)")
-    parser.add_argument("--min-workers", type=int, default=1, help="wait when fewer are left, as --min-np (%(default)s)")
+    parser.add_argument("--min-workers", type=int, help="wait when fewer are left, as --min-np (1)")
     parser.add_argument("--standby", type=int, metavar="N", help="so many booted workers wait on this machine, once "
                         "training has begun (1 for local workers; 0 where hosts are given: there each host keeps its own, "
                         "which are not found if you give a number)")
-    parser.add_argument("--example", choices=EXAMPLES, default="gpt", help="demo: what to train (%(default)s)")
+    parser.add_argument("--example", choices=EXAMPLES, help=f"demo: what to train ({EXAMPLES[0]})")
     parser.add_argument("--steps", type=int, help="demo: how many steps")
     parser.add_argument("--seed", type=int, help="demo: the seed")
     parser.add_argument("--store", metavar="URL", default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
@@ -110,9 +110,12 @@ def run(argv: list[str]) -> int:
     unknown = horovodrun_options + [name for name, value in given.items() if value is not None]
     if is_demo and unknown:
         parser.error(f"unknown: {' '.join(unknown)} (horovodrun's options need a command after --)")
+    refuse_ignored(options, is_demo)
+    options.example = options.example or EXAMPLES[0]
     workers = next(n for n in (options.workers, options.num_proc, 4) if n is not None)
     listed = static_hosts(options.hosts, options.hostfile)
     begin = options.num_proc or sum(listed.values()) or workers
+    options.min_workers = 1 if options.min_workers is None else options.min_workers
     if not 1 <= options.min_workers <= begin:
         raise ConfigError(f"--min-workers is {options.min_workers}, but the run begins with {begin} workers. Use "
                           f"1 ≤ min ≤ {begin}, or more workers (--workers, -np).")
@@ -140,13 +143,30 @@ def run(argv: list[str]) -> int:
     numbers["--min-np"] = options.min_np or options.min_workers  # Horovod's default is -np: to wait whenever one is gone
     horovodrun_options += ["--host-discovery-script", script]
     horovodrun_options += [word for name, n in numbers.items() if n is not None for word in (name, str(n))]
-    os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
+    if options.reduce:
+        os.environ["ELASTIC_TRAINER_REDUCE"] = options.reduce
     os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = options.mixed_hardware
     os.environ["ELASTIC_TRAINER_STORE"] = store_of_run(options.store, name)
 
     with local_s3(run_dir) if options.store == "s3" else nullcontext():
         _prove(os.environ["ELASTIC_TRAINER_STORE"])
         return _train(run_dir, horovodrun_options, command, options, is_demo)
+
+
+def refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
+    """Raise ConfigError for an option that would have no effect beside the others."""
+    for name in ("example", "steps", "seed"):
+        if not is_demo and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is {getattr(options, name)!r}, but it is the demo's, and a command is given. "
+                              f"Put it behind --, with your script's own options.")
+    hosts = {"--host-discovery-script": options.host_discovery_script, "-H": options.hosts, "--hostfile": options.hostfile}
+    given = [name for name, value in hosts.items() if value is not None]
+    if given and options.workers is not None:
+        raise ConfigError(f"--workers is {options.workers}, but it is for local workers, and {given[0]} names the hosts. "
+                          f"Use -np.")
+    if options.min_np is not None and options.min_workers not in (None, options.min_np):
+        raise ConfigError(f"--min-workers is {options.min_workers} and --min-np is {options.min_np}, but they mean the "
+                          f"same. Give one of them.")
 
 
 def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], options: argparse.Namespace,
@@ -158,7 +178,7 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     from elastic_trainer.watch import Watch
 
     name = run_dir.name
-    started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce,
+    started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce or "exact",
                "store": os.environ["ELASTIC_TRAINER_STORE"].partition("?")[0]}
     print(f"run {name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it with the same command and "
           f"--run {name}", flush=True)

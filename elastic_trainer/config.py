@@ -99,6 +99,8 @@ class Launch:
     horovod: bool = False
     """True when horovodrun (ours or plain) started us; False: a world of one."""
     reduce: str = "exact"
+    reduce_asked: str | None = None
+    """What the launcher was asked for; None: nothing, so `reduce` is the default."""
     lost_attempts: int = 0
     """Earlier attempts of this run that ended with everybody gone: what checkpoints are for."""
     run_s: float = 0.0
@@ -138,6 +140,7 @@ class Launch:
             slot=int(env.get("ELASTIC_TRAINER_SLOT", env.get("HOROVOD_LOCAL_RANK", "0"))),
             horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
             reduce=reduce,
+            reduce_asked=env.get("ELASTIC_TRAINER_REDUCE"),
             store=env.get("ELASTIC_TRAINER_STORE", ""),
             lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
             run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),

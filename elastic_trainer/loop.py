@@ -79,7 +79,18 @@ from elastic_trainer.reduce import (
 )
 from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
 from elastic_trainer.schedule import Schedule, owner_of, samples_digest
-from elastic_trainer.settings import Remark, remarks_on_last_batch, remarks_on_length, split_schedule
+from elastic_trainer.settings import (
+    Remark,
+    remarks_on_effect,
+    remarks_on_last_batch,
+    remarks_on_launcher,
+    remarks_on_length,
+    remarks_on_workers,
+    schedule_differs,
+    settings_of,
+    settle,
+    split_schedule,
+)
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
 from elastic_trainer.state.elastic_state import ElasticState
@@ -237,6 +248,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         outlive_readers()
         if not faulthandler.is_enabled():  # plain horovodrun: our driver has it on from the first import
             faulthandler.enable()
+    remarks = remarks_on_launcher(
+        run_dir=os.fspath(run_dir) if run_dir else None, store=store, reduce=reduce, launcher_store=launch.store,
+        launcher_run_dir=str(launch.run_dir) if launch.run_dir else None, launcher_reduce=launch.reduce_asked)
     if run_dir is not None and launch.run_dir is None:
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:
@@ -246,6 +260,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     reduce = reduce or launch.reduce
     if settings := determinism.required(job.device.type, reduce, determinism.current()):
         determinism.apply(settings)
+    unusual = {"checkpoint_every": checkpoint_every, "keep_last": keep_last, "keep_every": keep_every,
+               "part_bytes": part_bytes}
+    usual = {"checkpoint_every": "auto", "keep_last": 3, "keep_every": 0, "part_bytes": PART_BYTES}
+    remarks += remarks_on_effect(bool(launch.run_dir or launch.store), job.device.type, cpu_threads,
+                                 {key: value for key, value in unusual.items() if value != usual[key]})
+    job = replace(job, remarks=(*job.remarks, *remarks))
     courier = None
     if launch.driver and not shares_runs(launch):
         if not launch.store:
@@ -356,6 +376,12 @@ class Trainer:
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
             "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce} | cut_of(job.schedule))
         self.state.extras = job.extras
+        if compress and reduce == "exact":
+            raise ConfigError("compress is True, but reduce is 'exact', which sends what it sums as it is. Use "
+                              "reduce=\"ring\" (--reduce ring), or leave compress out.")
+        self.settings = settings_of(job.optimizer, job.scheduler, job.scaler, clip_norm=job.clip_norm, compress=compress,
+                                    on_nan=job.on_nan)
+        self.state.settings = self.settings
         if job.scaler:
             job.scaler.scale(torch.zeros((), device=job.device))  # makes its scale now, also where no shard is mine
         try:
@@ -841,6 +867,8 @@ class Trainer:
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         self._restored_step = step or 0
+        if step:
+            self._settle(step)
         if step is not None and checkpoints and self.world.rank == 0:
             self._compare_with_writer(step, checkpoints.restored)
         return "fresh" if step is None else "checkpoint"
@@ -850,6 +878,15 @@ class Trainer:
         if self.world.rank == 0:
             self.events.emit(remark.event, **remark.facts)
             print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
+
+    def _settle(self, step: int) -> None:
+        """Tell where the run's settings differ from what is given now, and which hold."""
+        state, job = self.state, self.job
+        remarks, state.settings = settle(state.settings, self.settings)
+        if job.scheduler is None:
+            remarks += schedule_differs(step - 1, state.rates.used, state.rates.of(job.rate(step - 1)))
+        for remark in remarks:
+            self._say(remark)
 
     def _compare_with_writer(self, step: int, facts: Mapping[str, Any]) -> None:
         """Tell when a run goes on with other arithmetic than its checkpoint was computed with: allowed, and no more the
@@ -874,6 +911,8 @@ class Trainer:
                          shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
                          max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce,
                          drop_last=schedule.drop_last, dropped_samples=schedule.dropped_samples)
+        for remark in remarks_on_workers(self.world.size, schedule.shards):
+            self._say(remark)
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, schedule.steps)
         if state.committed:  # the rank 0 before us may have died before it could write this

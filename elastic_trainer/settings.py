@@ -85,3 +85,115 @@ def split_schedule(
             f"steps, so it would raise at the end. Use OneCycleLR(total_steps={steps})."
         )
     return schedule, lambda step: 1.0
+
+
+# --- what a run that is gone on with was asked for before ---------------------------------------------
+
+PROGRESS_KEYS = {"last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"}
+"""What a torch scheduler's state has beside its settings; so has each key that begins with "_"."""
+RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
+"""Settings that are in the state, so a checkpoint brings its own."""
+
+
+def settings_of(
+    optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return what a job was built with, as JSON values: before its first step, and before a checkpoint is read."""
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, **more}
+    groups = optimizer.param_groups
+    for number, group in enumerate(groups):
+        place = f"optimizer.groups[{number}]" if len(groups) > 1 else "optimizer"
+        doubled = {"params", "lr" if "initial_lr" in group else "initial_lr"}  # a scheduler has changed lr already
+        found |= {f"{place}.{key}": _plain(value) for key, value in group.items() if key not in doubled}
+    if scheduler is not None:
+        found |= {f"schedule.{key}": value for key, value in _scheduler_settings(scheduler).items()}
+    if scaler is not None and (kept := scaler.state_dict()):
+        found |= {f"scaler.{key}": kept[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
+    return found
+
+
+def settle(run: dict[str, Any], given: dict[str, Any]) -> tuple[list[Remark], dict[str, Any]]:
+    """Say where a run's settings differ from those now given, and return those that hold."""
+    holds = {**given, **{key: value for key, value in run.items() if key.startswith(RUN_HOLDS)}}
+    remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given")
+               for key in sorted(run.keys() & given.keys()) if run[key] != given[key]]
+    return remarks, holds
+
+
+def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
+    """Say that a function of the step gives another rate for a step that is done."""
+    return [] if used == now or used != used else [_differs(f"schedule (the rate of step {step})", used, now, "given")]
+
+
+def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
+    what = {"run": "The run's holds, because it is part of the checkpoint: to train with the other value give the run "
+                   "another name (--run, run_dir)", "given": "What is given now holds from here on"}[holds]
+    return Remark("job.settings_differ", f"{key} is {run!r} in the run, but {given!r} is given. {what}.",
+                  {"key": key, "run_value": run, "given": given, "holds": holds})
+
+
+def _scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    kept = {"class": type(scheduler).__name__} | {
+        key: _plain(value) for key, value in scheduler.state_dict().items()
+        if not key.startswith("_") and key not in PROGRESS_KEYS}
+    if milestones := getattr(scheduler, "_milestones", None):
+        kept["milestones"] = _plain(milestones)
+    for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+        kept |= {f"{number}.{key}": value for key, value in _scheduler_settings(inner).items()}
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, so that it equals what comes out of a checkpoint."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+# --- options that have no effect ----------------------------------------------------------------------
+
+
+def remarks_on_launcher(
+    *, run_dir: str | None, store: str | None, reduce: str | None, launcher_run_dir: str | None, launcher_store: str,
+    launcher_reduce: str | None,
+) -> list[Remark]:
+    """Say which of train()'s options and the launcher's holds, where both are given and differ."""
+    remarks = []
+    if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
+        remarks.append(_ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}", "Use --runs-dir"))
+    if store and launcher_store and store != launcher_store:
+        remarks.append(_ignored("--store", launcher_store, f"train(store={store!r}) holds", "Give one of the two"))
+    if reduce and launcher_reduce and reduce != launcher_reduce:
+        remarks.append(_ignored("--reduce", launcher_reduce, f"train(reduce={reduce!r}) holds", "Give one of the two"))
+    return remarks
+
+
+def remarks_on_effect(has_place: bool, device: str, cpu_threads: int, checkpoints: dict[str, Any]) -> list[Remark]:
+    """Say which options do nothing here; `checkpoints` are those that are not the defaults."""
+    remarks = []
+    if not has_place:
+        remarks += [_ignored(key, value, "nothing is written without run_dir, store or a launcher", "Give run_dir=…")
+                    for key, value in checkpoints.items()]
+    if device != "cpu" and cpu_threads != 1:
+        remarks.append(_ignored("cpu_threads", cpu_threads, f"the model is on {device}", "Use torch.set_num_threads"))
+    return remarks
+
+
+def remarks_on_workers(size: int, shards: int) -> list[Remark]:
+    """Say how many workers have nothing to do, because each takes whole shards."""
+    if size <= shards:
+        return []
+    return [Remark("job.workers_idle",
+                   f"the world has {size} workers, but a batch has {shards} shards, so {size - shards} workers compute "
+                   f"nothing. Use shards={size} or more (for a new run), or fewer workers.",
+                   {"size": size, "shards": shards, "idle": size - shards})]
+
+
+def _ignored(option: str, value: Any, because: str, remedy: str) -> Remark:
+    return Remark("job.option_ignored", f"{option} {value!r} has no effect: {because}. {remedy}.",
+                  {"option": option, "value": value, "because": because})

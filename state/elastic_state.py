@@ -56,6 +56,8 @@ class ElasticState(hvd_elastic.TorchState):
         """The number under which this attempt publishes checkpoints (commit_log.py); 0: it has none."""
         self.extras: dict[str, Any] = {}
         """What the user has registered, by name: objects with state_dict and load_state_dict."""
+        self.settings: dict[str, Any] = {}
+        """What the job was asked for, as JSON values, for whoever goes on with the run."""
         self.loss = float("nan")
         self.samples = 0
         self.last_vote = (0, 0)
@@ -198,6 +200,7 @@ class ElasticState(hvd_elastic.TorchState):
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "extra_state": self.extra_state.values(),
+            "settings": self.settings,
         }
 
     def packed(self) -> Packed:
@@ -228,6 +231,9 @@ class ElasticState(hvd_elastic.TorchState):
                 if tensor_kind(group[key]) != tensor_kind(theirs[key]):
                     raise LayoutError(f"{key} of the optimizer's group {number} is {theirs[key]!r} there, but "
                                       f"{group[key]!r} in this job: a tensor and a number, or tensors of other types")
+        names = [settings["optimizer"] for settings in (values.get("settings", {}), self.settings) if settings]
+        if len(set(names)) > 1:
+            raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
         if misfit := self.rates.misfit(values):
             raise LayoutError(misfit)
         if (values["scaler"] is None) != (self.scaler is None):
@@ -286,6 +292,7 @@ class ElasticState(hvd_elastic.TorchState):
         for name, extra in self.extras.items():
             extra.load_state_dict(values["extras"][name])
         self.rates.load(values)
+        self.settings = dict(values.get("settings", {}))
         self.extra_state.load(values.get("extra_state", {}))
         self.lineage = int(values["lineage"])
         self.committed = self.prepared = int(values["step"])

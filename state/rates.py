@@ -77,6 +77,10 @@ class Rates:
                     group["lr"] = base * multiplier
         self.used = float(self.optimizer.param_groups[0]["lr"])
 
+    def of(self, multiplier: float) -> float:
+        """Return the first group's rate under a multiplier."""
+        return float(self.base[0] * multiplier)
+
     def advance(self, loss: float) -> None:
         """End a step: let the scheduler set the rates of the next one."""
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -561,7 +561,7 @@ def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:
         "ELASTIC_TRAINER_KEY": KEY.hex(), "ELASTIC_TRAINER_WORKER": "a/1/4", "HOROVOD_HOSTNAME": "a",
         "HOROVOD_LOCAL_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"})
     assert launch == Launch(run_dir=Path("/runs/x"), run="x", attempt=3, driver="10.0.0.1:99", key=KEY, worker="a/1/4",
-                            host="a", slot=1, horovod=True, reduce="ring")
+                            host="a", slot=1, horovod=True, reduce="ring", reduce_asked="ring")
 
 
 def test_a_worker_is_alone_when_the_environment_is_empty() -> None:
