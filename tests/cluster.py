@@ -249,6 +249,7 @@ class Cluster:
         revivals = self.events("worker.revives")
         assert all(e["where"] == "init" for e in revivals), self.story()
         assert revived or not revivals, self.story()
+        assert not self.events("worker.weights_differ_as_built"), self.story()
         verdict = verify(self.run_dir)
         assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

@@ -39,6 +39,7 @@ from elastic_trainer.loop import (
     describe,
     fewest_samples,
     local_rank,
+    rehearse,
     seed_everything,
     train,
 )
@@ -1216,6 +1217,23 @@ def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.M
     assert (first.inputs == second.inputs) == (what != "weights")
     assert (first.result == 0) == (second.result == 0) == (what == "loss")
     assert computes_otherwise(first, second) == (what == "program")
+
+
+def test_a_standby_computes_as_a_worker_that_was_none() -> None:
+    """Its rehearsal leaves nothing in weights, buffers, rates or random numbers: else it would be refused."""
+    def said(rehearses: bool) -> Arithmetic:
+        whole = job(built(torch.nn.BatchNorm1d(8), torch.nn.Dropout()), rate=cosine(warmup_steps=2, total_steps=6),
+                    schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
+        if rehearses:
+            rehearse(whole)
+        trainer = Trainer(whole, Launch(), Alone(), Events(None), "exact", False)
+        trainer.run()
+        assert trainer.world.arithmetic
+        return trainer.world.arithmetic
+
+    torch.set_num_threads(1)
+    assert said(True) == said(False)
+    assert said(True).result
 
 
 def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
