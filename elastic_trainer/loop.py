@@ -476,6 +476,7 @@ class Trainer:
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             step_s = time.monotonic() - started
+            world.note_step(step, step_s)
             self._say_committed(step, step_s)
             self.timing.step(step_s, self._is_uploading())
             if world.rank == 0:

@@ -50,7 +50,8 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
     weights_sha256: None until the run has finished.
     steps_redone: steps thrown away in flight and done again, and committed steps that such a start dropped.
     wall_s: from the first event to run.finished, or to the last event where the run has not finished.
-    pauses: the pause_s of each generation but the first of an attempt, for which no one had to stop.
+    pauses: the duration_s of each worker.pause_ended: from the end of the last finished step, less one normal step, to
+        the end of the next. In lines of an older version the pause_s of each generation but the first of an attempt.
     books: wall_s cut into what the run was doing,
         booting_s: until the first generation of all starts;
         training_s: steps, kept or not, and the time between them;
@@ -184,6 +185,7 @@ class _Story:
     world_of: tuple[int, int] | None = None  # the attempt that has a world now
     generations: int = 0
     pauses: list[float] = field(default_factory=list)
+    open_pauses: list[tuple[float, float]] = field(default_factory=list)  # end, seconds: no step has ended since
     kept: StepTable = field(default_factory=lambda: StepTable("qdd"))  # step → samples, loss, step_s
     redone: set[tuple[int, int, int, int]] = field(
         default_factory=set
@@ -217,12 +219,19 @@ class _Story:
             case "job.described":
                 if self.finished and event.get("steps") != self.finished["steps"]:
                     self.finished = None  # resumed with more steps
+            case "worker.pause_ended":
+                self.open_pauses.clear()
+                self._pause(self.now, float(event["duration_s"]))
             case "worker.step_committed":
+                if not event.get("repeated"):
+                    self._close_pauses()
                 if (step := int(event["step"])) not in self.kept:
                     self.kept[step] = (int(event["samples"]), float(event["loss"]), float(event.get("step_s") or 0.0))
-                self._book("training", self.now)
+                if not self.open_pauses:
+                    self._book("training", self.now)
             case "run.finished":
                 self.finished = event
+                self._close_pauses()
                 self._book("training", self.now)
             case "driver.worker_started":
                 self._host(event).workers += 1
@@ -241,6 +250,7 @@ class _Story:
         """Book what still goes on."""
         if math.isinf(self.now):
             return
+        self._close_pauses()
         if self.world_of is not None:
             self._book("training", self.now)
         self._leave_world()
@@ -251,10 +261,7 @@ class _Story:
     def _start_generation(self, event: Event) -> None:
         attempt, step = self._attempt(event), int(event["step"])
         if attempt == self.world_of:
-            pause_s = float(event.get("pause_s") or 0.0)
-            self.pauses.append(pause_s)
-            self._book("training", max(self.booked, self.now - pause_s))
-            self._book("pausing", self.now)
+            self.open_pauses.append((self.now, float(event.get("pause_s") or 0.0)))  # worker.pause_ended may say more
         else:
             self._leave_world()
         self.generations += 1
@@ -265,7 +272,19 @@ class _Story:
             self.rolled_back += 1
             self.finished = None
 
+    def _pause(self, end: float, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self._book("training", max(self.booked, end - seconds))
+        self._book("pausing", max(self.booked, end))
+
+    def _close_pauses(self) -> None:
+        """Book the pauses of which only the generation that began behind them is known."""
+        for end, seconds in self.open_pauses:
+            self._pause(end, seconds)
+        self.open_pauses.clear()
+
     def _leave_world(self) -> None:
+        self._close_pauses()
         self._book("restarting" if self.generations else "booting", self.now)
         self.world_of = None
 

@@ -47,6 +47,7 @@ from elastic_trainer import revive
 from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.config import Launch
 from elastic_trainer.events import Events
+from elastic_trainer.pauses import Pauses, Survivor
 from elastic_trainer.place import Driver, OurDriver, Place
 from elastic_trainer.replicas import Difference, Part, ReplicaDiffers, are_same, checksum, judge, words
 from elastic_trainer.state.elastic_state import ElasticState
@@ -140,6 +141,7 @@ class Standing(NamedTuple):
     """How long ago it last trained."""
     arithmetic: Arithmetic | None = None
     """How it computes, without the names."""
+    pause: Survivor = Survivor(0, 0, 0)
 
 
 class World:
@@ -176,6 +178,7 @@ class World:
         self._told_redone = -1
         self._left_at = launch.revived_since or time.monotonic()
         """When this worker last trained."""
+        self.pauses = Pauses(launch.revived_since)
         self._trains = False
 
     # --- the life of a generation ---------------------------------------------------------------------------------
@@ -237,6 +240,7 @@ class World:
         if place.attempt is not None:
             self.events.bound["attempt"] = place.attempt
         self.events.reach("world.place_taken")
+        self.pauses.place()
         if self.size == 1:
             return
         assert place.rendezvous is not None
@@ -282,6 +286,7 @@ class World:
 
     def _note_end(self) -> None:
         """Note when the training paused: not when a generation broke that had not begun to train."""
+        self.pauses.leave()
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()
 
@@ -466,6 +471,7 @@ class World:
         if not any(rank.has_state for rank in ranks):
             source = restore()  # disk, or the store: only at the start of an attempt, all together
             ranks = self._standings(state)
+        survivors = [rank.pause for rank in ranks if rank.has_state] if source == "memory" else []
         newest, last_vote = max((rank.committed, rank.last_vote) for rank in ranks if rank.has_state)
         was_begun = any(rank.has_state and rank.begun > newest for rank in ranks)
         # By rank 0, also where it is a newcomer; not twice, where somebody has not heard of the last reconcile's end.
@@ -484,6 +490,7 @@ class World:
         if len(givers) < self.size:
             self._givers = givers
             self._transfer(state)
+        self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 
     def _standings(self, state: ElasticState) -> list[Standing]:
@@ -491,10 +498,10 @@ class World:
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
         own = self.arithmetic or Arithmetic(0, 0, 0)
         mine = torch.tensor([[state.committed, state.begun, state.has_state, *state.last_vote, paused_ms,
-                              own.program, own.inputs, own.result]], dtype=torch.int64)
+                              own.program, own.inputs, own.result, *self.pauses.form()]], dtype=torch.int64)
         everyone = self.allgather(mine, "reconcile") if self.size > 1 else mine
-        return [Standing(committed, begun, bool(has), (samples, digest), paused, Arithmetic(*arithmetic))
-                for committed, begun, has, samples, digest, paused, *arithmetic in everyone.tolist()]
+        return [Standing(committed, begun, bool(has), (samples, digest), paused, Arithmetic(*more[:3]), Survivor(*more[3:]))
+                for committed, begun, has, samples, digest, paused, *more in everyone.tolist()]
 
     def _compare_arithmetic(self, members: Sequence[Arithmetic | None]) -> None:
         """Find out whether all members compute the same bits, and tell it where no driver of ours has (it did before)."""
@@ -610,6 +617,13 @@ class World:
                 if _crc(piece) != incoming[at - 4 : at].numpy().tobytes():
                     raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
                 yield low, piece
+
+    def note_step(self, step: int, step_s: float) -> None:
+        """Note that a step has ended; rank 0 tells what the pause before it, if there was one, has cost."""
+        parts = self.pauses.step(step_s)
+        if parts and self.rank == 0:
+            told = {name: round(seconds, 4) for name, seconds in vars(parts).items()}
+            self.events.emit("worker.pause_ended", step=step, duration_s=round(parts.duration_s, 4), **told)
 
     def _say_started(self, state: ElasticState, source: str, pause_s: float) -> None:
         self._trains = True

@@ -143,7 +143,11 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: 
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"]
+        (paused,) = cluster.events("worker.pause_ended")
     assert result["steps_redone"] <= 1
+    parts = {name: paused[name] for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")}
+    assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused  # all waited for it, and none of it is training
+    assert result["pauses"] == [round(paused["duration_s"], 3)]
 
 
 def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
