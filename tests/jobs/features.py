@@ -1,0 +1,154 @@
+"""A job with the code that users write into plain PyTorch loops, all at once: worlds of any size must give its bits.
+
+    python tests/jobs/features.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
+    python tests/jobs/features.py --shards 1 [--plain]              one shard; with --plain a plain PyTorch loop
+
+Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in `after_step`, and in `loss` by
+a counter of the state), layers that no batch uses, or some batches only, a buffer that the first forward pass makes, a
+complex and an expanded one. The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from faults import Injector  # noqa: E402
+
+injector = None
+if "ELASTIC_TEST_PLAN" in os.environ:
+    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
+    injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
+
+import torch  # noqa: E402
+
+from elastic_trainer import train  # noqa: E402
+from elastic_trainer.loop import seed_everything  # noqa: E402
+from elastic_trainer.schedule import Schedule  # noqa: E402
+from elastic_trainer.state.layout import byte_view  # noqa: E402
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--shards", type=int, default=8)
+parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least, "
+                    "until there is a file named hurry in the test's folder")
+parser.add_argument("--plain", action="store_true", help="train without elastic-trainer, each batch in one piece")
+options = parser.parse_args()
+hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
+SIZE, BATCH, SEED = 1003, 64, 3
+PHASE_STEPS = max(1, options.steps // 6)
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """1003 random points with the class that their largest coordinate gives them."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.points = torch.randn(SIZE, 20, generator=generator)
+        self.classes = self.points[:, :4].argmax(1)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not hurry.exists():
+            time.sleep(options.step_s)
+        return [(self.points[n], self.classes[n]) for n in numbers]
+
+
+class Net(torch.nn.Module):
+    """Layers of which some are used in some batches only, and one in none."""
+
+    late: torch.Tensor
+    turn: torch.Tensor
+    spread: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = torch.nn.Linear(20, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.sometimes, self.unused = torch.nn.Linear(20, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("turn", torch.polar(torch.ones(()), torch.zeros(())))
+        self.register_buffer("spread", torch.ones(1).expand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", x.detach().abs().mean(0).clamp(min=0.5))
+        if self.training:  # moves in steps that are means of shards, as BatchNorm's statistics do: nothing here reads them
+            self.turn = self.turn * torch.polar(torch.ones(()), torch.full((), 0.001))
+        hidden = torch.relu(self.norm(self.first(x / self.late))) * self.spread
+        out: torch.Tensor = self.last(torch.relu(self.middle(hidden)))
+        return out + self.sometimes(x) if x[0, 0] > 0.5 else out
+
+
+class Counter:
+    """How many steps are finished, as a part of the state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.steps = values["steps"]
+
+
+torch.manual_seed(1)
+torch.set_num_threads(1)
+model, counter = Net(), Counter()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+model.first.requires_grad_(False)
+
+
+def loss(model: Any, batch: Any) -> torch.Tensor:
+    """Return the loss on samples that the sign of a first gradient has made worse."""
+    model.middle.requires_grad_(counter.steps >= PHASE_STEPS)
+    model.zero_grad()
+    points = batch[0].clone().requires_grad_()
+    torch.nn.functional.cross_entropy(model(points), batch[1]).backward()
+    assert points.grad is not None
+    worse = (points + 0.05 * points.grad.sign()).detach()
+    optimizer.zero_grad(set_to_none=False)
+    return torch.nn.functional.cross_entropy(model(worse), batch[1])
+
+
+def after_step(step: int) -> None:
+    """Thaw the first layer after a third of the run, and freeze the last one for its end."""
+    counter.steps = step + 1
+    model.first.requires_grad_(counter.steps >= 2 * PHASE_STEPS)
+    model.last.requires_grad_(counter.steps < 4 * PHASE_STEPS)
+
+
+def train_plainly() -> None:
+    """Train as a script without this library does, on the same batches."""
+    samples = Samples()
+    schedule = Schedule(dataset_size=SIZE, global_batch=BATCH, shards=1, epochs=1000, seed=SEED, max_steps=options.steps)
+    for step in range(options.steps):
+        batch = torch.utils.data.default_collate(samples.__getitems__(schedule.shard_samples(step, 0).tolist()))
+        seed_everything(schedule.shard_seed(step, 0))
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss(model, batch).backward()
+        optimizer.step()
+        after_step(step)
+
+
+def parameters_sha256() -> str:
+    """Return the SHA-256 of the parameters alone."""
+    return hashlib.sha256(b"".join(byte_view(parameter).numpy().tobytes() for parameter in model.parameters())).hexdigest()
+
+
+if options.plain:
+    train_plainly()
+else:
+    result = train(model, optimizer, Samples(), loss=loss, global_batch=BATCH, shards=options.shards, epochs=1000,
+                   seed=SEED, max_steps=options.steps, extras={"counter": counter}, after_step=after_step,
+                   checkpoint_every=20, listeners=[injector] if injector else None)
+    print("loss", result.loss)
+    print("weights", result.weights_sha256)
+print("parameters", parameters_sha256())

@@ -1,0 +1,66 @@
+"""The job with all that users write into their loops (jobs/features.py), for real: worlds of processes, deaths, a join.
+
+What each of its features must do is in test_gradients.py and test_supported.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import TESTS, Cluster
+from faults import Plan
+
+JOB = [sys.executable, str(TESTS / "jobs" / "features.py"), "--steps", "60"]
+SLOW = [*JOB, "--step-s", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """Return what the job says in the end when it is done alone: its words by name."""
+    def run(*arguments: str) -> dict[str, str]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+        done = subprocess.run([*JOB, *arguments], env=environ, capture_output=True, text=True, timeout=300, check=True,
+                              cwd=tmp_path_factory.mktemp("alone"))
+        return {name: value for name, _, value in (line.partition(" ") for line in done.stdout.splitlines())}
+
+    return run
+
+
+def test_the_bits_are_plain_pytorchs_when_one_worker_does_each_batch_as_one_shard(
+        alone: Callable[..., dict[str, str]]) -> None:
+    """No engine of ours is in the plain loop."""
+    assert alone("--shards", "1")["parameters"] == alone("--shards", "1", "--plain")["parameters"]
+
+
+def test_no_bit_is_another_when_workers_die_as_layers_thaw_and_another_joins(
+        tmp_path: Path, alone: Callable[..., dict[str, str]]) -> None:
+    """One dies before the vote on the first step of a thawed layer, one after that of a frozen one; then the run goes on
+    in a world of another size.
+    """
+    plan = Plan().kill(host="127.0.0.2", at="step.prepared", step=20).kill(host="127.0.0.3", at="step.voted", step=40)
+    with Cluster(tmp_path, hosts=5, start_with=4, command=SLOW, plan=plan) as cluster:
+        cluster.wait_for_step(5)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for_world(5)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(alone()["weights"], victims=2)
+    assert result["steps_redone"] <= 2
+    assert result["attempts"] == 1
+
+
+def test_no_bit_is_another_when_everyone_dies_between_two_thaws(tmp_path: Path,
+                                                                alone: Callable[..., dict[str, str]]) -> None:
+    """The next attempt goes on from the checkpoint of step 20 or a later one, with the layers that are trained there."""
+    with Cluster(tmp_path, command=SLOW) as cluster:
+        cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        cluster.kill_everyone()
+        cluster.start()
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(alone()["weights"], victims=0)
+        assert cluster.events("state.checkpoint_restored"), cluster.story()
+    assert result["attempts"] == 2
