@@ -1,6 +1,7 @@
 """The job with all that users write into their loops (jobs/features.py), for real: worlds of processes, deaths, a join.
 
-What each of its features must do is in test_gradients.py and test_supported.py.
+What each of its features must do is in test_gradients.py, test_supported.py, test_rates.py, test_extra_state.py,
+test_losses.py and test_batches.py.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ def test_the_bits_are_plain_pytorchs_when_one_worker_does_each_batch_as_one_shar
         alone: Callable[..., dict[str, str]]) -> None:
     """No engine of ours is in the plain loop."""
     assert alone("--shards", "1")["parameters"] == alone("--shards", "1", "--plain")["parameters"]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_no_bit_is_another_in_a_world_of_another_size(tmp_path: Path, alone: Callable[..., dict[str, str]],
+                                                      workers: int) -> None:
+    """Nothing happens but the job's own oddities: a loss that is no number, and a listener that raises."""
+    with Cluster(tmp_path, hosts=workers, command=JOB) as cluster:
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(alone()["weights"], victims=0)
+        assert {e["step"] // 16 for e in cluster.events("worker.loss_not_finite")} == {0, 1, 2, 3}  # once an epoch
+        assert cluster.events("worker.listener_failed")
 
 
 def test_no_bit_is_another_when_workers_die_as_layers_thaw_and_another_joins(
