@@ -7,7 +7,8 @@ Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed an
 a counter of the state), layers that no batch uses, or some batches only, a buffer that the first forward pass makes, a
 complex and an expanded one; a torch scheduler that cycles rates and momentum, rates that are tensors, two groups, clipping;
 extra state that the forward pass changes, batches that are dataclasses, a short last batch that BatchNorm could not take in
-single samples, a sample whose loss is not a number (`on_nan="skip"`), a listener that raises. The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
+single samples, a sample whose loss is not a number (`on_nan="skip"`), a listener that raises.
+The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 """
 
 import argparse
