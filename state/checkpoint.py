@@ -606,10 +606,7 @@ class Checkpoints:
 
     def _withdraw(self, lineage: int, newest: int) -> int:
         log = self.log
-        if log.last is None or log.last.lineage != lineage:
-            log.take_over(lineage)
-        assert log.last
-        kept = log.last.kept
+        kept = log.take_over(lineage).kept  # behind what others, or late puts of ours, have left there unknown to us
         left = max((step for step in kept.values() if step <= newest), default=-1)
         if not kept:
             return 0

@@ -1339,6 +1339,42 @@ def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
     assert Fleet(tmp_path, 2, steps=0).restore() == [2, 2]
 
 
+class LosesAnswers(FolderStore):
+    """Its put-if-absent of records stands, but nobody hears so."""
+
+    is_deaf = False
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        done = super().put_if_absent(name, data)
+        if self.is_deaf and name.startswith("log/"):
+            raise StoreUnavailable("no answer")
+        return done
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_checkpoint_that_stands_unknown_to_its_publisher_is_withdrawn_too(tmp_path: Path, before: int) -> None:
+    """Its put was given up, and had arrived: the next attempt would restore it."""
+    fleet = Fleet(tmp_path, store=LosesAnswers, steps=0)
+    fleet.restore()
+    fleet.publish(before)
+    fleet.stores[0].is_deaf = True
+    fleet.publish(1)
+    fleet.stores[0].is_deaf = False
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, before) == (before or -1)
+    assert Fleet(tmp_path, steps=0).restore() == [before or 1]
+
+
+def test_a_record_of_another_publisher_does_not_keep_a_checkpoint_from_being_withdrawn(tmp_path: Path) -> None:
+    """A worker of the same attempt that wrote alone has followed ours; that is no error of the user's."""
+    fleet = Fleet(tmp_path, 2, steps=0)
+    fleet.restore()
+    fleet.publish(2)
+    fleet.train()
+    fleet.workers[1].write_alone(fleet.states[1])
+    assert fleet.workers[0].withdraw(fleet.states[0].lineage, 2) == 2
+    assert Fleet(tmp_path, 2, steps=0).restore() == [2, 2]
+
+
 def test_nothing_is_withdrawn_when_nothing_would_be_left(tmp_path: Path) -> None:
     """A run must never start afresh for it, unless it had no checkpoint at all."""
     fleet = Fleet(tmp_path, steps=0)
