@@ -155,7 +155,8 @@ class Reader:
                     yield line
             if not is_sealed:
                 return
-            self._before[f"events-{self._segment:06d}.jsonl"] = self._offset
+            if not isinstance(file, gzip.GzipFile):
+                self._before[f"events-{self._segment:06d}.jsonl"] = self._offset
             self._segment, self._offset = self._segment + 1, 0
 
     def _late_lines(self) -> Iterator[bytes]:
@@ -164,13 +165,19 @@ class Reader:
             try:
                 if (self.run_dir / name).stat().st_size <= offset:
                     continue
-                with open(self.run_dir / name, "rb") as file:
-                    file.seek(offset)
-                    for line in file:
-                        self._before[name] += len(line)
-                        yield line
+                file: BinaryIO = open(self.run_dir / name, "rb")  # noqa: SIM115 (closed below)
             except FileNotFoundError:
-                del self._before[name]  # it is compressed, so nothing comes any more
+                del self._before[name]  # it is compressed, so nothing comes any more behind what stands there now
+                try:
+                    file = cast(BinaryIO, gzip.open(self.run_dir / f"{name}.gz", "rb"))
+                except FileNotFoundError:
+                    continue
+            with file:
+                file.seek(offset)
+                for line in file:
+                    if name in self._before:
+                        self._before[name] += len(line)
+                    yield line
 
     def _open(self) -> tuple[BinaryIO, bool] | None:
         """Open the segment to be read, at its offset, and say whether it is sealed; None where there is none."""

@@ -97,6 +97,23 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
     assert [e["event"] for e in read_events(tmp_path)] == ["before", "late", "after"]
 
 
+def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_path: Path) -> None:
+    """A reader that looks seldom, as the supervisor does, or one that goes on at a saved position."""
+    events = Events(tmp_path)
+    events.emit("before")
+    log = Reader(tmp_path)
+    with open(tmp_path / "events.jsonl", "ab") as late:
+        seal(tmp_path, 1)
+        assert [e["event"] for e in log.events()] == ["before"]
+        late.write(b'{"event": "late"}\n')
+    assert compress(tmp_path, late_s=0.0)
+    log = Reader(tmp_path, log.position)
+    assert [e["event"] for e in log.events()] == ["late"]
+    events.emit("after")
+    assert [e["event"] for e in log.events()] == ["after"]
+    assert log.position.before == {}
+
+
 @pytest.mark.parametrize("segment_bytes", [200, 1500])
 def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path, segment_bytes: int) -> None:
     """Verify, report and the supervisor: a run with kills, a start from a checkpoint and an end."""
