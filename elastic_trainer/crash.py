@@ -23,6 +23,8 @@ FRAMES = 3
 SAME_CRASHES = 2
 """When workers have died so often in each slot, all of one signal in one place, before the first step, the run is over."""
 FATAL = "Fatal Python error: "
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
+"""The signals of which faulthandler tells anything (Modules/faulthandler.c)."""
 
 
 def place_of(stderr: Iterable[str]) -> str:

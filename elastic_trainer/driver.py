@@ -71,7 +71,7 @@ from elastic_trainer.config import (
     Limits,
 )
 from elastic_trainer.courier import Desk
-from elastic_trainer.crash import FAULTHANDLER, LINES, place_of
+from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
 from elastic_trainer.events import Events
 from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
@@ -203,8 +203,12 @@ class WorkerProcess:
         return code if self.exit_code is None else self.exit_code
 
     def died_in(self, code: int) -> str:
-        """Return where the process died, if a signal ended it and faulthandler has told; "" otherwise."""
-        if code >= 0:
+        """Return where the process died, if faulthandler tells of the signal that ended it; "" otherwise.
+
+        It has told before the process ends, but its lines may not be read yet. Of SIGKILL it cannot tell, and something
+        that a killed worker has left behind may hold its stderr: everybody waits for this verdict.
+        """
+        if -code not in FAULTS:
             return ""
         self.forwards[1].join(FAR_OUTPUT_S)
         return place_of(list(self.last_lines))

@@ -151,6 +151,16 @@ def written(path: Path) -> str:
     return str(until(lambda: path.exists() and path.read_text().endswith("\n") and path.read_text())).rstrip("\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_a_worker_that_was_killed_does_not_wait_for_its_stderr(workers: Workers, number: int) -> None:
+    """Something that it has left behind may hold it for long, and no line of it could say where the worker died."""
+    worker = workers.start(["sleep", "1000"])
+    os.kill(worker.process.pid, number)
+    code, waits = worker.wait(), list[float | None]()
+    worker.forwards[1].join = waits.append  # type: ignore[method-assign, assignment]
+    assert (worker.died_in(code), code, waits) == ("", -number, [])
+
+
 def test_a_secret_is_in_no_command_line_when_a_worker_starts_here(workers: Workers) -> None:
     """It travels in the environment, which only the same user can read."""
     worker = workers.start(["sleep", "1000"], PLAIN | {"ELASTIC_TRAINER_KEY": SECRET})
