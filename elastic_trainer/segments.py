@@ -74,8 +74,10 @@ def seal(run_dir: Path, segment_bytes: int) -> None:
     try:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # First of all, because an NFS client that opens the folder asks what has changed there (close-to-open): by what
+            # it knew before, the newest segment would still be the one that another host has just sealed.
+            number = max(segments(run_dir), default=0) + 1
             if newest.stat().st_size >= segment_bytes:
-                number = max(segments(run_dir), default=0) + 1
                 newest.rename(run_dir / f"events-{number:06d}.jsonl")
                 os.close(os.open(newest, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
     finally:
@@ -119,9 +121,12 @@ class Reader:
     @classmethod
     def at_end(cls, run_dir: Path) -> Reader:
         """Return one that reads only what is written from now on."""
-        newest = run_dir / EVENTS_FILE
-        size = newest.stat().st_size if newest.exists() else 0
-        return cls(run_dir, Position(max(segments(run_dir), default=0) + 1, size))
+        while True:
+            sealed, size = segments(run_dir), 0
+            with suppress(FileNotFoundError):
+                size = (run_dir / EVENTS_FILE).stat().st_size
+            if segments(run_dir) == sealed:  # else the size may be that of a segment before
+                return cls(run_dir, Position(max(sealed, default=0) + 1, size))
 
     def is_lost(self) -> bool:
         """True if the log does not reach as far as this reader has come: it is another one."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,58 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
         assert [e["event"] for e in log.events()] == ["late"]
         assert list(log.events()) == []
     assert [e["event"] for e in read_events(tmp_path)] == ["before", "late", "after"]
+
+
+class OldAnswers:
+    """A host's NFS client: it answers by what it knew of the newest segment until it opens the folder (nfs(5), CTO)."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        self.newest, self.known = run_dir / "events.jsonl", (run_dir / "events.jsonl").stat()
+        self.are_old, stat, listdir = True, Path.stat, os.listdir
+
+        def old_stat(path: Path, **how: Any) -> os.stat_result:
+            return self.known if self.are_old and path == self.newest else stat(path, **how)
+
+        def old_listdir(path: Any) -> list[str]:
+            self.are_old = False
+            return listdir(path)
+
+        monkeypatch.setattr(Path, "stat", old_stat)
+        monkeypatch.setattr(os, "listdir", old_listdir)
+
+
+def test_a_segment_that_another_host_has_just_sealed_is_not_sealed_again(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one, of a few lines, would get a number, or with an old listing even the place of the sealed one."""
+    events = Events(tmp_path)
+    events.emit("before")
+    OldAnswers(tmp_path, monkeypatch)
+    (tmp_path / "events.jsonl").rename(tmp_path / "events-000001.jsonl")  # by another host
+    (tmp_path / "events.jsonl").write_text('{"event": "after"}\n')
+    seal(tmp_path, 25)
+    assert {n: p.name for n, p in segments(tmp_path).items()} == {1: "events-000001.jsonl"}
+    assert [e["event"] for e in read_events(tmp_path)] == ["before", "after"]
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_reader_from_the_end_on_misses_nothing_when_the_end_is_sealed_meanwhile(
+        tmp_path: Path, look: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its offset is of the segment that it reads next."""
+    events, stat, looks = Events(tmp_path), Path.stat, list[int]()
+    events.emit("before")
+
+    def seal_behind(path: Path, **how: Any) -> os.stat_result:
+        found = stat(path, **how)
+        looks.append(1)
+        if len(looks) == look:
+            seal(tmp_path, 1)
+        return found
+
+    monkeypatch.setattr(Path, "stat", seal_behind)
+    log = Reader.at_end(tmp_path)
+    monkeypatch.undo()
+    events.emit("after")
+    assert [e["event"] for e in log.events()] == ["after"]
 
 
 def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_path: Path) -> None:
