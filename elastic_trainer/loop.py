@@ -57,7 +57,7 @@ from elastic_trainer.config import (
 from elastic_trainer.courier import Courier, shares_runs
 from elastic_trainer.events import Events, newest_attempt
 from elastic_trainer.listeners import Guarded
-from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, verdict
+from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
 from elastic_trainer.machine_fault import machine_fault
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import (
@@ -97,7 +97,7 @@ from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers, named_parameters
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
-from elastic_trainer.supported import BUFFERS_STAY, moved_buffers, refusal, some
+from elastic_trainer.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
 from elastic_trainer.timing import Pace, Timing
 from elastic_trainer.world import Control, PeersLost, StateWithdrawn, World, WorldChanged
 
@@ -553,7 +553,8 @@ class Trainer:
         seed_everything(job.schedule.shard_seed(step, shard))
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
         flat.open_shard()
-        loss = job.loss(job.model, batch)
+        loss = require_scalar(job.loss(job.model, batch))
+        flat.check_parameters()
         self._losses[shard] = (loss.detach(), indices)
         flat.check_untouched()
         self._follow_requires_grad()
@@ -683,6 +684,7 @@ class Trainer:
         state.rates.advance(state.loss)
         job.after_step(state.committed)
         state.check_groups()
+        state.check_parameters()
         state.commit(samples, digest)
         state.is_applying = False
 
@@ -781,14 +783,15 @@ class Trainer:
         # On every worker the same: the results are compared. A buffer that is made now is as the first shard makes it.
         seed_everything(job.schedule.shard_seed(0, 0))
         batch = to_device(fetch(job.dataset, indices, job.collate), job.device)  # anew: a loss may take it apart
-        inputs = fingerprint([self.replica.all_parts(), batch])
+        held = self.replica.all_parts()
+        inputs = fingerprint([held, batch])
         flat.shards_run = 0
         try:
             flat.bind(flat.sums)
             for tensor in flat.sums.values():
                 tensor.fill_(1.0)  # so that also a `.grad.data.zero_()` is seen, which no version counts
             flat.open_shard()
-            loss = job.loss(job.model, batch)
+            loss = require_scalar(job.loss(job.model, batch))
             flat.check_untouched()
             if not flat.isolates and not all(bool((gradient == 1).all()) for gradient in flat.sums.gradients):
                 raise GradientsWritten
@@ -798,6 +801,9 @@ class Trainer:
                 tensor.zero_()  # else the sums keep few bits of a small gradient
             loss.backward()
             flat.close_shard()
+            self.state.check_parameters()
+            if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(flat.names):
+                raise ConfigError(parameters_stay(sorted(changed)))
             return inputs, fingerprint([loss, *flat.sums.values()])
         finally:
             self.state.reset_buffers()

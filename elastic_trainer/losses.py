@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy
 import torch
@@ -33,6 +34,14 @@ def require_policy(on_nan: str) -> None:
     """Raise ConfigError for what is no policy."""
     if on_nan not in ON_NAN:
         raise ConfigError(f"on_nan is {on_nan!r}. Use one of {ON_NAN}.")
+
+
+def require_scalar(loss: Any) -> torch.Tensor:
+    """Return a loss of one value without dimensions. Raises TypeError for what is none."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+    raise TypeError(f"loss(model, batch) returned {kind}. Return the mean over the batch's samples: a tensor of one value.")
 
 
 def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:

@@ -40,15 +40,22 @@ from typing import Any, Protocol
 import torch
 
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
+from elastic_trainer.supported import parameters_stay
 
 BUCKET_BYTES = 1 << 20
 """How much of the gradient `ring` sends at once. Small enough to start early, large enough for the network."""
+MARK = 1e30
+"""A buffer's value of this size, or the largest of its type, is no quantity but a mark."""
 PAD = 4096
 """Room behind each flat buffer, so that it can be cut into equal slices for any world of up to this size."""
 
 
 class GradientsWritten(Exception):
     """The user's code has written to `.grad` of flat buffers that other shards share. Run the step isolated."""
+
+
+class ParametersWritten(RuntimeError):
+    """The user's code has changed parameters while a shard was computed."""
 
 
 class SetsDiffer(Exception):
@@ -84,6 +91,8 @@ class Flat:
                  device: torch.device):
         self.names, self.everyone = list(parameters), list(parameters.values())
         self.device = device
+        self._before: dict[str, torch.Tensor] | None = None
+        self._marks: set[str] = set()
         self.isolates = False
         """Each shard has gradients of its own, which are added to the sums (rule 4)."""
         self.shards_run = 0
@@ -118,6 +127,7 @@ class Flat:
             for parameter in self.everyone:
                 parameter.grad = None
         self._counted = [0] * len(self.members)
+        self.strides = [_stride(parameter) for parameter in self.parameters]
         self.sums = self.new_sums()
 
     def trained_now(self) -> list[bool]:
@@ -127,8 +137,9 @@ class Flat:
     def new_sums(self) -> Sums:
         """Return a zeroed set of flat buffers, with room behind for equal slices."""
         sums = Sums({d: torch.zeros(n + PAD, dtype=d, device=self.device) for d, n in self.lengths.items()})
-        sums.gradients = [sums[dtype][start:stop].view(parameter.shape).data  # a version counter of its own
-                          for parameter, (dtype, start, stop) in zip(self.parameters, self.places, strict=True)]
+        sums.gradients = [sums[dtype][start:stop].as_strided(parameter.shape, stride).data  # a version counter of its own
+                          for parameter, stride, (dtype, start, stop)
+                          in zip(self.parameters, self.strides, self.places, strict=True)]
         return sums
 
     def bind(self, sums: Sums) -> None:
@@ -151,10 +162,26 @@ class Flat:
 
     def open_shard(self) -> None:
         """Prepare `.grad` for a shard's forward pass."""
+        self._written = self._writes()
         for parameter in self.everyone if self.isolates else self._without_view:
             parameter.grad = None
         if not self.isolates:
             self._counted = [gradient._version for gradient in self.sums.gradients]
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return what tells a write to each parameter: its version, and where it lies (cuDNN's RNNs move their weights)."""
+        return [(p._version, p.data_ptr()) for p in self.everyone]
+
+    def check_parameters(self) -> None:
+        """Raise ParametersWritten if somebody has changed a parameter in place since the shard was opened.
+
+        A write to `.data` is not seen: no version counts it. The warm-up compares the values.
+        """
+        if (now := self._writes()) != self._written:
+            changed = [name for name, (was, at), (version, place) in zip(self.names, self._written, now, strict=True)
+                       if version != was and place == at]
+            if changed:
+                raise ParametersWritten(parameters_stay(changed))
 
     def check_untouched(self) -> None:
         """Raise GradientsWritten if somebody has written to `.grad` since the shard was opened."""
@@ -176,6 +203,7 @@ class Flat:
 
     def close_shard(self) -> None:
         """Count a shard whose backward pass is done. Raises GradientsWritten if that pass wrote more than one sum."""
+        self.check_parameters()
         if self.isolates:
             used = self._add_isolated(self.sums.gradients)
         else:
@@ -237,18 +265,32 @@ class Flat:
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor]) -> None:
         """Add one shard's loss and changes of the buffers, weighted."""
-        statistics = self.statistics
-        statistics[0] += loss.detach().to(statistics.device, torch.float32) * weight
+        statistics, marked = self.statistics, self._marked(before)
+        statistics[0] += loss.detach().reshape(()).to(statistics.device, torch.float32) * weight
         at = 1
         for name in self.buffer_names:
             was, now = _real(before[name]), _real(after[name])
             count = now.numel()
-            # where nothing changed the change is 0, also for an infinite value (a mask kept as a buffer)
+            # where nothing changed the change is 0
             change = torch.where(now == was, 0, now - was) if now.dtype != torch.bool else now
+            if name in marked:  # no difference to "none yet" has a digit of the value (inf: it is NaN)
+                change = torch.where(_is_mark(was), now, change)
             # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one buffer has
             # other bits than the sum of two
             statistics[at : at + count].add_(change.reshape(-1).to(torch.float32) * weight)
             at += count
+
+    def _marked(self, before: dict[str, torch.Tensor]) -> set[str]:
+        """Return the buffers that hold a mark at the step's begin. Once a step, a GPU is waited for."""
+        if before is not self._before:
+            found = {name: values for name in self.buffer_names
+                     if (values := _real(before[name])).is_floating_point() and values.numel()}
+            largest = torch._foreach_norm(list(found.values()), float("inf")) if found else ()
+            are_quantities = [one.float() < _mark(one.dtype) for one in largest]  # NaN is none
+            told = torch.stack(are_quantities).tolist() if are_quantities else []
+            self._marks = {name for name, is_quantity in zip(found, told, strict=True) if not is_quantity}
+            self._before = before
+        return self._marks
 
     def mean_loss(self) -> float:
         """Return the reduced loss of the step. On a GPU this waits for the device."""
@@ -256,18 +298,44 @@ class Flat:
 
     def apply_statistics(self, before: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
-        statistics, at = self.statistics, 1
+        statistics, marked, at = self.statistics, self._marked(before), 1
         for name in self.buffer_names:
             buffer, was = _real(buffers[name]), _real(before[name])
             change = statistics[at : at + buffer.numel()].view(buffer.shape)
             if buffer.is_floating_point():
-                buffer.copy_(torch.where(change == 0, was, was + change.to(buffer.dtype)))
+                now = torch.where(change == 0, was, was + change.to(buffer.dtype))
+                buffer.copy_(_with_marks(was, change, now) if name in marked else now)
             elif buffer.dtype == torch.bool:
                 buffer.copy_(change > 0.5)
             else:
                 buffer.copy_(was + change.round().to(buffer.dtype))
             at += buffer.numel()
         return float(statistics[0])  # on a GPU this line waits for the device
+
+
+def _stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter's gradient: its own where they leave no gaps, as autograd has it.
+
+    The fused optimizers of torch 2.13 on the CPU read both as if they had the same strides.
+    """
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _mark(dtype: torch.dtype) -> float:
+    """Return from which size on a buffer's value of this type says "none yet", as an infinite minimum does."""
+    return min(MARK, torch.finfo(dtype).max)
+
+
+def _is_mark(values: torch.Tensor) -> torch.Tensor:
+    """Say which values are marks: those that are not finite, or so large."""
+    return ~(values.abs() < _mark(values.dtype))
+
+
+def _with_marks(was: torch.Tensor, change: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Return a buffer's new values: where it had a mark, the sum over the shards is the mean itself."""
+    # The mean of marks is the mark, whatever was rounded; the sign tells inf from -inf
+    stays = (change.abs() >= 0.999 * was.abs().to(change.dtype)) & (change.sign() == was.sign())
+    return torch.where(_is_mark(was), torch.where(stays, was, change.to(was.dtype)), now)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,13 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(found[:MOST_NAMES]) + (f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else "")
 
 
+def parameters_stay(names: Iterable[str]) -> str:
+    """Return an error for parameters that the loss, the forward or the backward pass has changed."""
+    return (f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. Workers compute different "
+            f"shards, so their weights would differ. train() steps the optimizer; change weights in after_step(step), and "
+            f"leave max_norm of embeddings out.")
+
+
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Return why this model or optimizer cannot be trained here and what to do; None if it can."""
     parameters = dict(model.named_parameters())
@@ -45,6 +52,9 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         return f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and embeddings with sparse=False."
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return (f"the optimizer {kind} has a state_dict of its own, so it keeps values that a checkpoint and a newcomer "
+                f"would lack. Use an optimizer that keeps all of them in its state and param_groups.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but a step here is one "

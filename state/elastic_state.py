@@ -42,6 +42,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are refused."""
         self.rates = Rates(optimizer, scheduler)
+        self._parameters = list(model.parameters())
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
@@ -164,6 +165,15 @@ class ElasticState(hvd_elastic.TorchState):
         """Connect `sync` and `check_host_updates` to the world."""
         self._receive, self._hosts_updated = receive, hosts_updated
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if the model has other parameters than at the start: nobody could have joined or resumed."""
+        if [id(p) for p in self.model.parameters()] != [id(p) for p in self._parameters]:
+            own = {id(p) for p in self._parameters}
+            new = [name for name, p in named_parameters(self.model).items() if id(p) not in own]
+            raise RuntimeError(f"the model has other parameters than at the start "
+                               f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker "
+                               f"could join or resume. Build all before train(), and change values in place (copy_).")
+
     def check_groups(self) -> None:
         """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a resume, build those."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -187,6 +197,7 @@ class ElasticState(hvd_elastic.TorchState):
             "lineage": self.lineage,
             **self.rates.values(),
             "parameters": named_parameters(self.model),
+            "evaluating": sorted({plain(name) for name, m in self.model.named_modules() if not m.training}),
             "trained": [name for name, p in named_parameters(self.model).items() if p.requires_grad],
             "buffers": self.buffers,
             "aliases": self.aliases,
@@ -196,6 +207,7 @@ class ElasticState(hvd_elastic.TorchState):
                           if p in self.optimizer.state},
                 "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
                 "members": [[names[id(p)] for p in g["params"]] for g in groups],
+                "shared": {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)},
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
@@ -279,14 +291,18 @@ class ElasticState(hvd_elastic.TorchState):
                     parameters[name].requires_grad_(is_trained)
             for name, tensor in values["buffers"].items():
                 self.buffers[name].copy_(tensor)
+        if "evaluating" in values:
+            for name, module in self.model.named_modules():
+                module.training = plain(name) not in values["evaluating"]
         self.optimizer.state.clear()
+        self.optimizer.state.update(values["optimizer"].get("shared", {}))
         entries = values["optimizer"]["state"]
         for group, theirs, members in zip(groups, *(values["optimizer"][k] for k in ("groups", "members")), strict=True):
             group.update({key: taken_in_place(group.get(key), value) for key, value in theirs.items()})
             moves_step = bool(group.get("fused") or group.get("capturable"))
             for name in members:
                 if name in entries:
-                    self.optimizer.state[parameters[name]] = _moved(entries[name], parameters[name].device, moves_step)
+                    self.optimizer.state[parameters[name]] = _moved(entries[name], parameters[name], moves_step)
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
         for name, extra in self.extras.items():
@@ -307,16 +323,18 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _moved(value: Any, device: torch.device, moves_step: bool, key: Any = None) -> Any:
-    """Return what an optimizer keeps of a parameter with its tensors on the parameter's device.
+def _moved(value: Any, parameter: torch.Tensor, moves_step: bool, key: Any = None) -> Any:
+    """Return what an optimizer keeps of a parameter with its tensors on the parameter's device, in its memory format.
 
     Its count of steps stays on the CPU unless it is fused or capturable: as torch has it (2.13, optim/optimizer.py,
     _process_value_according_to_param_policy).
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device) if key != "step" or moves_step else value
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return value.to(parameter.device) if key != "step" or moves_step else value
     if isinstance(value, dict):
-        return {k: _moved(v, device, moves_step, k) for k, v in value.items()}
+        return {k: _moved(v, parameter, moves_step, k) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(v, device, moves_step) for v in value)
+        return type(value)(_moved(v, parameter, moves_step) for v in value)
     return value

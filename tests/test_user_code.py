@@ -1,0 +1,213 @@
+"""Legal and illegal user code: the same as a plain PyTorch loop, or an error at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gradients import assert_close, everywhere, job_of, plain
+from test_loop import built, mse, sgd, trained
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.reduce import ParametersWritten
+
+Model = torch.nn.Module
+
+
+@pytest.fixture(autouse=True)
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
+            monkeypatch.delenv(name)
+
+
+class Conv(Model):
+    """A convolution whose weights lie in memory as torch.channels_last has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.last = torch.nn.Conv2d(2, 4, 2), torch.nn.Linear(4, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = torch.nn.functional.pad(x, (0, 3)).view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return torch.as_tensor(self.last(self.conv(image).flatten(1)))
+
+
+def fused(model: Model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+
+class Lowest(Model):
+    """Keeps the lowest value seen, as the observers of quantization do: `none` where it has seen nothing."""
+
+    def __init__(self, none: float) -> None:
+        super().__init__()
+        self.register_buffer("lowest", torch.tensor(none))
+        self.inner = built()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lowest = torch.minimum(self.lowest, x.detach().relu().min() + 0.1)
+        return torch.as_tensor(self.inner(x) + self.lowest)
+
+
+@pytest.mark.parametrize(("make", "optimizer"), [
+    (Conv, fused),
+    (lambda: Lowest(float("inf")), sgd),
+    (lambda: Lowest(torch.finfo().max), sgd),
+], ids=["channels_last, fused", "a minimum from inf", "a minimum from the largest number"])
+def test_the_weights_are_plain_pytorchs(make: Callable[[], Model], optimizer: Callable[[Model], torch.optim.Optimizer],
+                                        tmp_path: Path) -> None:
+    """And the same bits in all worlds, and in a run that goes on from a checkpoint."""
+    once = everywhere(lambda: job_of(make(), optimizer))
+    reference = make()
+    alone = make()
+    trained(alone, optimizer(alone), shards=1)
+    assert_close(alone, plain_with_buffers(reference, optimizer(reference)))
+    for steps in (3, 6):
+        model = make()
+        trained(model, optimizer(model), run_dir=tmp_path, max_steps=steps)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), once.state_dict().values(), strict=True))
+
+
+def plain_with_buffers(model: Model, optimizer: torch.optim.Optimizer) -> Model:
+    return plain(model, optimizer, mse, shards=1)
+
+
+def test_a_mask_keeps_its_bits_when_a_buffer_holds_marks() -> None:
+    """What no forward pass changes stays, also infinite values and the largest numbers of each type."""
+    kept = {f"{number}": torch.tensor([value, 0.5], dtype=dtype) for number, (value, dtype) in enumerate(
+        (value, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        for value in (float("inf"), -float("inf"), torch.finfo(dtype).max, torch.finfo(dtype).min))}
+
+    def make() -> Model:
+        model = built()
+        for name, value in kept.items():
+            model.register_buffer(f"kept{name}", value.clone())
+        return model
+
+    model = everywhere(lambda: job_of(make()))
+    assert all(torch.equal(model.get_buffer(f"kept{name}"), value) for name, value in kept.items())
+
+
+def test_a_module_stays_in_eval_mode_when_the_run_goes_on(tmp_path: Path) -> None:
+    """To freeze BatchNorm by eval() in after_step is a part of the state, so a newcomer has it too."""
+    def make() -> dict[str, Any]:
+        model = built(torch.nn.BatchNorm1d(8))
+        return {"model": model, "after_step": lambda step: model[2].eval() if step == 1 else None}
+
+    whole = trained(**make())
+    trained(**make(), run_dir=tmp_path, max_steps=3)
+    resumed = trained(**make(), run_dir=tmp_path)
+    assert resumed.weights_sha256 == whole.weights_sha256
+    assert not resumed.model[2].training  # type: ignore[index]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that belongs to no parameter in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.01 * self.state["steps"])
+
+
+def test_an_optimizers_shared_state_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:
+    """As torch's own state_dict keeps it."""
+    hashes = []
+    for folder, steps in ((None, 6), (tmp_path, 3), (tmp_path, 6)):
+        model = built()
+        hashes.append(trained(model, Counting(model.parameters(), lr=0.1), run_dir=folder, max_steps=steps).weights_sha256)
+    assert hashes[0] == hashes[2]
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps values beside `state`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": {}}
+
+
+def test_an_optimizer_is_refused_when_it_has_a_state_dict_of_its_own() -> None:
+    """What it keeps there would be lost in silence."""
+    with pytest.raises(ConfigError, match="Lookahead has a state_dict of its own"):
+        trained(model := built(), Lookahead(model.parameters(), lr=0.1))
+
+
+def steps_itself(model: Model, batch: Any) -> torch.Tensor:
+    mse(model, batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    return mse(model, batch)
+
+
+def moves_data(model: Model, batch: Any) -> torch.Tensor:
+    """A write that no version counts."""
+    next(model.parameters()).data.mul_(0.9)
+    return mse(model, batch)
+
+
+@pytest.mark.parametrize("loss", [steps_itself, moves_data])
+def test_the_user_is_told_when_the_loss_changes_weights(loss: Any) -> None:
+    """Replicas would differ, and healthy machines would be blamed for it."""
+    with pytest.raises((ParametersWritten, ConfigError), match=r"has changed the parameters 0\.weight"):
+        trained(built(), loss=loss)
+
+
+def test_the_user_is_told_when_a_later_step_changes_weights() -> None:
+    """The warm-up has not seen it."""
+    model, steps = built(), list[int]()
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        if len(steps) == 2:
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.9)
+        return mse(model, batch)
+
+    with pytest.raises(ParametersWritten, match=r"0\.weight"):
+        trained(model, loss=loss, after_step=steps.append)
+    assert steps == [0, 1]
+
+
+def test_the_user_is_told_when_the_optimizer_steps_in_the_backward_pass() -> None:
+    """As hooks that save the gradients' memory do."""
+    model = built()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: own.step())
+    with pytest.raises((ParametersWritten, ConfigError), match="has changed the parameters"):
+        trained(model)
+
+
+def test_the_user_is_told_when_a_parameter_is_replaced() -> None:
+    """A new object is in no buffer, and no checkpoint could name it."""
+    model = built()
+
+    def after_step(step: int) -> None:
+        if step == 1:
+            model[0].weight = torch.nn.Parameter(torch.ones(8, 5))
+
+    with pytest.raises(RuntimeError, match=r"other parameters than at the start \(0\.weight\)"):
+        trained(model, after_step=after_step)
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [
+    (lambda loss: None, "NoneType"), (float, "float"), (lambda loss: (loss, 1), "tuple"),
+    (lambda loss: loss.expand(2), r"a tensor of shape \(2,\)")])
+def test_the_user_is_told_when_the_loss_is_no_scalar(wrong: Any, kind: str) -> None:
+    """By the type that it has returned."""
+    with pytest.raises(TypeError, match=f"returned {kind}. Return the mean"):
+        trained(built(), loss=lambda model, batch: wrong(mse(model, batch)))
+
+
+def test_a_loss_of_one_element_is_a_scalar() -> None:
+    """As plain PyTorch's backward() has it."""
+    one, other = (trained(built(), loss=loss).weights_sha256
+                  for loss in (mse, lambda model, batch: mse(model, batch).reshape(1)))
+    assert one == other
