@@ -38,7 +38,7 @@ POLLER_GONE_S = 10.0
 """A poller that runs has written its table anew within two seconds."""
 PHASES = ("booting", "training", "pausing", "restarting", "stopped")
 LOST_REASONS = ("crashed", "differed", "frozen", "cut_off", "stuck", "evicted", "boot_failed", "boot_timeout",
-                "exit_timeout", "machine_failed")
+                "exit_timeout", "machine_failed", "join_failed")
 
 Event = Mapping[str, Any]
 

@@ -155,7 +155,7 @@ def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
     assert result["books"]["stopped_s"] == 5.0 and sum(result["books"].values()) == result["wall_s"] == 34.0
 
 
-@pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout"])
+@pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout", "join_failed"])
 def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
     """Each of the driver's reasons counts."""
     gone = event(1.0, "driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason=reason)
