@@ -182,7 +182,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     hears the loss of each step, so its patience counts steps. Nothing else may set a rate.
     `clip_norm` clips the global norm. `extras` are objects with state_dict and load_state_dict that belong to the state
     (a moving average of the weights, metrics); they change only in
-    `after_step(step)`, which runs on every worker alike, as the last part of the step.
+    `after_step(step)`, which runs on every worker alike, as the last part of the step, under torch.no_grad(): a backward
+    pass of its own needs `with torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
     An epoch whose samples do not divide by `global_batch` ends with a short batch; `drop_last` leaves those samples out.
     Each shard of a short batch has at least `min_shard_samples` samples, so fewer shards have any; None: 2 for a model
     with BatchNorm, which cannot compute a variance of one sample, else 1.
@@ -515,6 +516,7 @@ class Trainer:
     def _forward_backward(self, step: int) -> tuple[int, int]:
         """Run my shards of a step into the flat buffers; returns the number and digest of my samples."""
         self.state.begin()
+        self.flat.find_marks(self.state.buffers_before())
         try:
             return self._run_shards(step)
         except GradientsWritten:  # nothing has left this worker: its shards are run again, each with its own gradients

@@ -265,7 +265,7 @@ class Flat:
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor]) -> None:
         """Add one shard's loss and changes of the buffers, weighted."""
-        statistics, marked = self.statistics, self._marked(before)
+        statistics, marked = self.statistics, self.find_marks(before)
         statistics[0] += loss.detach().reshape(()).to(statistics.device, torch.float32) * weight
         at = 1
         for name in self.buffer_names:
@@ -280,8 +280,8 @@ class Flat:
             statistics[at : at + count].add_(change.reshape(-1).to(torch.float32) * weight)
             at += count
 
-    def _marked(self, before: dict[str, torch.Tensor]) -> set[str]:
-        """Return the buffers that hold a mark at the step's begin. Once a step, a GPU is waited for."""
+    def find_marks(self, before: dict[str, torch.Tensor]) -> set[str]:
+        """Return the buffers that hold a mark at the step's begin. A GPU is waited for, so it is called while idle."""
         if before is not self._before:
             found = {name: values for name in self.buffer_names
                      if (values := _real(before[name])).is_floating_point() and values.numel()}
@@ -298,7 +298,7 @@ class Flat:
 
     def apply_statistics(self, before: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
-        statistics, marked, at = self.statistics, self._marked(before), 1
+        statistics, marked, at = self.statistics, self.find_marks(before), 1
         for name in self.buffer_names:
             buffer, was = _real(buffers[name]), _real(before[name])
             change = statistics[at : at + buffer.numel()].view(buffer.shape)
