@@ -70,6 +70,7 @@ from elastic_trainer.place import (
     RunOver,
 )
 from elastic_trainer.reduce import (
+    MOST_CHANGE,
     ExactReducer,
     Flat,
     GradientsWritten,
@@ -657,6 +658,11 @@ class Trainer:
 
     def _judge_loss(self, step: int) -> None:
         """Tell when the step's loss is not finite, and raise LossNotFinite on all workers if the job says so."""
+        if self.flat.has_lost_digits():
+            self.state.restore()
+            raise RuntimeError(f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step {step}, of "
+                               f"which the mean over the shards is not exact. Keep it in a float buffer, or change it "
+                               f"in after_step.")
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
             return

@@ -46,6 +46,8 @@ BUCKET_BYTES = 1 << 20
 """How much of the gradient `ring` sends at once. Small enough to start early, large enough for the network."""
 MARK = 1e30
 """A buffer's value of this size, or the largest of its type, is no quantity but a mark."""
+MOST_CHANGE = 2.0**22
+"""A whole number changes by at most so much in a step: the mean over shards is then exact when it is rounded."""
 PAD = 4096
 """Room behind each flat buffer, so that it can be cut into equal slices for any world of up to this size."""
 
@@ -104,6 +106,11 @@ class Flat:
         if buffers is not None:
             self.buffer_names = list(buffers)
             self._buffer_elements = sum(_real(b).numel() for b in buffers.values())
+            is_whole = [torch.full((_real(b).numel(),),
+                                   not (b.is_floating_point() or b.is_complex() or b.dtype == torch.bool))
+                        for b in buffers.values()]
+            self._whole = 1 + torch.cat(is_whole).nonzero().flatten().to(self.device) if is_whole else torch.empty(0)
+            """Where the statistics hold changes of whole numbers."""
         self.trained = list(trained)
         self.members = [number for number, is_trained in enumerate(trained) if is_trained]
         self.parameters = [self.everyone[number] for number in self.members]
@@ -291,6 +298,10 @@ class Flat:
             self._marks = {name for name, is_quantity in zip(found, told, strict=True) if not is_quantity}
             self._before = before
         return self._marks
+
+    def has_lost_digits(self) -> bool:
+        """True if a buffer of whole numbers has changed by more than 32-bit sums hold exactly."""
+        return bool(self._whole.numel()) and float(self.statistics[self._whole].abs().max()) > MOST_CHANGE
 
     def mean_loss(self) -> float:
         """Return the reduced loss of the step. On a GPU this waits for the device."""

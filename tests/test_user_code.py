@@ -211,3 +211,24 @@ def test_a_loss_of_one_element_is_a_scalar() -> None:
     one, other = (trained(built(), loss=loss).weights_sha256
                   for loss in (mse, lambda model, batch: mse(model, batch).reshape(1)))
     assert one == other
+
+
+class Counter(Model):
+    """Counts in whole numbers."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        self.more, self.inner = more, built()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.more
+        return torch.as_tensor(self.inner(x))
+
+
+def test_the_user_is_told_when_a_whole_number_changes_by_more_than_the_sums_hold() -> None:
+    """It was rounded in silence. Up to there it is exact."""
+    model = everywhere(lambda: job_of(Counter(2**22 - 1)))
+    assert int(model.get_buffer("count")) == 6 * (2**22 - 1)
+    with pytest.raises(RuntimeError, match="a buffer of whole numbers has changed by more than 4194304 in step 0"):
+        trained(Counter(2**25 + 1))
