@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -58,6 +58,8 @@ from elastic_trainer.state.store import (
     checked,
     prove_put_if_absent,
 )
+
+Answer = TypeVar("Answer")
 
 PART_BYTES = 16 << 20
 UPLOAD_S = 900.0
@@ -593,16 +595,7 @@ class Checkpoints:
         """
         self.drop("what it holds may be wrong")
         self.wait()
-        deadline, pause_s = time.monotonic() + RESTORE_S, 1.0
-        while True:
-            try:
-                return self._withdraw(lineage, newest)
-            except StoreUnavailable as error:
-                self.emit("state.store_unavailable", error=str(error))
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(pause_s)
-                pause_s = min(30.0, 2.0 * pause_s)
+        return self._asked_again(lambda: self._withdraw(lineage, newest))
 
     def _withdraw(self, lineage: int, newest: int) -> int:
         log = self.log
@@ -619,13 +612,20 @@ class Checkpoints:
 
     def _begun_lineage(self, insist: bool) -> Record:
         """Prove the store and take the log over, again and again while it does not answer. Peers wait for it."""
+        def begin() -> Record:
+            prove_put_if_absent(self.store)
+            return self.log.begin_lineage()
+
+        return self._asked_again(begin, refusal_is_final=not insist)
+
+    def _asked_again(self, ask: Callable[[], Answer], *, refusal_is_final: bool = False) -> Answer:
+        """Ask the store again and again while it does not answer, for RESTORE_S. Raises StoreUnavailable."""
         deadline, pause_s = time.monotonic() + RESTORE_S, 1.0
         while True:
             try:
-                prove_put_if_absent(self.store)
-                return self.log.begin_lineage()
+                return ask()
             except StoreUnavailable as error:
-                if isinstance(error, StoreRefused) and not insist:
+                if isinstance(error, StoreRefused) and refusal_is_final:
                     raise
                 self.emit("state.store_unavailable", error=str(error))
                 if time.monotonic() > deadline:
