@@ -65,6 +65,8 @@ class ElasticState(hvd_elastic.TorchState):
         """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
         self.extra_state = ExtraState(model)
         self._buffers_before: dict[str, torch.Tensor] = {}
+        self._modules = list(model.modules())
+        self._modes_before: list[bool] = []
         self.take_buffers()
         self._hosts_updated: Callable[[], bool] = lambda: False
         self._receive: Callable[[], None] = lambda: None
@@ -89,15 +91,16 @@ class ElasticState(hvd_elastic.TorchState):
     # --- a step's life -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Keep what a forward pass changes (BatchNorm's buffers), so that `restore` can put it back."""
+        """Keep what a forward pass changes (BatchNorm's buffers, modes), so that `restore` can put it back."""
         self.begun = self.committed + 1
+        self._modes_before = [module.training for module in self._modules]
         if self.buffers:
             self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
         self.extra_state.begin()
 
     def forget(self) -> None:
         """Forget the step in flight: its begin is not to be gone back to."""
-        self.begun, self._buffers_before = self.committed, {}
+        self.begun, self._buffers_before, self._modes_before = self.committed, {}, []
         self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
@@ -116,8 +119,14 @@ class ElasticState(hvd_elastic.TorchState):
                 self.buffers[name].copy_(replacement)
 
     def reset_buffers(self) -> None:
-        """Put the buffers back to the step's begin (each shard starts from the same values)."""
+        """Put the buffers back to the step's begin (each shard starts from the same values), and the modes.
+
+        A loss that ends with `model.eval()` has its effect from the next step on: not from the next
+        shard on, which is the same step in one world and another worker's in the next.
+        """
         self._put_back_replaced()
+        for module, training in zip(self._modules, self._modes_before, strict=False):  # none: no step
+            module.training = training
         for name, before in self._buffers_before.items():
             if self.buffers[name].shape != before.shape:
                 self.buffers[name].resize_(before.shape)  # a forward pass has, which is an error: the message is to come
@@ -142,7 +151,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.committed += 1
         self.samples, self.last_vote = self.samples + samples, (samples, digest)
         self.prepared = self.committed
-        self._buffers_before = {}
+        self._buffers_before, self._modes_before = {}, []
 
     def restore(self) -> None:
         """Drop what a broken step has changed outside the gradient. (Stock: goes back to the last commit's copy.)"""

@@ -108,6 +108,28 @@ def test_a_module_stays_in_eval_mode_when_the_run_goes_on(tmp_path: Path) -> Non
     assert not resumed.model[2].training  # type: ignore[index]
 
 
+class Louder(Model):
+    """Does something else in train mode, as Dropout does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if self.training else x
+
+
+def ends_with_eval(model: Any, batch: Any) -> torch.Tensor:
+    loss = mse(model, batch)
+    model.eval()
+    return loss
+
+
+def test_the_mode_that_a_loss_leaves_holds_from_the_next_step_on() -> None:
+    """A loss that ends with eval() trains its first batch in train mode: whoever has tried it before, on all shards."""
+    alone, reference = built(Louder()), built(Louder())
+    trained(alone, loss=ends_with_eval, shards=1)
+    assert_close(alone, plain(reference, sgd(reference), ends_with_eval, shards=1))
+    assert not alone.training and not alone[2].training
+    everywhere(lambda: job_of(built(Louder()), loss=ends_with_eval))
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number that belongs to no parameter in its state."""
 
