@@ -48,6 +48,8 @@ MARK = 1e30
 """A buffer's value of this size, or the largest of its type, is no quantity but a mark."""
 MOST_CHANGE = 2.0**22
 """A whole number changes by at most so much in a step: the mean over shards is then exact when it is rounded."""
+ALIGNED = 16
+"""The first gradient begins at a multiple of so many elements: at a cache line, as the buffer does."""
 PAD = 4096
 """Room behind each flat buffer, so that it can be cut into equal slices for any world of up to this size."""
 
@@ -117,7 +119,8 @@ class Flat:
         self.places: list[tuple[torch.dtype, int, int]] = []
         self.head_stop = 1 + 2 * len(self.everyone)
         # Each type that any parameter has, trained or not: all workers then take part in the same collectives
-        lengths = {_sum_dtype(p.dtype): 1 for p in self.everyone} | {torch.float32: self.head_stop}
+        lengths = {_sum_dtype(p.dtype): ALIGNED for p in self.everyone}
+        lengths[torch.float32] = -(-self.head_stop // ALIGNED) * ALIGNED
         for parameter in self.parameters:
             dtype = _sum_dtype(parameter.dtype)
             start = lengths[dtype]
@@ -134,6 +137,7 @@ class Flat:
             for parameter in self.everyone:
                 parameter.grad = None
         self._counted = [0] * len(self.members)
+        self._counts_of: tuple[list[int], torch.Tensor] | None = None
         self.strides = [_stride(parameter) for parameter in self.parameters]
         self.sums = self.new_sums()
 
@@ -220,15 +224,20 @@ class Flat:
             if any(self.narrow):
                 self._add_isolated([gradient if is_narrow else None
                                     for gradient, is_narrow in zip(self.sums.gradients, self.narrow, strict=True)])
-        everyone = len(self.everyone)
-        counts = [0.0] * (1 + 2 * everyone)
-        counts[0] = 1.0
-        for number, is_used in zip(self.members, used, strict=True):
-            counts[1 + number] = 1.0
-            counts[1 + everyone + number] = float(is_used)
-        head = self.sums[torch.float32][: self.head_stop]
-        head.add_(torch.tensor(counts, device=self.device))
+        self.sums[torch.float32][: self.head_stop].add_(self._counts_where(used))
         self.shards_run += 1
+
+    def _counts_where(self, used: list[int]) -> torch.Tensor:
+        """Return what a shard adds to the counts; it is kept, since shards mostly use the same parameters."""
+        if self._counts_of is None or self._counts_of[0] != used:
+            everyone = len(self.everyone)
+            counts = [0.0] * self.head_stop
+            counts[0] = 1.0
+            for number, is_used in zip(self.members, used, strict=True):
+                counts[1 + number] = 1.0
+                counts[1 + everyone + number] = float(is_used)
+            self._counts_of = (used, torch.tensor(counts, device=self.device))
+        return self._counts_of[1]
 
     def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
         """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters had a gradient."""

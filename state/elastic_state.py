@@ -126,7 +126,8 @@ class ElasticState(hvd_elastic.TorchState):
         """
         self._put_back_replaced()
         for module, training in zip(self._modules, self._modes_before, strict=False):  # none: no step
-            module.training = training
+            if module.training != training:  # to set it takes longer than to look
+                module.training = training
         for name, before in self._buffers_before.items():
             if self.buffers[name].shape != before.shape:
                 self.buffers[name].resize_(before.shape)  # a forward pass has, which is an error: the message is to come
