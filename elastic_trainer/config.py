@@ -75,6 +75,11 @@ class Limits:
                 raise ConfigError(f"ELASTIC_TRAINER_LIMITS has {item!r}. Use name=seconds with one of "
                                   f"{', '.join(Limits.__dataclass_fields__)}.")
             limits = replace(limits, **{name: float(seconds)})
+        most_s = min(limits.silence_s / 4, limits.driver_lost_s / 3)  # the driver holds an answer for one beat_s
+        if not 0 < limits.beat_s <= most_s:
+            raise ConfigError(f"beat_s is {limits.beat_s:g}, but a heartbeat must come 4 times in silence_s "
+                              f"({limits.silence_s:g}) and 3 times in driver_lost_s ({limits.driver_lost_s:g}). Set "
+                              f"beat_s to at most {most_s:g} in ELASTIC_TRAINER_LIMITS, or the other two higher.")
         return limits
 
 

@@ -576,6 +576,13 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
         Launch.from_environment({"ELASTIC_TRAINER_REDUCE": "mean"})
 
 
+@pytest.mark.parametrize("limits", ["beat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
+def test_the_user_is_told_when_heartbeats_are_too_rare_for_their_limits(limits: str) -> None:
+    """A worker would take its driver for lost, or be taken for frozen, between two heartbeats."""
+    with pytest.raises(ConfigError, match="beat_s is .* Set beat_s to at most .* in ELASTIC_TRAINER_LIMITS"):
+        Limits.from_environment({"ELASTIC_TRAINER_LIMITS": limits})
+
+
 def test_the_key_is_not_shown_when_a_launch_is_printed() -> None:
     """Tracebacks and logs hold reprs."""
     assert "key" not in repr(Launch(key=KEY))
