@@ -43,6 +43,14 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no variable of a launcher's: the test trains alone, in its own process."""
+    for name in list(os.environ):
+        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
 def turn() -> Iterator[None]:
     """Wait until no other process of tests has workers on this machine (a `Cluster` does so by itself)."""
     from cluster import end_turn, take_turn

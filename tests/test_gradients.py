@@ -5,7 +5,6 @@ The yardstick is `plain`: each shard's gradient as plain PyTorch leaves it in `.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,7 @@ LATE = INPUT[torch.from_numpy(Schedule(dataset_size=SIZE, **NUMBERS).shard_sampl
 """A shard that the warm-up does not see, the last one of its step."""
 
 
-@pytest.fixture(autouse=True)
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 def adamw(model: Model) -> torch.optim.Optimizer:

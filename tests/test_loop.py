@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import copy
 import json
-import os
 import random
 import sys
 import threading
@@ -66,11 +65,7 @@ NUMBERS: dict[str, Any] = {"global_batch": 8, "shards": 4, "epochs": 2, "seed": 
 SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)  # 3 steps an epoch; the last has 6 samples, in shards of 1, 2, 1, 2
 
 
-@pytest.fixture(autouse=True)
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 def mse(model: Model, batch: Any) -> torch.Tensor:

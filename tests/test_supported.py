@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from elastic_trainer.state.elastic_state import ElasticState
 Model = torch.nn.Module
 
 
-@pytest.fixture(autouse=True)
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 class Late(Model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,7 @@ from elastic_trainer.reduce import ParametersWritten
 Model = torch.nn.Module
 
 
-@pytest.fixture(autouse=True)
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 class Conv(Model):
