@@ -1,9 +1,9 @@
-"""What a GPU needs for the same bits twice: torch's settings under `exact`, decided here, applied before the warm-up.
+"""What the same bits twice need: torch's settings for a GPU under `exact`, and MKL's kernels on a CPU.
 
 device and reducer → here → torch (loop.py)
 
 What always holds:
-1. On a CPU, and under `ring`, nothing is changed.
+1. On a CPU, and under `ring`, no setting is changed.
 2. A setting of the user's own that contradicts `exact` is a ConfigError, never overwritten without a word.
 3. TF32 is off, because it rounds a product to 10 bits on GPUs that have it, and GPUs that do not have it give other bits.
    PyTorch has it on for cuDNN unless it is told otherwise.
@@ -13,7 +13,8 @@ An operation that has no deterministic form raises (torch names it). Custom kern
 before `train()` (by a product of matrices on the GPU), are not seen. Not run on a GPU so far.
 
 Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, torch/utils/deterministic.py and
-torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace.
+torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's kernels:
+pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
 """
 
 from __future__ import annotations
@@ -30,6 +31,24 @@ from elastic_trainer.config import ConfigError
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 """With one of these cuBLAS gives the same bits on several streams. The first takes 24 MiB, the second is slower."""
+
+VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt",
+                    "tan", "tanh", "trunc")
+"""What torch hands to MKL's vector library on a CPU."""
+
+
+def choose_kernels() -> None:
+    """Let MKL choose its kernel for each vector function, in one thread. Takes some milliseconds the first time.
+
+    MKL chooses when a function is called first. If several threads of torch call it first at the same time,
+    one of them may get a less exact kernel, for that call alone. Then the first step of a process has other
+    bits than the same step anywhere else. Measured with torch 2.13 (MKL 2024.2) and 2 threads on 2 cores: in
+    one process of six, the first function that it called.
+    """
+    for dtype in (torch.float32, torch.float64):
+        numbers = torch.full((16,), 0.5, dtype=dtype, device="cpu")  # torch gives fewer than 2,048 numbers to one thread
+        for name in VECTOR_FUNCTIONS:
+            getattr(torch, name)(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,8 @@ MOST_PAUSE_S = 1.0
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
+determinism.choose_kernels()  # now, not in `train`: the user builds the model before it
+
 
 class PeerFailed(RuntimeError):
     """The user's code raised on another rank; the text is that rank's traceback."""

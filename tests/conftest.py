@@ -51,6 +51,13 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nobody_started_us: None) -> Path:
+    """Return the folder of a run, which a launcher would name: the test trains alone, in its own process."""
+    monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def turn() -> Iterator[None]:
     """Wait until no other process of tests has workers on this machine (a `Cluster` does so by itself)."""
     from cluster import end_turn, take_turn

@@ -19,7 +19,7 @@ from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 
-nobody_started_us, run_dir = test_loop.nobody_started_us, test_loop.run_dir
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
 
 

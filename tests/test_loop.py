@@ -836,12 +836,6 @@ def test_the_user_is_told_which_holds_when_the_epochs_have_fewer_steps_than_max_
 
 # --- going on -------------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path / "run"))
-    return tmp_path / "run"
-
-
 def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
     """Train a model with everything that a step can change; returns also its scale, and what was heard."""
     model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), seed=seed)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_loop
 import torch
 from test_loop import INPUT, SCHEDULE, SIZE, TARGET, Centred, Ears, built, in_a_world, job, mse, trained
 from torch.optim.lr_scheduler import StepLR
@@ -17,7 +16,7 @@ from elastic_trainer import LossNotFinite
 from elastic_trainer.config import ConfigError
 from elastic_trainer.verify import verify
 
-nobody_started_us, run_dir = test_loop.nobody_started_us, test_loop.run_dir
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 BAD = int(SCHEDULE.shard_samples(1, 2)[0])  # in shard 2 of step 1, and once more in the second epoch
 BAD_STEPS = [step for step in range(SCHEDULE.steps) for shard in range(4) if BAD in SCHEDULE.shard_samples(step, shard)]
 SPOILED = INPUT.clone()

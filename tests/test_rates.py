@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_loop
 import torch
 from test_loop import (
     INPUT,
@@ -35,7 +34,7 @@ from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, pack
 from elastic_trainer.state.rates import RateChanged
 
-nobody_started_us, run_dir = test_loop.nobody_started_us, test_loop.run_dir
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 Optimizer = torch.optim.Optimizer
 ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1, "epochs": 4}))  # 12 steps
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_loop
 import torch
 from test_loop import Ears, adamw, built, in_a_world, job, sgd, trained
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, SequentialLR, StepLR
@@ -17,7 +16,7 @@ from elastic_trainer.schedule import cosine
 from elastic_trainer.settings import remarks_on_effect, remarks_on_launcher
 from elastic_trainer.state.layout import LayoutError
 
-nobody_started_us, run_dir = test_loop.nobody_started_us, test_loop.run_dir
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 Optimizer = torch.optim.Optimizer
 
 
