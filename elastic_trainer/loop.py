@@ -462,13 +462,14 @@ class Trainer:
             samples, digest = self._forward_backward(step)
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
-            self._reduce()                                                      # network: the gradients, once
+            self.reducer.send(world)                                            # network: the gradients, once
+            held = self.replica.parts(step)                                     # while they are on their way
+            self._reduce()
             state.extra_state.share(partial(self._from_first_shard, step))
             state.prepare()
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
-            held = self.replica.parts(step)
             control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
                                  *self._checkpoint_words(state.committed + 1), held=held)
             self.events.reach("step.voted", step=step)
@@ -596,7 +597,7 @@ class Trainer:
         self.reducer.lay_out(trained)
 
     def _reduce(self) -> None:
-        """Sum the gradients of all shards. That workers train different parameters is the user's error on all of them."""
+        """Wait for the sum of all gradients. Workers that train different parameters are the user's error, on all of them."""
         flat = self.flat
         try:
             self.reducer.finish(self.world)

@@ -2,25 +2,29 @@
 
 forward/backward of my shards → here → vote → apply
 
-Two reducers behind one interface (`begin`, `shard`, `lay_out`, `finish`):
+Two reducers behind one interface (`begin`, `shard`, `lay_out`, `send`, `finish`):
 - `exact`: sums in the order of a fixed binary tree over the shards. Each worker adds the aligned subtrees that it
   owns; an alltoall sends everyone its slice of everybody's subtree sums; each finishes the tree for its slice; an
   allgather returns the result. Floating-point addition is commutative, so a tree fixes every bit.
 - `ring`: float allreduce, started bucket by bucket during the last shard's backward pass.
 
+A flat buffer: | shards run | to be trained | loss | changes of buffers | used | gradients … |
+               |---------------- known before the backward pass -----------|
+
 What always holds:
 1. `.grad` of every trained parameter is a view of a flat buffer (autograd adds into it in place), so nothing is
    copied before the network. The gradients of 16-bit parameters are summed in 32 bits and copied.
-2. Behind the gradients in the same buffer lie the loss and what the forward passes changed in the model's buffers
+2. In front of the gradients in the same buffer lie the loss and what the forward passes changed in the model's buffers
    (BatchNorm): the weighted mean over shards of (after - before). They follow the same rule as the gradients.
 3. Weights of shards are shard / batch, so the result is the gradient of the mean over the global batch.
 4. The gradient of a shard is what plain PyTorch leaves in `.grad` for that shard alone. Where the user's code writes to
    `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views cannot hold it: then `Flat.isolates` is set,
    each shard starts with `.grad = None`, and what it leaves is added to the sums. Both ways give the same bits, so
    workers need not agree on one.
-5. In front of the gradients lie three kinds of counts: the shards that were run, and for each parameter of the model the
-   shards in which it was to be trained and in which it got a gradient. They say whether all shards trained the same
-   parameters, and which parameters no shard used: `.grad` of those is None for the optimizer.
+5. There also lie three kinds of counts: the shards that were run, and for each parameter of the model the shards in
+   which it was to be trained and in which it got a gradient. They say whether all shards trained the same parameters,
+   and which parameters no shard used: `.grad` of those is None for the optimizer. What is known before the backward
+   pass has the same length on all workers, so `ring` learns from it whether the gradients' lengths are the same.
 
 How a write to `.grad` is seen: each view has a version counter of its own (`.data`), which every operation in place
 increments. One backward pass adds once to a gradient; more is a hook, or reentrant checkpointing.
@@ -74,7 +78,8 @@ class Collectives(Protocol):
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def wait(self, handle: Any) -> torch.Tensor: ...
-    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]: ...
+    def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> Any: ...
+    def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]: ...
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
 
 
@@ -89,7 +94,7 @@ class Sums(dict[torch.dtype, torch.Tensor]):
 
 
 class Flat:
-    """The flat buffers: one per sum type. Counts (float32 only), gradients, statistics (float32 only), in this order."""
+    """The flat buffers: one per sum type. Counts and statistics (float32 only), then gradients."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor],
                  device: torch.device):
@@ -117,7 +122,9 @@ class Flat:
         self.members = [number for number, is_trained in enumerate(trained) if is_trained]
         self.parameters = [self.everyone[number] for number in self.members]
         self.places: list[tuple[torch.dtype, int, int]] = []
-        self.head_stop = 1 + 2 * len(self.everyone)
+        self.statistics_start = 1 + len(self.everyone)
+        self.early_stop = self.statistics_start + 1 + self._buffer_elements
+        self.head_stop = self.early_stop + len(self.everyone)
         # Each type that any parameter has, trained or not: all workers then take part in the same collectives
         lengths = {_sum_dtype(p.dtype): ALIGNED for p in self.everyone}
         lengths[torch.float32] = -(-self.head_stop // ALIGNED) * ALIGNED
@@ -126,8 +133,6 @@ class Flat:
             start = lengths[dtype]
             self.places.append((dtype, start, start + parameter.numel()))
             lengths[dtype] = start + parameter.numel()
-        self.statistics_start = lengths[torch.float32]
-        lengths[torch.float32] += 1 + self._buffer_elements
         self.lengths = lengths
         self.narrow = [p.dtype != dtype for p, (dtype, _, _) in zip(self.parameters, self.places, strict=True)]
         """Which of the trained parameters have fewer bits than their sum: `.grad` is no view of it then."""
@@ -137,7 +142,9 @@ class Flat:
             for parameter in self.everyone:
                 parameter.grad = None
         self._counted = [0] * len(self.members)
-        self._counts_of: tuple[list[int], torch.Tensor] | None = None
+        self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
+        """What a shard adds to the counts before its backward pass."""
+        self._used_in_one: tuple[list[int], torch.Tensor] | None = None
         self.strides = [_stride(parameter) for parameter in self.parameters]
         self.sums = self.new_sums()
 
@@ -162,12 +169,12 @@ class Flat:
 
     def hand_out(self) -> None:
         """Give each parameter its summed gradient, and None to those that no shard has used (as plain PyTorch does)."""
-        used = self._counts()[2]
-        for parameter in self.everyone:
-            parameter.grad = None
-        for number, parameter, gradient in zip(self.members, self.parameters, self.sums.gradients, strict=True):
-            if used[number]:
-                parameter.grad = gradient.to(parameter.dtype)
+        used = self.sums[torch.float32][self.early_stop : self.head_stop].tolist()
+        gradients = dict(zip(self.members, self.sums.gradients, strict=True))
+        for number, parameter in enumerate(self.everyone):
+            gradient = gradients[number] if used[number] else None
+            if parameter.grad is not gradient:  # to set it takes longer than to look
+                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
 
     # --- one shard ------------------------------------------------------------------------------------------------------
 
@@ -224,20 +231,17 @@ class Flat:
             if any(self.narrow):
                 self._add_isolated([gradient if is_narrow else None
                                     for gradient, is_narrow in zip(self.sums.gradients, self.narrow, strict=True)])
-        self.sums[torch.float32][: self.head_stop].add_(self._counts_where(used))
+        self.sums[torch.float32][self.early_stop : self.head_stop].add_(self._counts_where(used))
         self.shards_run += 1
 
     def _counts_where(self, used: list[int]) -> torch.Tensor:
         """Return what a shard adds to the counts; it is kept, since shards mostly use the same parameters."""
-        if self._counts_of is None or self._counts_of[0] != used:
-            everyone = len(self.everyone)
-            counts = [0.0] * self.head_stop
-            counts[0] = 1.0
+        if self._used_in_one is None or self._used_in_one[0] != used:
+            counts = [0.0] * len(self.everyone)
             for number, is_used in zip(self.members, used, strict=True):
-                counts[1 + number] = 1.0
-                counts[1 + everyone + number] = float(is_used)
-            self._counts_of = (used, torch.tensor(counts, device=self.device))
-        return self._counts_of[1]
+                counts[number] = float(is_used)
+            self._used_in_one = (used, torch.tensor(counts, device=self.device))
+        return self._used_in_one[1]
 
     def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
         """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters had a gradient."""
@@ -253,14 +257,9 @@ class Flat:
 
     # --- what the counts say --------------------------------------------------------------------------------------------
 
-    def _counts(self) -> tuple[float, list[float], list[float]]:
-        """Return (shards run, for each parameter of the model: shards that were to train it, shards that used it)."""
-        counts = self.sums[torch.float32][: self.head_stop].tolist()
-        return counts[0], counts[1 : 1 + len(self.everyone)], counts[1 + len(self.everyone) :]
-
     def agreed(self, head: torch.Tensor) -> list[bool]:
         """Return which parameters all shards of the step were to train. Raises SetsDiffer if it was not one set."""
-        run, *counts = head[: 1 + len(self.everyone)].tolist()
+        run, *counts = head[: self.statistics_start].tolist()
         if any(count not in (0.0, run) for count in counts):
             raise SetsDiffer
         return [count > 0 for count in counts]
@@ -276,11 +275,13 @@ class Flat:
     @property
     def statistics(self) -> torch.Tensor:
         """The loss (1) and the changes of the buffers (their elements, in order), as a view."""
-        return self.sums[torch.float32][self.statistics_start : self.lengths[torch.float32]]
+        return self.sums[torch.float32][self.statistics_start : self.early_stop]
 
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor]) -> None:
-        """Add one shard's loss and changes of the buffers, weighted."""
+        """Count one shard, and add its loss and its changes of the buffers, weighted: all that is known before its
+        backward pass."""
+        self.sums[torch.float32][: self.statistics_start].add_(self._one_run)
         statistics, marked = self.statistics, self.find_marks(before)
         statistics[0] += loss.detach().reshape(()).to(statistics.device, torch.float32) * weight
         at = 1
@@ -373,6 +374,7 @@ class ExactReducer:
         self._spare: list[Sums] = []
         self._stack: list[tuple[int, int, Sums]] = []
         self._leaf_open = False
+        self._sent: dict[torch.dtype, Any] = {}
 
     def begin(self, world: Collectives) -> range:
         """Start a step; returns the shards that this worker runs, in order."""
@@ -449,21 +451,26 @@ class ExactReducer:
             span *= 2
         return span
 
-    def finish(self, world: Collectives) -> None:
-        """Exchange and finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
-
-        Raises SetsDiffer, on all workers alike, when their shards trained different parameters.
-        """
+    def send(self, world: Collectives) -> None:
+        """Give everybody its slice of this worker's subtree sums, without waiting for theirs."""
         if self._leaf_open and not self._stack:  # no shard of the batch is mine: nothing to give, but I take part
             self._spare.append(self.flat.sums)
             self._leaf_open = False
         assert [(low, high) for low, high, _ in self._stack] == [(t.start, t.stop) for t in self._trees]
+        self._sent = {dtype: self._send(world, dtype) for dtype in self.flat.lengths} if world.size > 1 else {}
+
+    def finish(self, world: Collectives) -> None:
+        """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
+
+        Raises SetsDiffer, on all workers alike, when their shards trained different parameters.
+        """
         flat = self.flat
         if world.size == 1:
             result = self._stack[0][2]
             flat.agreed(result[torch.float32])
         else:
-            found = {dtype: self._exchange(world, dtype) for dtype in flat.lengths}
+            found = {dtype: self._exchanged(world, dtype, handle) for dtype, handle in self._sent.items()}
+            self._sent = {}
             self._spare += [sums for _, _, sums in self._stack]
             self._stack = []
             wholes = {dtype: whole for dtype, whole in found.items() if whole is not None}
@@ -483,11 +490,8 @@ class ExactReducer:
         flat.bind(result)
         self._leaf_open = True
 
-    def _exchange(self, world: Collectives, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the sum over all shards; None on all workers if their buffers do not have the same length.
-
-        A worker that has run no shard gives nothing, and takes the length from what it gets.
-        """
+    def _send(self, world: Collectives, dtype: torch.dtype) -> Any:
+        """Start to send the sums of my subtrees. A worker that has run no shard gives nothing."""
         slice_ = -(-self.flat.lengths[dtype] // world.size)
         mine = [sums[dtype][: slice_ * world.size] for _, _, sums in self._stack] if self.flat.shards_run else []
         if len(mine) == 1:
@@ -496,8 +500,14 @@ class ExactReducer:
             outgoing = torch.stack(mine).view(len(mine), world.size, slice_).transpose(0, 1).reshape(-1)
         else:
             outgoing = torch.empty(0, dtype=dtype, device=self.flat.device)
-        suffix = str(dtype).removeprefix("torch.")
-        incoming, counts = world.exchange(outgoing, [len(mine) * slice_] * world.size, f"exact.slices.{suffix}")  # network
+        return world.exchange_start(outgoing, [len(mine) * slice_] * world.size, f"exact.slices.{_suffix(dtype)}")
+
+    def _exchanged(self, world: Collectives, dtype: torch.dtype, handle: Any) -> torch.Tensor | None:
+        """Return the sum over all shards; None on all workers if their buffers do not have the same length.
+
+        A worker that has run no shard takes the length from what it gets.
+        """
+        incoming, counts = world.exchanged(handle)  # network
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
         for rank, count in enumerate(counts):
@@ -507,8 +517,12 @@ class ExactReducer:
                 at += count // len(trees)
         are_equal = len({piece.numel() for piece in pieces.values()}) <= 1
         total = tree_sum(pieces, self.shards) if pieces and are_equal else incoming[:0]
-        whole = world.allgather(total, f"exact.result.{suffix}")  # network
+        whole = world.allgather(total, f"exact.result.{_suffix(dtype)}")  # network
         return whole if are_equal else None  # two workers with shards that differ: each worker sees both lengths
+
+
+def _suffix(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.Tensor:
@@ -558,12 +572,14 @@ class RingReducer:
                        for number, parameter in enumerate(self.flat.parameters)]
 
     def _cut(self) -> list[tuple[torch.dtype, int, int, list[int]]]:
-        """Cut the buffers into buckets (type, start, stop, parameters), the statistics and last parameters first.
+        """Cut the buffers into buckets (type, start, stop, parameters): what is known before the backward pass, then the
+        gradients, those of the last parameters first.
 
-        The last bucket has the counts, which are complete after the last backward pass.
+        The counts of the parameters used, which are complete last, go with the last gradients: a bucket of their own would
+        cost a cycle of Horovod's (0.8 ms, measured).
         """
-        whole = self.flat.lengths[torch.float32]
-        buckets: list[tuple[torch.dtype, int, int, list[int]]] = [(torch.float32, self.flat.statistics_start, whole, [])]
+        flat = self.flat
+        buckets: list[tuple[torch.dtype, int, int, list[int]]] = [(torch.float32, 0, flat.early_stop, [])]
         for number in reversed(range(len(self.flat.parameters))):
             dtype, start, stop = self.flat.places[number]
             last_dtype, low, high, members = buckets[-1]
@@ -571,7 +587,15 @@ class RingReducer:
                 buckets[-1] = (dtype, start, high, [*members, number])
             else:
                 buckets.append((dtype, start, stop, [number]))
-        return [*buckets, (torch.float32, 0, self.flat.head_stop, [])]
+        last_dtype, low, high, members = buckets[-1]
+        if members and last_dtype == torch.float32 and low - flat.head_stop < ALIGNED and not self.compress:
+            return [*buckets[:-1], (torch.float32, flat.early_stop, high, members)]
+        return [*buckets, (torch.float32, flat.early_stop, flat.head_stop, [])]
+
+    def _count_missing(self) -> list[int]:
+        """Return of how many gradients each bucket has to hear. The last one waits for the counts too."""
+        return [len(members) + (bucket == len(self.buckets) - 1)
+                for bucket, (_, _, _, members) in enumerate(self.buckets)]
 
     def begin(self, world: Collectives) -> range:
         """Start a step; returns the shards that this worker runs, in order."""
@@ -587,7 +611,7 @@ class RingReducer:
         assert self.flat.shards_run == 0
         self.flat.lay_out(trained, buffers)
         self._plan()
-        self._missing = [len(members) for _, _, _, members in self.buckets]
+        self._missing = self._count_missing()
 
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
@@ -596,7 +620,7 @@ class RingReducer:
     def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
         """Announce the next shard; call the result after its backward pass."""
         if is_last:
-            self._missing = [len(members) for _, _, _, members in self.buckets]
+            self._missing = self._count_missing()
         return lambda: None
 
     def overlap(self, world: Collectives) -> None:
@@ -609,6 +633,8 @@ class RingReducer:
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
+            if 0 not in self._started:
+                self._start(0, self._world)  # known since the loss was; with this one it costs no cycle of its own
             # The order in which buckets fill is the same on all workers as long as the graphs are; Horovod's
             # negotiation copes with any order.
             self._start(bucket, self._world)
@@ -616,36 +642,36 @@ class RingReducer:
     def _start(self, bucket: int, world: Collectives) -> None:
         dtype, start, stop, members = self.buckets[bucket]
         piece = self.flat.sums[dtype][start:stop]
-        is_gradient = bucket != 0 and bool(members)  # statistics and counts keep their 32 bits
-        outgoing = piece.to(torch.float16) if self.compress and is_gradient else piece
-        name = f"ring.{bucket}" if members or bucket == 0 else "ring.counts"
-        self._started[bucket] = (world.allreduce_start(outgoing, name), outgoing, piece)
+        outgoing = piece.to(torch.float16) if self.compress and members else piece  # the others keep their 32 bits
+        self._started[bucket] = (world.allreduce_start(outgoing, f"ring.{bucket}"), outgoing, piece)
+
+    def send(self, world: Collectives) -> None:
+        """Start the buckets that are not on their way: unused parameters, the counts."""
+        self._world = None
+        if world.size == 1:
+            return
+        is_idle = not self.flat.shards_run and not self._started
+        for bucket in range(1 if is_idle else len(self.buckets)):
+            if bucket not in self._started:
+                self._start(bucket, world)
 
     def finish(self, world: Collectives) -> None:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
 
         Raises SetsDiffer, on all workers alike, when their shards trained different parameters.
         """
-        self._world = None
         if world.size == 1:
             self.flat.agreed(self.flat.sums[torch.float32])
             return
-        counts = len(self.buckets) - 1
-        if self.flat.shards_run:
-            for bucket in range(len(self.buckets)):
-                if bucket not in self._started:  # unused parameters, or nothing but statistics or counts
-                    self._start(bucket, world)
-        else:
-            self._start(counts, world)
-        # The counts first: their length is the same everywhere, and they say whether the other buckets' is
-        handle, _, head = self._started.pop(counts)
+        # The first bucket's length is the same everywhere, and it says whether the others' is
+        handle, _, early = self._started.pop(0)
         world.wait(handle)
-        trained = self.flat.agreed(head)
-        if not head[0]:
+        trained = self.flat.agreed(early)
+        if not early[0]:
             return  # nobody has run a shard: the vote says why
-        if not self.flat.shards_run:
-            self._follow(trained, head)
-            for bucket in range(len(self.buckets) - 1):
+        if not self._started:
+            self._follow(trained, early)
+            for bucket in range(1, len(self.buckets)):
                 self._start(bucket, world)
         for handle, outgoing, piece in self._started.values():
             world.wait(handle)
@@ -653,12 +679,12 @@ class RingReducer:
                 piece.copy_(outgoing)
         self._started = {}
 
-    def _follow(self, trained: list[bool], head: torch.Tensor) -> None:
+    def _follow(self, trained: list[bool], early: torch.Tensor) -> None:
         """Have buffers for what the others train: this worker has run no shard, and gives zeros."""
         if trained != self.flat.trained:
             self.flat.adopt(trained)
             self.lay_out(trained)
-            self.flat.sums[torch.float32][: self.flat.head_stop].copy_(head)
+            self.flat.sums[torch.float32][: self.flat.early_stop].copy_(early)
 
 
 Reducer = ExactReducer | RingReducer

@@ -368,11 +368,14 @@ class World:
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
         """Send each worker its part of a flat tensor; returns the parts received, by rank."""
-        return self.exchange(tensor, splits, name)[0]
+        return self.exchanged(self.exchange_start(tensor, splits, name))[0]
 
-    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]:
-        """Send each worker its part of a flat tensor; returns the parts received, by rank, and their lengths."""
-        handle = hvd.alltoall_async(tensor, splits=torch.tensor(splits, dtype=torch.int32), name=name)
+    def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> int:
+        """Start to send each worker its part of a flat tensor."""
+        return hvd.alltoall_async(tensor, splits=torch.tensor(splits, dtype=torch.int32), name=name)
+
+    def exchanged(self, handle: int) -> tuple[torch.Tensor, list[int]]:
+        """Wait for an exchange; returns the parts received, by rank, and their lengths."""
         received, counts = self.wait(handle)
         return received, counts.tolist()
 

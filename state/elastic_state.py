@@ -66,6 +66,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.extra_state = ExtraState(model)
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())
+        self._outlined = self._outline()
         self._modes_before: list[bool] = []
         self.take_buffers()
         self._hosts_updated: Callable[[], bool] = lambda: False
@@ -177,12 +178,17 @@ class ElasticState(hvd_elastic.TorchState):
 
     def check_parameters(self) -> None:
         """Raise RuntimeError if the model has other parameters than at the start: nobody could have joined or resumed."""
-        if [id(p) for p in self.model.parameters()] != [id(p) for p in self._parameters]:
+        if self._outline() != self._outlined and [*map(id, self.model.parameters())] != [*map(id, self._parameters)]:
             own = {id(p) for p in self._parameters}
             new = [name for name, p in named_parameters(self.model).items() if id(p) not in own]
             raise RuntimeError(f"the model has other parameters than at the start "
                                f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker "
                                f"could join or resume. Build all before train(), and change values in place (copy_).")
+
+    def _outline(self) -> list[int]:
+        """Return what changes wherever the model's modules or parameters do, in a tenth of the time that a walk takes."""
+        return [id(part) for module in self._modules for parts in (module._parameters, module._modules)
+                for part in parts.values()]
 
     def check_groups(self) -> None:
         """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a resume, build those."""

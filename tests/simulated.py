@@ -42,10 +42,14 @@ class Member:
         return tensor
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
-        return self.exchange(tensor, splits, name)[0]
+        return self.exchanged(self.exchange_start(tensor, splits, name))[0]
 
-    def exchange(self, tensor: torch.Tensor, splits: list[int], name: str) -> tuple[torch.Tensor, list[int]]:
-        parts = self._share(name, list(tensor.split(splits)))
+    def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> Any:
+        return (list(tensor.split(splits)), name)
+
+    def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]:
+        tensors, name = handle
+        parts = self._share(name, tensors)
         mine = [parts[rank][self.rank] for rank in range(self.size)]
         return torch.cat(mine), [len(part) for part in mine]
 

@@ -54,11 +54,12 @@ def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torc
                 if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
                     reducer.overlap(member)
                 flat.open_shard()
-                sum((p * n.to(p.dtype)).sum().double() for p, n in zip(parameters, numbers, strict=True)).backward()
                 after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
                 flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers, after)
+                sum((p * n.to(p.dtype)).sum().double() for p, n in zip(parameters, numbers, strict=True)).backward()
                 flat.close_shard()
                 done()
+            reducer.send(member)
             reducer.finish(member)
             flat.hand_out()
         changed = {name: b.clone() for name, b in buffers.items()}
