@@ -597,7 +597,7 @@ class Trainer:
         self.reducer.lay_out(trained)
 
     def _reduce(self) -> None:
-        """Wait for the sum of all gradients. Workers that train different parameters are the user's error, on all of them."""
+        """Wait for the sum of all gradients. That workers train different parameters is the user's error, on all."""
         flat = self.flat
         try:
             self.reducer.finish(self.world)
