@@ -602,7 +602,7 @@ def _parse(number: int, raw: bytes) -> Iterable[Line]:
 
 def _parse_event(raw: bytes) -> Event | None:
     try:
-        event = json.loads(raw)
+        event = json.loads(raw.decode())  # to look for another encoding takes as long as half of the parsing
     except ValueError:  # also where it is no UTF-8
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
