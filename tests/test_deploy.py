@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -176,10 +178,21 @@ esac
 """
 
 
-class Machine:
-    """A folder that stands for a machine's root: the scripts of deploy/hosts work below it, with programs that pretend."""
+RUNUSER = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+"""
 
-    def __init__(self, folder: Path, instance: str, **settings: str):
+
+class Machine:
+    """A folder that stands for a machine's root: the scripts of deploy/hosts work below it, with programs that pretend.
+
+    `trainer` is whoever runs the tests, or another user of this machine.
+    """
+
+    def __init__(self, folder: Path, instance: str, trainer: str = "", **settings: str):
+        self.trainer = trainer
         self.root, self.store, self.calls = folder / instance, folder / "store", folder / f"{instance}.calls"
         self.env = os.environ | {"CALLS": str(self.calls), "STORE": str(self.store), "TMPDIR": str(folder),
                                  "PATH": f"{self.root}/bin:{os.environ['PATH']}"}
@@ -193,8 +206,14 @@ class Machine:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.root / "etc/ssh/ssh_host_ed25519_key"],
                        check=True)
         self.program("aws", AWS)
-        for name in ("dnf", "systemctl", "swapoff", "sshd", "chown"):
+        for name in ("dnf", "systemctl", "swapoff", "sshd", *([] if trainer else ["chown"])):
             self.program(name, RECORD)
+        if trainer:
+            shutil.chown(self.root / "home", trainer)
+            self.calls.touch()
+            self.calls.chmod(0o666)
+        else:
+            self.program("runuser", RUNUSER)
         self.program("getent", f"#!/bin/sh\necho trainer:x:1:1::{self.root}/home:/bin/sh\n")
         self.program("ip", "#!/bin/sh\ncase $* in *route*) echo 'default via 10.0.0.1 dev ens9 metric 512'; "
                            "echo 'default via 10.0.0.1 dev ens5 proto dhcp metric 100';; "
@@ -208,8 +227,10 @@ class Machine:
     def here(self, text: str) -> str:
         """Return a script or configuration as it must be for this machine: our folders, and us for `trainer`."""
         text = re.sub(r"(?<![\w.}])/(etc|var|opt)/", rf"{self.root}/\1/", text)
-        whoami, group = (subprocess.run(["id", f], capture_output=True, text=True).stdout.strip() for f in ("-un", "-gn"))
-        return (text.replace("-o trainer -g trainer", f"-o {whoami} -g {group}").replace("localuser trainer",
+        whoami, group = (subprocess.run(["id", f, *self.trainer.split()], capture_output=True, text=True).stdout.strip()
+                         for f in ("-un", "-gn"))
+        return (text.replace("-o trainer -g trainer", f"-o {whoami} -g {group}").replace(
+                "trainer:trainer", f"{whoami}:{group}").replace("-u trainer", f"-u {whoami}").replace("localuser trainer",
                 f"localuser {whoami}").replace("User trainer", f"User {whoami}").replace("AllowUsers trainer",
                 f"AllowUsers {whoami}").replace("keys/%u", "keys/trainer"))
 
@@ -227,14 +248,20 @@ class Machine:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+def fleet(tmp_path: Path) -> tuple[Machine, Machine]:
     """A coordinator and a worker, booted one after the other as user data boots them."""
+    return booted(tmp_path)
+
+
+def booted(tmp_path: Path, trainer: str = "") -> tuple[Machine, Machine]:
     for tool in ("ssh-keygen", "openssl", "zstd"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not on this machine.")
-    coordinator = Machine(tmp_path, COORDINATOR, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2", NP="4",
-                          MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
-    worker = Machine(tmp_path, WORKER, ROLE="worker", SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst", ROLE_ID="AROA2")
+    coordinator = Machine(tmp_path, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2",
+                          NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0",
+                          PIP_EXTRA_INDEX_URL="")
+    worker = Machine(tmp_path, WORKER, trainer, ROLE="worker", SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst",
+                     ROLE_ID="AROA2")
     code = tmp_path / "code" / "deploy"
     shutil.copytree(HOSTS, code / "hosts")
     (code / "install.sh").write_text("#!/bin/sh\nmkdir -p $(dirname $0)/../.venv\n")
@@ -258,7 +285,7 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
         path.write_text(path.read_text().replace(str(coordinator.root), str(worker.root)))
     subprocess.run(["tar", "--zstd", "-cf", released, "-C", again, "."], check=True)
     worker.boot()
-    yield coordinator, worker
+    return coordinator, worker
 
 
 def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple[Machine, Machine]) -> None:
@@ -307,6 +334,49 @@ def test_a_reboot_makes_no_key_and_no_release_again(fleet: tuple[Machine, Machin
     assert all(path.read_bytes() == body for path, body in kept)
     assert "release" not in coordinator.called() and "code.tar.gz" not in coordinator.called()
     assert "elastic-trainer.service" in coordinator.called() and "elastic-standby.service" in worker.called()
+
+
+NOT_ROOT = "nobody"
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that another user can enter (pytest's own are closed to them)."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def owners(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return everything below a folder, with its owner, its mode and what it holds."""
+    return {str(path): (path.lstat().st_uid, path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
+            for path in [folder, *folder.rglob("*")]}
+
+
+def test_root_follows_no_symlink_that_trainer_has_made(shared_folder: Path) -> None:
+    """Training code gains nothing at the next boot: nothing of root's has another owner, other text, or is new."""
+    if os.geteuid() or not shutil.which("runuser"):
+        pytest.skip("this test needs root, runuser and the user nobody.")
+    fleet = booted(shared_folder, NOT_ROOT)
+    for machine in fleet:
+        mine, kept, home = (machine.root / name for name in ("root's", "var/lib/elastic-trainer", "home"))
+        assert kept.stat().st_uid == home.stat().st_uid == pwd.getpwnam(NOT_ROOT).pw_uid
+        (mine / "folder").mkdir(parents=True)
+        for path in (mine / "file", mine / "folder/id_ed25519.pub"):
+            path.write_text("root's\n")
+        before = owners(mine)
+        for link, target in ((home / ".bashrc", "file"), (home / ".ssh", "folder"), (kept / "runs", "folder"),
+                             (kept / "host_keys", "folder"), (kept / "released", "new"), (kept / "ended", "new")):
+            own = link.rename(link.with_name("own")) if link.exists() else None
+            link.symlink_to(mine / target)
+            with suppress(subprocess.CalledProcessError):
+                machine.boot()  # it may stop where its own way is barred; it may not go by another's
+            assert owners(mine) == before, link
+            link.unlink()
+            if own:
+                own.rename(link)
+        machine.boot()
+        assert not any(b"root's" in path.read_bytes() for path in machine.store.rglob("*") if path.is_file())
 
 
 def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(fleet: tuple[Machine, Machine]) -> None:

@@ -9,6 +9,8 @@
 #    which every host needs.
 # 2. Keys stand under this machine's own name, which no other machine can write, and the release comes last: a worker
 #    that finds it finds all.
+# 3. Root changes nothing below a folder of trainer's: a symlink there would lead it to any file of this machine. So
+#    those parts are made as trainer, and what root goes by (`released`) stands where trainer cannot write.
 set -euo pipefail
 root=/opt/elastic-trainer
 kept=/var/lib/elastic-trainer          # the same path on workers: it is the run's folder there too
@@ -17,18 +19,20 @@ me=$ROLE_ID:$(</var/lib/cloud/data/instance-id)
 store=s3://$BUCKET/$FLEET
 boot=$store/boot/$me
 
+home=$(getent passwd trainer | cut -d: -f6)
+
 copy() { aws s3 cp --only-show-errors "$@"; }
+as_trainer() { runuser -u trainer -- env "HOME=$home" "$@"; }
 
 "$root/deploy/hosts/machine.sh"
-install -d -o trainer -g trainer "$kept" "$kept/host_keys" "$kept/runs" "$kept/runs/$FLEET"
+install -d -o trainer -g trainer "$kept"
+as_trainer mkdir -p "$kept/host_keys" "$kept/runs/$FLEET"
 
 # ---- keys ----
 
-home=$(getent passwd trainer | cut -d: -f6)
-install -d -m 700 -o trainer -g trainer "$home/.ssh"
+as_trainer mkdir -p -m 700 "$home/.ssh"
 if [[ ! -f $home/.ssh/id_ed25519 ]]; then
-    ssh-keygen -q -t ed25519 -N '' -C "$FLEET" -f "$home/.ssh/id_ed25519"
-    chown trainer:trainer "$home/.ssh/id_ed25519" "$home/.ssh/id_ed25519.pub"
+    as_trainer ssh-keygen -q -t ed25519 -N '' -C "$FLEET" -f "$home/.ssh/id_ed25519"
 fi
 if [[ ! -s $etc/agent.key ]]; then
     (umask 077 && openssl rand -hex 32 >"$etc/agent.key")
@@ -40,10 +44,9 @@ printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
 
 # ---- the release ----
 
-if [[ ! -f $kept/released ]]; then
+if [[ ! -f $etc/released ]]; then
     # A coordinator that takes another's place goes on with its diary.
-    aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
-    chown -R trainer:trainer "$kept/runs/$FLEET"
+    as_trainer aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
     export PYTHON=python3.11 XDG_CACHE_HOME=/var/cache
     wheels=$XDG_CACHE_HOME/elastic-trainer/wheels
     aws s3 sync --only-show-errors "$store/wheels/" "$wheels"       # building Horovod takes minutes: once is enough
@@ -59,10 +62,10 @@ if [[ ! -f $kept/released ]]; then
     archive=$(mktemp /var/tmp/release.XXXXXX)
     trap 'rm -f "$archive"' EXIT
     tar --create --zstd --file "$archive" --directory "$root" .
-    copy "$home/.ssh/id_ed25519.pub" "$boot/coordinator.pub"
+    as_trainer cat "$home/.ssh/id_ed25519.pub" | copy - "$boot/coordinator.pub"
     copy "$etc/agent.key" "$boot/agent.key"
     copy "$archive" "$boot/release.tar.zst"
-    touch "$kept/released"
+    touch "$etc/released"
 fi
 
 # ---- the units ----

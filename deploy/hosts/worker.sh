@@ -6,6 +6,7 @@
 # What always holds:
 # 1. The host key is in the bucket before the agent answers, and no host is listed before its agent answers.
 # 2. Only root can change whom sshd lets in; only the coordinator is let in, only as `trainer`.
+# 3. Root changes nothing below a folder of trainer's (coordinator.sh has the same rule): training code owns them.
 set -euo pipefail
 root=/opt/elastic-trainer
 kept=/var/lib/elastic-trainer
@@ -13,13 +14,16 @@ etc=/etc/elastic-trainer
 me=$ROLE_ID:$(</var/lib/cloud/data/instance-id)
 store=s3://$BUCKET/$FLEET
 boot=$store/$(dirname "$SOURCE")       # the coordinator's own folder
+home=$(getent passwd trainer | cut -d: -f6)
+
+as_trainer() { runuser -u trainer -- env "HOME=$home" "$@"; }
 
 "$root/deploy/hosts/machine.sh"
-install -d -o trainer -g trainer "$kept" "$kept/runs"
+install -d -o trainer -g trainer "$kept"
+as_trainer mkdir -p "$kept/runs"
 
 # sshd lets bash read it: what it sets would be other variables than a standby's.
-home=$(getent passwd trainer | cut -d: -f6)
-: >"$home/.bashrc"
+as_trainer install -m 644 /dev/null "$home/.bashrc"
 
 umask 077
 new=$(mktemp -d "$etc/new.XXXXXX")
