@@ -26,6 +26,7 @@ from elastic_trainer.config import REDUCERS, ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("gpt", "digits")
+LAST_BYTES = 1 << 20
 LOCAL_S3 = "s3://elastic-trainer/checkpoints"
 
 
@@ -193,7 +194,7 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
         if is_demo:
             watch.stop()
     if exit_code not in (0, 130) and is_demo:
-        print(f"the last lines of {log_path}:", *log_path.read_text(errors="replace").splitlines()[-25:], sep="\n",
+        print(f"the last lines of {log_path}:", *end_of(log_path).splitlines()[-25:], sep="\n",
               file=sys.stderr)
     result = summarize(Reader(run_dir).events(to_the_end=True))
     print_summary(result)
@@ -229,9 +230,16 @@ def _prove(store: str) -> None:
               "never answer press Ctrl-C, and correct --store or AWS's variables.", sep="\n", file=sys.stderr, flush=True)
 
 
+def end_of(path: Path) -> str:
+    """Return a file's last lines, at most LAST_BYTES: a run of weeks prints more than fits into memory."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        return file.read().decode(errors="replace")
+
+
 def last_words(log_path: Path, most: int = 3) -> list[str]:
     """Return the last lines that workers printed themselves, each once."""
-    _, *said = log_path.read_text(errors="replace").split("<stdout>: ")
+    _, *said = end_of(log_path).split("<stdout>: ")
     return list(dict.fromkeys(line.splitlines()[0] for line in said if line.strip()))[-most:]
 
 

@@ -73,9 +73,11 @@ from elastic_trainer.config import (
 from elastic_trainer.courier import Desk
 from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
 from elastic_trainer.events import Events
+from elastic_trainer.lines import lines_of
 from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
+from elastic_trainer.plain import plain_output
 from elastic_trainer.rendezvous import Rendezvous
 from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import WordRefused, WordServer
@@ -112,6 +114,8 @@ HEARD_AGAIN_S = 1.0
 """A worker that was silent for longer than this (and four of its beats), but not for long enough to be evicted, is told."""
 CLOCK_S = 60.0
 """A worker whose clock differs from ours by more is told (discovery/agent.py has the same limit)."""
+LAST_LINE_CHARACTERS = 1000
+"""Of each of a worker's last lines so much is kept: a frame of faulthandler has fewer."""
 LAST_OUTPUT_S = 2.0
 """How long the last lines of workers that are gone may take; a process that one has left behind may hold its output."""
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
@@ -180,11 +184,12 @@ class WorkerProcess:
 
     def _forward(self, kind: str, stream: IO[bytes], output: IO[str]) -> None:
         """Pass lines on, prefixed with the host: ranks change, hosts do not. Ends when the last holder closes it."""
-        for raw in stream:
+        for raw in lines_of(stream.fileno(), remote.EXITED.encode()):
             line, mark, code = raw.decode(errors="replace").rstrip().partition(remote.EXITED)
             if kind == "stderr":
-                self.last_lines.append(line)
+                self.last_lines.append(line[:LAST_LINE_CHARACTERS])
             if line or not mark:
+                line = plain_output(line)
                 with suppress(OSError):  # whoever does not take our output: the worker must not wait until we read on
                     output.write(f"[{self.host}]<{kind}>: {line}\n")  # at once, or another worker's line gets in between
                     output.flush()

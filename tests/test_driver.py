@@ -38,6 +38,7 @@ from elastic_trainer.driver import (
     way_to,
 )
 from elastic_trainer.events import Events
+from elastic_trainer.lines import MAX_LINE_BYTES
 from elastic_trainer.membership import End, Phase, Start, Worker
 from elastic_trainer.place import own_address_towards
 
@@ -249,6 +250,30 @@ def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
     until(lambda: len(workers.output.getvalue().splitlines()) == 2)
     lines = sorted(workers.output.getvalue().splitlines())
     assert lines == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
+
+
+def test_a_worker_is_heard_though_it_writes_no_line_end(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar, and a prompt, are seen while the worker goes on."""
+    monkeypatch.setattr("elastic_trainer.lines.UPDATE_S", 0.01)
+    workers.start(["sh", "-c", r"printf '\r 1%%\r 2%%'; printf 'ready? ' >&2; sleep 1000"])
+    until(lambda: "<stdout>:  2%" in (seen := workers.output.getvalue()) and "<stderr>: ready?" in seen)
+
+
+def test_output_without_line_ends_is_passed_on_in_bounded_pieces(workers: Workers) -> None:
+    """The driver's memory is not the worker's to fill: neither by a line, nor by the last lines of its stderr."""
+    worker = workers.start(["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x >&2"])
+    assert worker.wait() == 0
+    worker.forwards[1].join(DEADLINE_S)
+    lines = [line.removeprefix("[localhost]<stderr>: ") for line in workers.output.getvalue().splitlines()]
+    assert "".join(lines) == "x" * 3_000_000 and len(lines) < 100
+    assert max(map(len, lines)) <= MAX_LINE_BYTES and max(map(len, worker.last_lines)) <= 1000
+
+
+def test_a_workers_output_cannot_command_the_terminal(workers: Workers) -> None:
+    """Colours stay, and end with their line; titles, clipboards and cursors are shown and not obeyed."""
+    workers.start(["printf", r"\033[31mred\033]0;title\007\033[2Aup\ttab\n"]).wait()
+    seen = until(lambda: workers.output.getvalue())
+    assert seen == "[localhost]<stdout>: \x1b[31mred\\x1b]0;title\\x07\\x1b[2Aup\ttab\x1b[0m\n"
 
 
 def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers) -> None:

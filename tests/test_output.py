@@ -41,14 +41,17 @@ def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
 
 
 MANY_WORKERS = """
-import io, sys, threading
+import os, sys, threading
 from elastic_trainer.driver import WorkerProcess
 from elastic_trainer.output import outlive_readers
 outlive_readers()
 def forward(host):
     process = WorkerProcess.__new__(WorkerProcess)
     process.host, process.is_remote = host, False
-    process._forward("stdout", io.BytesIO(b"a line\\n" * 500), sys.stdout)
+    reader, writer = map(os.fdopen, os.pipe(), ("rb", "wb"))
+    writer.write(b"a line\\n" * 500)
+    writer.close()
+    process._forward("stdout", reader, sys.stdout)
 threads = [threading.Thread(target=forward, args=(f"host-{n}",)) for n in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
