@@ -522,22 +522,70 @@ def test_a_script_parses_and_says_what_it_is(script: str) -> None:
         subprocess.run(["shellcheck", HOSTS / script], check=True)
 
 
-def test_push_sends_the_project_and_the_folder(tmp_path: Path) -> None:
-    """What git tracks of the three packages and of deploy/hosts, and the user's own folder; nothing that was left lying."""
+def pushed(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run push.sh with a folder; what goes into the bucket lies in tmp_path/code.tar.gz."""
     if subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
         pytest.skip("this tree is no git clone.")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text("print()\n")
-    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin").mkdir(exist_ok=True)
     aws = tmp_path / "bin" / "aws"
     aws.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/said\ncat >{tmp_path}/code.tar.gz\n')
     aws.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    subprocess.run([DEPLOY / "push.sh", "b", "mine", tmp_path / "mine"], env=env, check=True, capture_output=True)
+    return subprocess.run([DEPLOY / "push.sh", "b", "mine", folder], env=env, capture_output=True, text=True)
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here", *words], check=True,
+                   capture_output=True)
+
+
+def test_push_sends_what_git_tracks_and_says_what_it_left_out(tmp_path: Path) -> None:
+    """Of the three packages, of deploy/hosts and of the user's folder, as it lies there: no secret, no data, no environment
+    that git does not know goes into the bucket, and none is left out in silence.
+    """
+    mine = tmp_path / "mine"
+    (mine / ".venv" / "bin").mkdir(parents=True)
+    (mine / "sub").mkdir()
+    for name in ("train.py", "sub/my model.py", "gone.py", ".gitignore", ".env", "notes.txt", ".venv/bin/python"):
+        (mine / name).write_text("at first\n")
+    (mine / "latest").symlink_to("train.py")
+    (mine / ".gitignore").write_text(".env\n")
+    git(tmp_path, "init", "--quiet", "mine")
+    git(mine, "add", "train.py", "sub", "gone.py", ".gitignore", "latest")
+    git(mine, "commit", "--quiet", "-m", "all")
+    (mine / "train.py").write_text("now\n")
+    (mine / "gone.py").unlink()
+    (mine / "\x1b[2J").touch()
+    done = pushed(mine, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "said").read_text() == "s3 cp --only-show-errors - s3://b/mine/code.tar.gz\n"
     with tarfile.open(tmp_path / "code.tar.gz") as code:
-        names = {name.removeprefix("./") for name in code.getnames()}
+        files = {member.name.removeprefix("./"): member for member in code.getmembers() if not member.isdir()}
         assert code.getmember(".").mode & 0o055 == 0o055  # it becomes the folder that the units, another user's, run in
-    assert names >= {"job/train.py", "horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
-                     "elastic_trainer/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
-    assert not any(name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in names)
+        (read,) = [code.extractfile(files["job/train.py"])]
+        assert read and read.read() == b"now\n"
+    assert files.keys() >= {"horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
+                            "elastic_trainer/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
+    assert not any(name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in files)
+    assert {name for name in files if name.startswith("job")} == {
+        "job/train.py", "job/sub/my model.py", "job/.gitignore", "job/latest"}
+    assert files["job/latest"].issym()
+    (said,) = [line for line in done.stderr.splitlines() if ".env" in line]
+    why, _, names = said.partition("): ")
+    assert why == "push: left out, since git does not track them (git add what the run needs"
+    assert set(names.split()) == {".env", ".venv/", "notes.txt", r"$'\E[2J'"}
+    assert "push: left out, since they are deleted here: gone.py" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_push_refuses_a_folder_of_which_git_tracks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without git, or one that its repository does not know: nothing is sent, and the remedy is said."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # which may lie in somebody's repository
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "train.py").touch()
+    for _ in range(2):
+        done = pushed(mine, tmp_path)
+        assert done.returncode == 1 and "git tracks no file in" in done.stderr and "git add" in done.stderr
+        assert not (tmp_path / "code.tar.gz").exists()
+        git(tmp_path, "init", "--quiet", "mine")
