@@ -2,6 +2,13 @@
 
 ministack (PyPI) in a virtual environment of its own, on a loopback port, with its data beside the run. Its own, since it
 pins a botocore that s3fs does not work with. It is for trying the S3 path, not for keeping anything.
+
+What always holds:
+1. It answers only to the credentials made for this run, and only for its bucket (s3_gate.py). They
+   are in the environment of the run's processes, which other users cannot read: not on a command
+   line, not in a file.
+2. It listens on 127.0.0.1 alone, and gets nothing of the user's environment. Its files are the
+   user's alone.
 """
 
 from __future__ import annotations
@@ -19,13 +26,20 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
 
 MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"
+REGION = "us-east-1"
+OTHER_CREDENTIALS = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+"""Of the user's: a token would be sent along, and a profile may name another region."""
+NO_OTHER_SERVICE = {"SFTP_ENABLED": "0", "IOT_MTLS_ENABLED": "0", "DOCKER_HOST": "unix:///nonexistent"}
+"""ministack listens for SFTP and MQTT of its own accord, and removes containers at its end."""
+GATE = Path(__file__).with_name("s3_gate.py")
+LOG_FLAGS = os.O_CREAT | os.O_APPEND | os.O_WRONLY
 START_S = 30.0
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -34,34 +48,54 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 def local_s3(run_dir: Path) -> Iterator[None]:
     """Run the server, with its bucket, for as long as the block; AWS's variables of this process point to it."""
     data = run_dir.parent / ".s3"
-    data.mkdir(parents=True, exist_ok=True)
-    program = f"{installed()}/ministack"
-    port = _free_port()
-    with open(data / "server.log", "ab") as log:
-        server = subprocess.Popen([program], stdout=log, stderr=log, cwd=data, start_new_session=True,
-                                  preexec_fn=_die_with_parent, env=os.environ | {  # noqa: PLW1509 (no threads here yet)
-            "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "S3_PERSIST": "1", "S3_DATA_DIR": str(data)})
-    try:
-        os.environ.update(AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{port}", AWS_REGION="us-east-1", AWS_ACCESS_KEY_ID="test",
-                          AWS_SECRET_ACCESS_KEY=secrets.token_hex(8), AWS_EC2_METADATA_DISABLED="true")
-        _make_bucket(server, data)
+    key, secret = f"local-{secrets.token_hex(8)}", secrets.token_urlsafe(32)
+    with server(data, BUCKET, key, secret) as (endpoint, process):
+        for name in OTHER_CREDENTIALS:
+            os.environ.pop(name, None)
+        os.environ.update(
+            AWS_ENDPOINT_URL_S3=endpoint, AWS_REGION=REGION, AWS_DEFAULT_REGION=REGION,
+            AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY=secret, AWS_EC2_METADATA_DISABLED="true")
+        _make_bucket(process, data)
         yield
+
+
+@contextmanager
+def server(data: Path, bucket: str, key: str,
+           secret: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a server of one bucket, which is not made yet; yields its endpoint and its process.
+
+    Raises ConfigError.
+    """
+    python = f"{installed()}/python"
+    data.mkdir(parents=True, exist_ok=True)
+    data.chmod(0o700)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        env = NO_OTHER_SERVICE | {
+            "PATH": os.defpath, "HOME": str(data), "TMPDIR": str(data), "SERVICES": "s3",
+            "S3_PERSIST": "1", "S3_DATA_DIR": str(data), "GATEWAY_PORT": str(port),
+            "LOG_LEVEL": "WARNING", "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+        command = [python, "-I", str(GATE), str(listener.fileno()), bucket]
+        with open(os.open(data / "server.log", LOG_FLAGS, 0o600), "ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=data, env=env, umask=0o077,
+                pass_fds=[listener.fileno()], start_new_session=True,
+                preexec_fn=_die_with_parent)  # noqa: PLW1509 (no threads here yet)
+    try:
+        yield f"http://127.0.0.1:{port}", process
     finally:
-        server.terminate()
-        server.wait(20)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _die_with_parent() -> None:
     """Let the kernel end the server when this process is killed: nobody else would."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    """Return a port of loopback that nobody has, below those that the kernel gives to who asks for any (from 32768 on)."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", 20000 + secrets.randbelow(12000)))
-            return int(probe.getsockname()[1])
 
 
 def installed(requirement: str = MINISTACK) -> str:

@@ -168,18 +168,15 @@ def _be_nice(pid: int, nice: int) -> None:
 
 @contextmanager
 def ministack(folder: Path) -> Iterator[str]:
-    """Run ministack from its own virtual environment; yields the endpoint. Raises Unavailable."""
+    """Run ministack as `--store s3` does, with the tests' credentials; yields the endpoint. Raises Unavailable."""
     from elastic_trainer.config import ConfigError
-    from elastic_trainer.local_s3 import installed
+    from elastic_trainer.local_s3 import installed, server
 
     try:
-        program = f"{installed()}/ministack"
+        installed()
     except ConfigError as error:
         raise Unavailable(str(error)) from error
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    with process([program], folder / "ministack.log", BIND_HOST="127.0.0.1", GATEWAY_PORT=str(port), S3_PERSIST="1",
-                 S3_DATA_DIR=str(folder / "data")) as server:
-        endpoint = f"http://127.0.0.1:{port}"
-        _wait_for_bucket(endpoint, [server], folder)
+    with server(folder / "data", BUCKET, KEY, SECRET) as (endpoint, running):
+        _wait_for_bucket(endpoint, [running], folder / "data")
         yield endpoint
