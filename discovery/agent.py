@@ -9,6 +9,8 @@ What always holds:
    a nonce that was used, is refused and counted. Nothing is parsed before its signature is checked; no pickle.
 3. What cannot be found out is not an illness: a machine without a metadata service is ready, and says so in `why`.
 4. A notice is never late because a disk or GPU hangs: health is examined in a thread of its own, and one that hangs is ill.
+5. Only processes of one user count as workers: the agent's own, or another that an agent of root's is told of. Anybody's
+   environment can name a worker, and an agent that runs as root can read all of them. What is told of workers is bounded.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ CLOCK_S = 60.0
 """A host whose clock differs by more is sick: S3 refuses its requests from 15 minutes on, and its log misleads."""
 MAX_BYTES = 1 << 16
 SIGNATURE, NONCE = "X-Elastic-Signature", "X-Elastic-Nonce"
+MOST_WORKERS, MOST_NAME = 256, 120
+"""So many workers are told to the poller, and so many characters of a name: its answer stays below MAX_BYTES."""
 DOING = re.compile("(standby|waiting|step|reviving|finished)( [0-9]+)?")
 """What a worker calls itself by what it does (elastic_trainer/place.py has the same words)."""
 
@@ -68,8 +72,9 @@ def sign(key: bytes, nonce: str, body: bytes) -> str:
 class Agent:
     """What one host knows of itself."""
 
-    def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev")):
-        self.metadata, self.folder = metadata, folder
+    def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev"), user: int | None = None):
+        self.metadata, self.folder, self.user = metadata, folder, user
+        """`user`: whose processes are workers; None: this process's own user."""
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
         self._rebalance = self._has_called = False
@@ -92,9 +97,13 @@ class Agent:
             if self._has_called or deadline is None or time.time() < deadline - HURRY_S:
                 return
             self._has_called = True
-        for worker in workers():
+        for worker in self.workers():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(worker["pid"], signal.SIGTERM)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the workers on this machine."""
+        return workers() if self.user is None else workers(self.user)
 
     def refuse(self) -> None:
         """Count a stranger."""
@@ -132,7 +141,8 @@ class Agent:
         return {"state": state, "why": drains["why"] if drains else sick or self._unknown,
                 "deadline": drains["deadline"] if drains else None, "for_good": bool(drains and drains["for_good"]),
                 "life": self._life, "rebalance": self._rebalance,
-                "workers": workers(), "standby": standbys(standby_folder()), "time": time.time(),
+                "workers": [worker | {"worker": worker["worker"][:MOST_NAME]} for worker in self.workers()[:MOST_WORKERS]],
+                "standby": standbys(standby_folder(self.user)), "time": time.time(),
                 "refused": self.refused}
 
 
@@ -162,8 +172,9 @@ def gpu_count() -> int | None:
         return 0
 
 
-def workers() -> list[dict[str, Any]]:
-    """Return the workers on this machine, by their environment: name, pid, and what each does by its own word ("step 7").
+def workers(user: int | None = None) -> list[dict[str, Any]]:
+    """Return a user's workers (by default one's own), by their environment: name, pid, and what each does by its own word
+    ("step 7").
 
     A worker's children have its name, too, and so has the shim before it, which has no word: signals go to the outermost
     of a family, and the word is that of the outermost that has one.
@@ -172,6 +183,8 @@ def workers() -> list[dict[str, Any]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
+                if not _is_of(entry, os.geteuid() if user is None else user):
+                    continue
                 environment = (entry / "environ").read_bytes().split(b"\0")
                 before, _, after = (entry / "stat").read_text(errors="replace").rpartition(")")
             except OSError:
@@ -188,9 +201,22 @@ def workers() -> list[dict[str, Any]]:
             for name, pid in outermost(found).items()]
 
 
-def standby_folder() -> Path:
-    """Return where standby workers wait on this machine, one socket each (elastic_trainer/shim.py has the same rule)."""
-    return Path(os.environ.get("ELASTIC_TRAINER_STANDBY_DIR") or f"/tmp/elastic-trainer-{os.getuid()}")
+def _is_of(entry: Path, user: int) -> bool:
+    """True for a process of a user's, by all its user ids: a setuid program that anybody has started has another real one.
+
+    Raises OSError.
+    """
+    if entry.stat().st_uid != user:
+        return False
+    ids = re.search(rb"^Uid:([\t0-9]+)$", (entry / "status").read_bytes(), re.MULTILINE)
+    return ids is not None and set(ids[1].split()) == {str(user).encode()}
+
+
+def standby_folder(user: int | None = None) -> Path:
+    """Return where a user's standby workers (by default one's own) wait on this machine, one socket each
+    (elastic_trainer/shim.py has the same rule)."""
+    uid = os.getuid() if user is None else user
+    return Path(os.environ.get("ELASTIC_TRAINER_STANDBY_DIR") or f"/tmp/elastic-trainer-{uid}")
 
 
 def standbys(folder: Path) -> int:
@@ -332,7 +358,7 @@ def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[in
     while not stopping.wait(WATCH_S):
         agent.listen()
         agent.last_call()
-    while workers() and time.time() < (agent.health()["deadline"] or 0.0):
+    while agent.workers() and time.time() < (agent.health()["deadline"] or 0.0):
         agent.last_call()
         time.sleep(WATCH_S)  # the poller must hear it, and the workers must have left
     server.shutdown()

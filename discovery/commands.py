@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pwd
 import sys
 from pathlib import Path
 
@@ -21,7 +23,9 @@ def run(argv: list[str]) -> int:
     try:
         if options.command == "agent":
             metadata = None if options.no_metadata else Metadata(options.metadata)
-            serve(options.bind, options.port, read_key(options.key_file), Agent(metadata, options.folder),
+            key = read_key(options.key_file)
+            user = options.user if options.user is not None else user_of_workers(options.key_file)
+            serve(options.bind, options.port, key, Agent(metadata, options.folder, user=user),
                   lambda port: print(port, flush=True))
             return 0
         cloud = Ec2(dict(tag.split("=", 1) for tag in options.tag), options.group, cpu_slots=options.cpu_slots,
@@ -39,6 +43,26 @@ def run(argv: list[str]) -> int:
     except (CloudUnavailable, ValueError, OSError) as error:
         print(f"discovery: {error}", file=sys.stderr)
         return 1
+
+
+def user_of_workers(key_file: Path) -> int:
+    """Return whose processes are workers where nobody says so: one's own; for root's agent the key file's owner's.
+
+    Said at the start, because an agent of root's counts no worker of another user.
+    """
+    if uid := os.geteuid():
+        return uid
+    owner = os.stat(key_file).st_uid
+    print(f"discovery: the agent counts the workers of user {owner}, who owns {key_file}. "
+          f"Set --user if they run as another.", file=sys.stderr)
+    return owner
+
+
+def _user(text: str) -> int:
+    try:
+        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"this machine has no user {text!r}") from None
 
 
 def _tag(text: str) -> str:
@@ -73,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     agent.add_argument("--bind", required=True, help="this host's private address")
     agent.add_argument("--port", type=int, default=AGENT_PORT, help="0: any; it is printed (%(default)s)")
     agent.add_argument("--key-file", type=Path, required=True, help="the run's key (mode 600)")
+    agent.add_argument("--user", type=_user, help="whose processes are workers, for an agent that runs as root "
+                                                  "(the key file's owner)")
     agent.add_argument("--folder", type=Path, default=Path("/"), help="whose disk must not be full (%(default)s)")
     agent.add_argument("--metadata", default=ENDPOINT, help="the metadata service (%(default)s)")
     agent.add_argument("--no-metadata", action="store_true", help="this machine has none")

@@ -16,8 +16,10 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from metadata_server import MetadataServer
@@ -39,6 +41,7 @@ from elastic_trainer.discovery.agent import (
     standbys,
     workers,
 )
+from elastic_trainer.discovery.commands import user_of_workers
 from elastic_trainer.discovery.ec2 import CloudUnavailable
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
@@ -505,6 +508,57 @@ time.sleep(60)
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def running(**how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose environment is there."""
+    process = subprocess.Popen(["/bin/sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE, cwd="/", **how)
+    try:
+        assert process.stdout and process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees the environment of other users' processes")
+@pytest.mark.parametrize("name", ["x" * 120_000, "host/9/1"], ids=["long", "the same"])
+def test_no_other_user_silences_an_agent_of_roots(agent: tuple[Agent, str], name: str) -> None:
+    """Anybody can start a process with a long name for a worker, or with that of a worker which is there."""
+    here, address = agent
+    environment = {"ELASTIC_TRAINER_WORKER": name}
+    with running(env={"ELASTIC_TRAINER_WORKER": "host/9/1"}) as worker, \
+            running(env=environment, user=NOBODY) as other:
+        assert ask(address, KEY, PATIENCE_S).state == "ready"
+        told = {one["worker"]: one["pid"] for one in here.health()["workers"]}
+        assert told["host/9/1"] == worker.pid and other.pid not in told.values()
+        theirs = Agent(None, here.folder, user=NOBODY)
+        assert [one["pid"] for one in theirs.workers()] == [other.pid]
+        assert len(theirs.health()["workers"][0]["worker"]) <= 120
+
+
+def test_an_answer_is_heard_however_many_workers_there_are(agent: tuple[Agent, str],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number and their names are bounded: an answer that is too long is none."""
+    crowd = [{"pid": 4_000_000, "worker": f"{number}" * 300, "doing": "step 123456789"} for number in range(5000)]
+    monkeypatch.setattr(agent_module, "workers", lambda *_: crowd)
+    assert len(ask(agent[1], KEY, PATIENCE_S).facts["workers"]) == 256
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """It says so at its start: workers of others are not seen."""
+    key = tmp_path / "key"
+    key.touch()
+    assert user_of_workers(key) == 0
+    os.chown(key, NOBODY, NOBODY)
+    assert user_of_workers(key) == NOBODY
+    assert capsys.readouterr().err.count("--user") == 2
 
 
 @pytest.mark.parametrize("phase", ["standby", "waiting", "training", "reviving", "finished"])
