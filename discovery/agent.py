@@ -330,7 +330,8 @@ def read_key(path: Path) -> bytes:
         raise ValueError(f"{path} can be read by others. Run: chmod 600 {path}")
     key = path.read_bytes().strip()
     if len(key) < 32:
-        raise ValueError(f"{path} has {len(key)} bytes. Write 64 random hex digits into it: openssl rand -hex 32 > {path}")
+        raise ValueError(f"{path} has {len(key)} bytes. Write 64 random hex digits into it: "
+                         f"(umask 077; openssl rand -hex 32 > {path})")
     return key
 
 

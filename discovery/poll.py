@@ -20,11 +20,13 @@ import json
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -305,13 +307,25 @@ class Poller:
         if self.events_file is not None:
             line = json.dumps({"time": round(time.time(), 4), "event": event, **facts}) + "\n"
             try:
-                descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                descriptor = _opened(self.events_file)
                 try:
                     os.write(descriptor, line.encode())
                 finally:
                     os.close(descriptor)
             except OSError as error:
                 self._complain(f"{self.events_file} cannot be written, and lacks {event}: {error}")
+
+
+def _opened(events_file: Path) -> int:
+    """Open a run's event log for append: 0600, 0660 in a group's folder (as in state/modes.py)."""
+    shared = stat.S_ISGID | stat.S_IWGRP
+    is_shared = events_file.parent.stat().st_mode & shared == shared
+    is_new = not events_file.exists()
+    descriptor = os.open(events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    if is_shared and is_new:
+        with suppress(PermissionError):  # another user's, who has made it in between
+            os.fchmod(descriptor, 0o660)
+    return descriptor
 
 
 def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:

@@ -19,10 +19,12 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.state.modes import make_folder, private, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("gpt", "digits")
@@ -59,12 +61,21 @@ def main(argv: list[str] | None = None) -> int:
         chosen = parser.parse_args(argv)
         if chosen.command == "hosts":
             return _hosts(chosen.hosts_file)
-        if not chosen.run_dir.is_dir():
-            raise ConfigError(f"there is no folder {chosen.run_dir}. Name a run's folder, e.g. runs/NAME.")
-        return {"verify": _verify, "watch": _watch, "report": _report}[chosen.command](chosen.run_dir)
+        return _look(chosen.run_dir, {"verify": _verify, "watch": _watch, "report": _report}[chosen.command])
     except ConfigError as error:
         print(f"elastic-trainer: {error}", file=sys.stderr)
         return 2
+
+
+def _look(run_dir: Path, act: Callable[[Path], int]) -> int:
+    """Run a command that reads a run's folder. Raises ConfigError."""
+    try:
+        if not run_dir.is_dir():
+            raise ConfigError(f"there is no folder {run_dir}. Name a run's folder, e.g. runs/NAME.")
+        return act(run_dir)
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename} may not be read by this user. Its owner lets a group in: chgrp -R GROUP "
+                          f"{run_dir}; chmod -R g+rwX {run_dir}; find {run_dir} -type d -exec chmod g+s {{}} +") from error
 
 
 def run(argv: list[str]) -> int:
@@ -185,8 +196,8 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
           f"--run {name}", flush=True)
     watch = Watch(run_dir)
     log_path = run_dir / "output.log"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(log_path, "a") as log:
+    make_folder(run_dir)
+    with open(log_path, "a", opener=private) as log:
         if is_demo:
             watch.start()
         with local_standbys(run_dir, command, options.standby or 0):
@@ -262,9 +273,9 @@ def static_hosts(hosts: str | None, hostfile: Path | None) -> dict[str, int]:
 
 def list_hosts(run_dir: Path, hosts: dict[str, int]) -> str:
     """Write a hosts file and return the discovery that prints it: a list that stays, but for whoever edits that file."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     file = run_dir / "hosts"
-    file.write_text("".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
+    write_text(file, "".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
     script = [sys.executable, "-S", str(Path(__file__).with_name("discovery") / "__main__.py"), "hosts-file", str(file)]
     return shlex.join(script)
 

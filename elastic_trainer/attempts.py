@@ -32,6 +32,7 @@ from elastic_trainer.events import Events
 from elastic_trainer.past import Follower, Past
 from elastic_trainer.report import write_result
 from elastic_trainer.segments import compress
+from elastic_trainer.state.modes import make_folder, private
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
@@ -79,7 +80,7 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 
     Raises ConfigError when another process drives this run.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     lock = _lock(run_dir)
     try:
         exit_code = _attempts(run_dir, horovodrun_options, command, options, output, lock)
@@ -152,7 +153,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
 
 def _lock(run_dir: Path) -> int:
     """Take the run for this supervisor and its drivers. Raises ConfigError when another one lives."""
-    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = private(f"{run_dir}/.lock", os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + LOCK_S
     try:
         while True:

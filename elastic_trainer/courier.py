@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Launch
+from elastic_trainer.state.modes import write_text
 from elastic_trainer.wire import DriverClient, DriverUnreachable, WordRefused
 
 RUN_ID_FILE = ".run-id"
@@ -112,4 +113,4 @@ def is_own(line: str, worker: str, attempt: int) -> bool:
 
 def new_run_id(run_dir: Path, run_id: str) -> None:
     """Leave in the run's folder what workers know it by."""
-    (run_dir / RUN_ID_FILE).write_text(run_id)
+    write_text(run_dir / RUN_ID_FILE, run_id)

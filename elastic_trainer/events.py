@@ -27,6 +27,7 @@ from typing import Any
 
 from elastic_trainer.courier import Courier
 from elastic_trainer.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
+from elastic_trainer.state.modes import make_folder, private
 
 __all__ = ["EVENTS_FILE", "Events", "last_attempt", "newest_attempt", "read_events"]
 
@@ -42,7 +43,7 @@ class Events:
         self._fd: int | None = None
         self._complained = self._is_torn = False
         if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir)
             self._fd = _opened(run_dir)
 
     def emit(self, event: str, **facts: Any) -> None:
@@ -113,7 +114,7 @@ def _complain(error: str) -> None:
 
 
 def _opened(run_dir: Path) -> int:
-    return os.open(run_dir / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    return private(f"{run_dir}/{EVENTS_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def last_attempt(events: Iterable[dict[str, Any]]) -> int:

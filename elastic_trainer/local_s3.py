@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.state.modes import make_folder
 
 MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"
@@ -67,7 +68,7 @@ def server(data: Path, bucket: str, key: str,
     Raises ConfigError.
     """
     python = f"{installed()}/python"
-    data.mkdir(parents=True, exist_ok=True)
+    make_folder(data)
     data.chmod(0o700)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

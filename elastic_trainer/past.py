@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.segments import Position, Reader, first_line
+from elastic_trainer.state.modes import write_text
 
 PAST_FILE = ".past.json"
 FORMAT = 1
@@ -141,7 +142,7 @@ def _save(run_dir: Path, past: Past, position: Position) -> None:
     facts = {"format": FORMAT, "position": list(position), "first_line": first_line(run_dir), "past": asdict(past)}
     temporary = run_dir / f"{PAST_FILE}.{os.getpid()}"
     with suppress(OSError):
-        temporary.write_text(json.dumps(facts))
+        write_text(temporary, json.dumps(facts))
         temporary.replace(run_dir / PAST_FILE)
     with suppress(OSError):
         temporary.unlink(missing_ok=True)

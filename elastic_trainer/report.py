@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.segments import Reader
+from elastic_trainer.state.modes import write_text
 from elastic_trainer.step_table import StepTable
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
     result = summarize(Reader(folder).events(to_the_end=True))
     temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        write_text(temporary, json.dumps(result, indent=2) + "\n")
         temporary.replace(folder / RESULT_FILE)
     except OSError as error:
         print(f"elastic-trainer: {folder / RESULT_FILE} cannot be written: {error}. Make room; the same run, called "

@@ -33,6 +33,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from elastic_trainer.state.modes import private
+
 EVENTS_FILE = "events.jsonl"
 LOCK_FILE = ".events.lock"
 SEGMENT_BYTES = 16 << 20
@@ -71,7 +73,7 @@ def has_events(run_dir: Path) -> bool:
 
 def seal(run_dir: Path, segment_bytes: int) -> None:
     """Give the newest segment its number if it is large enough, unless another process does so now. Raises OSError."""
-    newest, lock = run_dir / EVENTS_FILE, os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    newest, lock = run_dir / EVENTS_FILE, private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
     try:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +82,7 @@ def seal(run_dir: Path, segment_bytes: int) -> None:
             number = max(segments(run_dir), default=0) + 1
             if newest.stat().st_size >= segment_bytes:
                 newest.rename(run_dir / f"events-{number:06d}.jsonl")
-                os.close(os.open(newest, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+                os.close(private(str(newest), os.O_WRONLY | os.O_APPEND | os.O_CREAT))
     finally:
         os.close(lock)
 
@@ -96,7 +98,7 @@ def compress(run_dir: Path, late_s: float = LATE_S) -> list[Path]:
         if time.time() - path.stat().st_mtime < late_s:
             continue
         temporary = path.with_name(f".{target.name}")
-        with open(path, "rb") as text, open(temporary, "wb") as out:
+        with open(path, "rb") as text, open(temporary, "wb", opener=private) as out:
             with gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=out, mtime=0) as packed:
                 shutil.copyfileobj(text, packed, 1 << 20)
             out.flush()

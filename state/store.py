@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from elastic_trainer.state.modes import make_folder, private
+
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
 """The most that one object has: one PUT, never a multipart upload (s3.py)."""
@@ -139,23 +141,25 @@ class FolderStore:
         path = self.root / checked(name)
         temporary = self.root / TEMPORARIES / secrets.token_hex(12)
         try:
-            temporary.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.root)
+            make_folder(temporary.parent)
             try:
-                with open(temporary, "xb") as file:
+                with open(temporary, "xb", opener=private) as file:
                     file.write(body)
                     file.flush()
                     os.fsync(file.fileno())
                 new = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
-                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in reversed(new):
+                    make_folder(folder)
                 publish(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
             for changed in {path.parent, *(p.parent for p in new)}:
-                folder = os.open(changed, os.O_RDONLY)
+                descriptor = os.open(changed, os.O_RDONLY)
                 try:
-                    os.fsync(folder)
+                    os.fsync(descriptor)
                 finally:
-                    os.close(folder)
+                    os.close(descriptor)
             self._was_there = True
         except FileExistsError:
             raise
