@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,17 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.checkpoint import collect_rubbish, empty_payload, names_of, read_part
+from elastic_trainer.state.checkpoint import (
+    collect_rubbish,
+    empty_payload,
+    header_of,
+    names_of,
+    parts_of,
+    read_part,
+)
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
-from elastic_trainer.state.layout import LayoutError, decode, named_tensors
+from elastic_trainer.state.elastic_state import check_kinds
+from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.store import Store, StoreUnavailable, open_store
 
@@ -49,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         tail = log.newest_whole()
         for damage in log.passed_over:
             print(f"DAMAGED: {damage}", file=sys.stderr)
+        for name in log.strange:
+            print(f"DAMAGED: nobody can have written so late a record as {name}", file=sys.stderr)
         if not tail.kept:
             raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
         match options.action:
@@ -82,8 +93,9 @@ def _ls(log: CommitLog, tail: Record) -> int:
     for sequence in sorted(tail.kept):
         try:
             record = log.read(sequence)
-            written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.body["time"]))
-            facts = [written, f"{record.body['bytes']:,}", len(record.body["parts"]), record.lineage]
+            parts = parts_of(record)
+            facts = [_written(record), f"{sum(part.bytes for part in parts):,}", len(parts),
+                     record.lineage]
         except (Damaged, FileNotFoundError) as error:
             facts = ["damaged", "", "", str(error)]
         table.add_row(str(tail.kept[sequence]), *map(str, facts), str(sequence))
@@ -91,10 +103,19 @@ def _ls(log: CommitLog, tail: Record) -> int:
     return 0
 
 
+def _written(record: Record) -> str:
+    """Return when a record says that it was written; "?" where that is no time."""
+    with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.body["time"]))
+    return "?"
+
+
 def _show(record: Record) -> int:
+    header = header_of(record)
+    outline(header)
     facts: dict[str, Any] = {"step": record.step, "record": record.sequence, "lineage": record.lineage,
                              **{k: v for k, v in record.body.items() if k not in ("header", "parts")},
-                             "tensors": named_tensors(record.body["header"]), "parts": record.body["parts"]}
+                             "tensors": named_tensors(header), "parts": record.body.get("parts")}
     print(json.dumps(facts, indent=2))
     return 0
 
@@ -104,8 +125,8 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
     for sequence in sorted(tail.kept):
         try:
             record = log.read(sequence)
-            _payload(store, record)
-            print(f"whole: step {record.step}, {record.body['bytes']} bytes in {len(record.body['parts'])} parts")
+            count = len(parts_of(record))
+            print(f"whole: step {record.step}, {_payload(store, record).numel()} bytes in {count} parts")
         except (Damaged, LayoutError, FileNotFoundError) as error:
             if not _is_kept(log, sequence):
                 print(f"step {tail.kept[sequence]}: no longer kept")
@@ -137,7 +158,9 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
             raise
         raise ConfigError(f"step {record.step} is no longer kept: the run let it go while it was read. Run it again, with "
                           f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
-    values = with_plain_names(decode(str(record.body["header"]).encode(), payload))
+    values = decode(header_of(record), payload)
+    check_kinds(values)
+    values = with_plain_names(values)
     kept = {**values["parameters"], **values["buffers"]}
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
@@ -168,7 +191,11 @@ def _as_json(value: Any) -> str | None:
 
 
 def _payload(store: Store, record: Record) -> Any:
-    """Read and verify all parts of a checkpoint. Raises LayoutError."""
+    """Read and verify all parts of a checkpoint, and its header. Raises LayoutError, Damaged."""
+    outlined = outline(header_of(record))
+    if outlined.payload_bytes != sum(part.bytes for part in parts_of(record)):
+        raise LayoutError(f"its header describes {outlined.payload_bytes} bytes, and its parts have "
+                          f"others")
     parts, payload, views = empty_payload(record)
     for part in parts:
         read_part(store, part, views[part.index])

@@ -909,7 +909,10 @@ class Trainer:
     def _compare_with_writer(self, step: int, facts: Mapping[str, Any]) -> None:
         """Tell when a run goes on with other arithmetic than its checkpoint was computed with: allowed, and no more the
         same bits."""
-        mine, writers = self.world.arithmetic, Arithmetic.from_words(facts.get("arithmetic"))
+        mine, writers = self.world.arithmetic, None
+        # Others may have written these words. They are no reason to stop.
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            writers = Arithmetic.from_words(facts.get("arithmetic"))
         if mine and writers and computes_otherwise(mine, writers):
             differ = facts_that_differ(mine, writers)
             self.events.emit("worker.arithmetic_differs", level="warning", step=step, other="the checkpoint's writers",

@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import threading
 import time
 import zlib
@@ -39,9 +40,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from elastic_trainer.state.cadence import Cadence, retained
-from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Fenced, Record
+from elastic_trainer.state.commit_log import (
+    FOLDER,
+    READ_TRIES,
+    WHY_CHARACTERS,
+    CommitLog,
+    Damaged,
+    Fenced,
+    Record,
+)
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import (
+    MACHINE_BYTES,
     LayoutError,
     Packed,
     copy_range,
@@ -55,7 +65,7 @@ from elastic_trainer.state.store import (
     Store,
     StoreRefused,
     StoreUnavailable,
-    checked,
+    is_name,
     prove_put_if_absent,
 )
 
@@ -80,6 +90,12 @@ OTHERS_COPY_S = 1.0
 """An upload begins at the next vote, or so long after the copy: the other workers of this host may still copy theirs, and
 all wait for the last of them (a pause of 2.0 bare copies where uploads began at once, 4 workers on 2 cores)."""
 PARTS = "parts"
+PART_NAME = re.compile(
+    rf"{PARTS}/([0-9]{{12,18}})-([0-9]{{12,18}})/[0-9]{{6,12}}-[0-9a-f]{{64}}\.bin")
+"""What a part is called: lineage, step, number, SHA-256."""
+OLD_NAME = re.compile(rf"{PARTS}/([0-9]{{12,18}})-([0-9]{{12,18}})/[^/]+")
+"""What garbage collection may delete. A listing may hold anything else: an S3 console's marker of a
+folder is an object `parts/…/`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,6 +567,10 @@ class Checkpoints:
                 told = json.dumps({"damaged": str(error)})
             for damage in self.log.passed_over:
                 self.emit("state.checkpoint_refused", error=damage)
+            if strange := self.log.strange:
+                self.emit("state.checkpoint_refused",
+                          error=f"{', '.join(strange[:3])} in {self.store.where}: nobody can have "
+                                f"written so late a record ({len(strange)} in all)")
         facts = json.loads(peers.share_text(told, 0))
         if "damaged" in facts:
             raise LayoutError(facts["damaged"])
@@ -653,11 +673,11 @@ class Checkpoints:
         try:
             if text:
                 record = Record.from_bytes(text.encode())
-                header = str(record.body["header"]).encode()
-                if hashlib.sha256(header).hexdigest() != record.body["header_sha256"]:
-                    raise LayoutError("its header was changed")
-                parts = parts_of(record)
+                parts, header = parts_of(record), header_of(record)
                 room = state.room(header, sum(part.bytes for part in parts))
+                if (step := unpack(room)["step"]) != record.step:
+                    raise LayoutError(f"it says that it is of step {record.step}, but its header is "
+                                      f"of step {step}")
         except (LayoutError, Damaged) as error:
             wrong = str(error)  # one worker's model may be another one
         _agree(wrong, peers)
@@ -794,24 +814,47 @@ def read_part(store: Store, part: Part, out: torch.Tensor) -> tuple[float, float
 
 
 def parts_of(record: Record) -> list[Part]:
-    """Return the parts that a record names, checked. Raises Damaged."""
+    """Return the parts that a record names, checked. Raises Damaged.
+
+    The number that there must be is calculated: a record of 300 bytes may speak of 10^12 parts.
+    """
+    body = record.body
+    entries, total, part_bytes = (body.get(key) for key in ("parts", "bytes", "part_bytes"))
     try:
-        parts = [Part(int(e["index"]), checked(str(e["name"])), int(e["bytes"]), str(e["sha256"]))
-                 for e in record.body["parts"]]
-        part_bytes, total = int(record.body["part_bytes"]), int(record.body["bytes"])
+        if not (type(total) is int and type(part_bytes) is int
+                and total >= 0 and 1 <= part_bytes <= PUT_BYTES):
+            raise ValueError(f"{total!r} bytes in parts of {part_bytes!r}")
+        if not isinstance(entries, list) or len(entries) != -(-total // part_bytes):
+            raise ValueError("their number")
+        parts = [Part(index, str(e["name"]), min(part_bytes, total - index * part_bytes),
+                      str(e["sha256"])) for index, e in enumerate(entries)]
+        for part, e in zip(parts, entries, strict=True):
+            is_its = (e["index"], e["bytes"]) == (part.index, part.bytes)
+            if not is_its or not PART_NAME.fullmatch(part.name):
+                raise ValueError(f"part {part.index}")
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"record {record.sequence} names no parts: {error!r}") from error
-    lengths = [min(part_bytes, total - start) for start in range(0, total, part_bytes)] if part_bytes > 0 else []
-    if [p.index for p in parts] != list(range(len(lengths))) or [p.bytes for p in parts] != lengths or (
-            not all(p.name.startswith(f"{PARTS}/") for p in parts)):
-        raise Damaged(f"record {record.sequence} names parts that do not fit together")
+        why = f"record {record.sequence} names parts that do not fit together: {error}"
+        raise Damaged(why[:WHY_CHARACTERS]) from error
     return parts
+
+
+def header_of(record: Record) -> bytes:
+    """Return the header that a record holds, checked. Raises Damaged."""
+    header = record.body.get("header")
+    if not isinstance(header, str) or not header.isascii():
+        raise Damaged(f"record {record.sequence} holds no header")
+    if hashlib.sha256(header.encode()).hexdigest() != record.body.get("header_sha256"):
+        raise Damaged(f"the header of record {record.sequence} was changed")
+    return header.encode()
 
 
 def empty_payload(record: Record) -> tuple[list[Part], torch.Tensor, dict[int, torch.Tensor]]:
     """Return a record's parts, room for its payload, and each part's place in it by number. Raises Damaged."""
     parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
-    payload = torch.empty(sum(part.bytes for part in parts), dtype=torch.uint8)
+    if (total := sum(part.bytes for part in parts)) > MACHINE_BYTES:
+        raise Damaged(f"record {record.sequence} speaks of {total} bytes, and this machine has "
+                      f"{MACHINE_BYTES}")
+    payload = torch.empty(total, dtype=torch.uint8)
     return parts, payload, {part.index: payload[part.index * part_bytes :][: part.bytes] for part in parts}
 
 
@@ -841,8 +884,8 @@ def collect_rubbish(store: Store, newest: Record, names: Callable[[int], frozens
 
 def _age(name: str) -> tuple[int, int]:
     """Return (lineage, step) of a part; what is no name of ours counts as the youngest."""
-    lineage, _, step = name.split("/")[1].partition("-")
-    return (int(lineage), int(step)) if lineage.isdecimal() and step.isdecimal() else (10**12, 0)
+    found = OLD_NAME.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found and is_name(name) else (10**18, 0)
 
 
 def _yield_to_training() -> None:

@@ -17,6 +17,9 @@ What always holds (needs put-if-absent, and a listing that shows what stands; no
 5. Whoever has published record n may delete records before n that n does not keep, however old what it knows: each
    record keeps only what the one before it kept, and itself. The RECENT last ones stay, for the case that the newest is
    damaged; a zombie must have slept for as many checkpoints before rule 4 is needed at all.
+6. Nothing in a record is used before its digest, its types and its ranges were checked. What fails
+   a check is Damaged, whatever bytes stand there. An object that does not begin as a record does is
+   read only up to FIRST_BYTES.
 
 Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with nine broken copies of
 this protocol that the test catches.
@@ -30,13 +33,20 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable
 
 FOLDER = "log"
 LAST = 10**12
+FURTHEST = LAST // 2
+"""No writer reaches a later number: one record a second needs 15,000 years. Behind a forged record
+near LAST the next ones would have names that no listing takes for records, so checkpoints would be
+lost in silence."""
+FIRST_BYTES = 1 << 20
+"""So much of a record is read before it is known that it begins as one."""
+KINDS = ("takeover", "checkpoint")
 TRIES = 20
 READ_TRIES = 3
 """How often a record is read when its bytes are wrong: they may be right in the store."""
@@ -47,6 +57,11 @@ RECENT = 50
 """So many records before the newest are never deleted; older ones are, by as many at once."""
 DELETED_AT_ONCE = 5000
 """At most: the publisher of the next checkpoint waits for the deletion."""
+WHY_CHARACTERS = 200
+"""So much is said of what is wrong with a record: an error's text may hold all of the record."""
+BEGIN = b'{"record": "'
+ENVELOPE = re.compile(re.escape(BEGIN[:-1]) + rb'(".*"), "sha256": "([0-9a-f]{64})"\}', re.DOTALL)
+"""What `to_bytes` writes, around the record's text. General JSON could hold millions of empty lists."""
 
 
 class Fenced(Exception):
@@ -90,17 +105,38 @@ class Record:
     def from_bytes(data: bytes) -> Record:
         """Read a record. Raises Damaged."""
         try:
-            outer = json.loads(data)
-            text = outer["record"]
-            if hashlib.sha256(text.encode()).hexdigest() != outer["sha256"]:
+            if not (found := ENVELOPE.fullmatch(data)):
+                raise Damaged("it does not look like a record")
+            text = json.loads(found[1])
+            if hashlib.sha256(text.encode()).hexdigest() != found[2].decode():
                 raise Damaged("its digest is another")
-            facts = json.loads(text)
-            if facts.pop("format") != FORMAT:
-                raise Damaged(f"its format is not {FORMAT}")
-            facts["kept"] = {int(sequence): int(step) for sequence, step in facts["kept"].items()}
-            return Record(**facts)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise error if isinstance(error, Damaged) else Damaged(repr(error)) from error
+            return Record(**_checked_facts(json.loads(text)))
+        except Damaged:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise Damaged(repr(error)[:WHY_CHARACTERS]) from error
+
+
+def _checked_facts(facts: Any) -> dict[str, Any]:
+    """Return the fields of a record from its JSON. Raises Damaged unless a writer writes such ones."""
+    if not isinstance(facts, dict) or facts.keys() != {"format", *Record.__dataclass_fields__}:
+        raise Damaged("it has not the fields of a record")
+    if facts.pop("format") != FORMAT:
+        raise Damaged(f"its format is not {FORMAT}")
+    kept, sequence = facts["kept"], facts["sequence"]
+    is_sound = (facts["kind"] in KINDS and _is_whole(sequence, 1, FURTHEST)
+                and _is_whole(facts["lineage"], 1, sequence) and _is_whole(facts["step"], -1, LAST)
+                and isinstance(facts["body"], dict) and isinstance(kept, dict)
+                and isinstance(facts["writer"], str) and isinstance(facts["nonce"], str))
+    if not is_sound or not all(re.fullmatch("[1-9][0-9]{0,11}", number) and int(number) <= sequence
+                               and _is_whole(step, 0, LAST) for number, step in kept.items()):
+        raise Damaged("its values are none that a writer writes")
+    return facts | {"kept": {int(number): step for number, step in kept.items()}}
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    """True for a whole number (JSON's true is none) in a range."""
+    return type(value) is int and least <= value <= most
 
 
 NOTHING = Record(sequence=0, kind="", lineage=0, step=-1)
@@ -118,13 +154,15 @@ class CommitLog:
         """The newest record that `tail` has read: it is not read again while it is the newest."""
         self.passed_over: list[str] = []
         """What the last look for a whole record has found damaged, newest first."""
+        self.strange: list[str] = []
+        """Names that it has found, of records that nobody can have written."""
 
     def read(self, sequence: int) -> Record:
         """Return one record. Raises FileNotFoundError, Damaged, StoreUnavailable."""
         why = ""
         for _ in range(READ_TRIES):
             try:
-                found = Record.from_bytes(self.store.get(_name(sequence)))
+                found = Record.from_bytes(self._bytes_of(_name(sequence)))
             except Damaged as error:
                 why = str(error)
                 continue
@@ -146,6 +184,15 @@ class CommitLog:
             if len(names) < FEW:
                 break
         return 0
+
+    def _bytes_of(self, name: str) -> bytes:
+        """Return an object that may be a record, no more than its begin if that is none.
+
+        Raises as `Store.get` does.
+        """
+        first = self.store.get(name, FIRST_BYTES)
+        is_all = len(first) < FIRST_BYTES
+        return first if is_all or not first.startswith(BEGIN) else self.store.get(name, PUT_BYTES)
 
     def tail(self) -> Record:
         """Return the newest record. Raises Damaged."""
@@ -217,9 +264,17 @@ class CommitLog:
     def _put(self, mine: Record) -> bool:
         """Put a record, and follow it if it stands and none stands behind it.
 
-        Network: one put, one listing of a few names, and one get when the put's answer was no.
+        Network: one put, one listing of a few names, and one get when the put's answer was no. Raises
+        Damaged, StoreUnavailable.
         """
-        is_mine = self.store.put_if_absent(_name(mine.sequence), mine.to_bytes()) or (
+        if mine.sequence > FURTHEST:
+            raise Damaged(f"{self.store.where} has a record {mine.sequence - 1}, which nobody can have "
+                          f"written, and no number is left behind it. Delete {_name(mine.sequence - 1)}")
+        data = mine.to_bytes()
+        if len(data) > PUT_BYTES:  # nobody could read it
+            raise StoreRefused(f"record {mine.sequence} has {len(data)} bytes, and one may have "
+                               f"{PUT_BYTES}. Use larger parts, or a model of fewer tensors")
+        is_mine = self.store.put_if_absent(_name(mine.sequence), data) or (
             self._settled(mine.sequence).nonce == mine.nonce)
         is_newest = is_mine and self.newest() <= mine.sequence
         if is_newest:
@@ -240,11 +295,13 @@ class CommitLog:
         raise StoreUnavailable(f"{self.store.where} loses records as fast as it lists them")
 
     def _newest_whole(self, newest: int | None) -> Record:
+        names = self.store.list(FOLDER)
         self.passed_over = []
-        for sequence in _numbers(self.store.list(FOLDER)):
+        self.strange = [name for name in names if _number(name) > FURTHEST]
+        for sequence in _numbers(names):
             if newest is None or sequence <= newest:
                 try:
-                    return self.read(sequence)
+                    return _keeping_itself(self.read(sequence))
                 except Damaged as error:
                     self.passed_over.append(str(error))
         return NOTHING
@@ -261,10 +318,22 @@ class CommitLog:
         return doomed
 
 
+def _keeping_itself(record: Record) -> Record:
+    """Return a record that keeps its own checkpoint, as ours do: who finds none would start afresh."""
+    if record.kind != "checkpoint" or record.sequence in record.kept:
+        return record
+    return replace(record, kept=record.kept | {record.sequence: record.step})
+
+
 def _numbers(names: list[str]) -> list[int]:
     """Return the numbers of the records among the names of a sorted listing, the newest first."""
-    return [LAST - int(name[len(FOLDER) + 1 : -len(".json")]) for name in names
-            if re.fullmatch(rf"{FOLDER}/\d{{13}}\.json", name)]
+    return [number for number in map(_number, names) if 1 <= number <= FURTHEST]
+
+
+def _number(name: str) -> int:
+    """Return the number of the record that has a name; 0 if none has it."""
+    found = re.fullmatch(rf"{FOLDER}/([0-9]{{13}})\.json", name)
+    return LAST - int(found[1]) if found else 0
 
 
 def _name(sequence: int) -> str:

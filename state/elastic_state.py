@@ -25,7 +25,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.extra_state import ExtraState
-from elastic_trainer.state.layout import LayoutError, Packed, outline, pack, unpack
+from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, outline, pack, unpack
 from elastic_trainer.state.names import named_buffers, named_parameters, plain, with_plain_names
 from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
@@ -266,6 +266,8 @@ class ElasticState(hvd_elastic.TorchState):
             raise LayoutError(misfit)
         if (values["scaler"] is None) != (self.scaler is None):
             raise LayoutError("a gradient scaler is in only one of the two")
+        if self.scaler is not None and values["scaler"].keys() != self.scaler.state_dict().keys():
+            raise LayoutError(f"the gradient scaler has {sorted(values['scaler'], key=str)} there")
         if (extra := sorted(values.get("extra_state", {}))) != sorted(self.extra_state.modules):
             raise LayoutError(f"the modules' extra state is {extra} there and {sorted(self.extra_state.modules)} in this "
                               f"model")
@@ -282,7 +284,12 @@ class ElasticState(hvd_elastic.TorchState):
         outlined = outline(header)
         if outlined.payload_bytes != payload_bytes:
             raise LayoutError(f"there are {payload_bytes} bytes, but the header describes {outlined.payload_bytes}")
-        values, mine = with_plain_names(unpack(outlined)), named_parameters(self.model)
+        if payload_bytes > MACHINE_BYTES:
+            raise LayoutError(f"the header describes {payload_bytes} bytes, and this machine has "
+                              f"{MACHINE_BYTES}")
+        values = unpack(outlined)
+        check_kinds(values)
+        values, mine = with_plain_names(values), named_parameters(self.model)
         self.fits(values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
 
@@ -295,6 +302,7 @@ class ElasticState(hvd_elastic.TorchState):
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and optimizer."""
+        check_kinds(values)
         values = with_plain_names(values)
         self.fits(values)
         parameters, groups = named_parameters(self.model), self.optimizer.param_groups
@@ -332,6 +340,69 @@ class ElasticState(hvd_elastic.TorchState):
         self.last_vote = tuple(values["last_vote"])
         self.forget()
         self.has_state = True
+
+
+OPTIONAL: dict[str, Any] = {
+    "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
+    "scheduler": None, "extra_state": {}, "settings": {}}
+"""What version 0.1 has not written."""
+
+
+def check_kinds(values: Any) -> None:
+    """Raise LayoutError unless values are of the kinds that `load` relies on.
+
+    What has the right digest may still have been written by somebody else. A value at which `load`
+    raises would end each start of the run, and half of the state would have been changed.
+    """
+    if not isinstance(values, dict):
+        raise LayoutError("the header holds no state")
+    found: dict[str, Any] = OPTIONAL | values
+    kinds: dict[str, Any] = {
+        "identity": object, "optimizer": dict, "base_rates": (list, tuple), "rate_used": (int, float),
+        "scheduler": (dict, type(None)), "scaler": (dict, type(None)), "loss": (int, float),
+        "last_vote": (list, tuple), "step": int, "samples": int, "lineage": int}
+    odd = [name for name, kind in kinds.items()
+           if name not in found or not isinstance(found[name], kind)]
+    texts = ("evaluating", "trained", "left_out")
+    odd += [name for name in texts if not _is_list(found[name], str)]
+    named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
+             "extra_state": object, "settings": object, "aliases": str}
+    odd += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
+    if not odd:
+        odd = [name for name, is_sound in _contents(found).items() if not is_sound]
+    if odd:
+        raise LayoutError(f"the header holds no state of ours: {', '.join(odd)} are not what this "
+                          f"version writes")
+
+
+def _contents(found: dict[str, Any]) -> dict[str, bool]:
+    """Return, by name, whether the values in containers are sound; the containers are."""
+    optimizer, scheduler = found["optimizer"], found["scheduler"]
+    groups, members = optimizer.get("groups"), optimizer.get("members")
+    return {
+        "optimizer": (_is_dict(optimizer.get("state"), object)
+                      and isinstance(optimizer.get("shared", {}), dict)
+                      and _is_list(groups, dict) and _is_list(members, (list, tuple))
+                      and len(groups) == len(members)
+                      and all(_is_list(names, str) for names in members)),
+        "base_rates": _is_list(found["base_rates"], (int, float, torch.Tensor)) and (
+            isinstance(groups, (list, tuple)) and len(found["base_rates"]) == len(groups)),
+        "scheduler": not scheduler or (isinstance(scheduler.get("class"), str)
+                                       and isinstance(scheduler.get("state"), dict)),
+        "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) == 2,
+        "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
+        "aliases": (set(found["aliases"].values())
+                    <= found["parameters"].keys() | found["buffers"].keys()),
+    } | {name: found[name] >= 0 for name in ("step", "samples", "lineage")}
+
+
+def _is_dict(value: Any, kind: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(k, str) and isinstance(v, kind) for k, v in value.items())
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -5,19 +5,27 @@ model, optimizer, scaler, counters → here → newcomer (over the network), che
 What always holds:
 1. The same values give the same bytes, whatever the world's size was.
 2. Every length is checked before anything is built, and only tensors and JSON values are built.
+3. A header that `outline` has taken can be unpacked, named and decoded: its tree is checked there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
 FORMAT = 1
+DEEPEST = 100
+"""Containers in containers, at most. Each has up to 3 levels of JSON; Python parses about 1000."""
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""This machine's memory: what a header describes beyond that is not even tried."""
+DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 class LayoutError(ValueError):
@@ -40,7 +48,7 @@ class Packed:
 def pack(values: Any) -> Packed:
     """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are not copied.
 
-    Raises TypeError, with the place in the tree, for anything else.
+    Raises TypeError, with the place in the tree, for anything else, and for what is nested deeper than DEEPEST.
     """
     tensors: list[torch.Tensor] = []
     described = _describe(values, tensors, "")
@@ -48,16 +56,21 @@ def pack(values: Any) -> Packed:
     return Packed(json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         tensors.append(value.detach())
         return {"$tensor": len(tensors) - 1}
+    if depth > DEEPEST:
+        raise TypeError(f"{where[1:][:80]}… holds containers in containers, more than {DEEPEST} deep, "
+                        f"which cannot be kept")
+    depth += 1
     if isinstance(value, dict):
-        return {"$dict": [[_describe(k, tensors, where), _describe(v, tensors, f"{where}/{k}")] for k, v in value.items()]}
+        return {"$dict": [[_describe(k, tensors, where, depth),
+                           _describe(v, tensors, f"{where}/{k}", depth)] for k, v in value.items()]}
     if isinstance(value, tuple):
-        return {"$tuple": [_describe(v, tensors, where) for v in value]}
+        return {"$tuple": [_describe(v, tensors, where, depth) for v in value]}
     if isinstance(value, list):
-        return [_describe(v, tensors, where) for v in value]
+        return [_describe(v, tensors, where, depth) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, numbers, text "
@@ -101,26 +114,76 @@ def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
 def outline(header: bytes) -> Packed:
     """Return what a header describes: tensors on the device "meta", which have a type and a shape and no bytes.
 
-    Raises LayoutError.
+    Raises LayoutError, also for a header whose values could not be built.
     """
     try:
         described = json.loads(header)
-        shapes, version = described["tensors"], described["format"]
-        described["values"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LayoutError(f"the header is not one of ours: {error!r}") from error
+        shapes, version, values = described["tensors"], described["format"], described["values"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LayoutError(f"the header is not one of ours: {error!r}"[:200]) from error
     if version != FORMAT:
-        raise LayoutError(f"the header has format {version}; this version reads format {FORMAT}")
-    tensors = []
-    for entry in shapes:
-        dtype = getattr(torch, str(entry["dtype"]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise LayoutError(f"the header names a dtype that torch does not have: {entry['dtype']!r}")
-        try:
-            tensors.append(torch.empty(entry["shape"], dtype=dtype, device="meta"))
-        except (RuntimeError, TypeError) as error:
-            raise LayoutError(f"the header names an impossible shape: {entry['shape']!r}") from error
+        raise LayoutError(f"the header has format {str(version)[:40]}; this version reads format "
+                          f"{FORMAT}")
+    if not isinstance(shapes, list):
+        raise LayoutError("the header has no list of tensors")
+    tensors = [_outlined(entry) for entry in shapes]
+    _check_tree(values, 0, numbers := count())
+    if (used := next(numbers)) != len(tensors):
+        raise LayoutError(f"the header describes {len(tensors)} tensors and uses {used}")
     return Packed(header, tensors)
+
+
+def _outlined(entry: Any) -> torch.Tensor:
+    """Return a tensor without bytes. Raises LayoutError."""
+    if not isinstance(entry, dict) or not isinstance(shape := entry.get("shape"), list):
+        raise LayoutError("the header describes what is no tensor")
+    name = entry.get("dtype")
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise LayoutError(f"the header names a dtype that torch does not have: {str(name)[:40]!r}")
+    try:
+        if not all(type(side) is int for side in shape):
+            raise TypeError("it has sides that are no whole numbers")
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the header names an impossible shape: {str(shape)[:80]}") from error
+
+
+def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
+    """Raise LayoutError unless `_build` can build it and its tensors have the order of `pack`."""
+    if depth > DEEPEST + 1:
+        raise LayoutError(f"the header has containers in containers, more than {DEEPEST} deep")
+    match value:
+        case list():
+            inner = value
+        case {"$tensor": int(number), **others} if not others:
+            if type(number) is not int or number != next(numbers):
+                raise LayoutError(f"the header uses the tensor {number} out of turn")
+            return
+        case {"$tuple": list(inner), **others} if not others:
+            pass
+        case {"$dict": list(pairs), **others} if not others:
+            for pair in pairs:
+                if not isinstance(pair, list) or len(pair) != 2:
+                    raise LayoutError("the header has a dict with what is no key and value")
+                for member in pair:
+                    _check_tree(member, depth + 1, numbers)
+                if not _is_key(pair[0]):
+                    raise LayoutError("the header has a dict with a list or a dict as key")
+            return
+        case dict():
+            raise LayoutError("the header has an object that is no container of ours")
+        case _:
+            return
+    for member in inner:
+        _check_tree(member, depth + 1, numbers)
+
+
+def _is_key(value: Any) -> bool:
+    """True for what can be the key of a dict: no list, no dict, and no tuple with one in it."""
+    if isinstance(value, dict):
+        return "$tensor" in value or ("$tuple" in value and all(map(_is_key, value["$tuple"])))
+    return not isinstance(value, list)
 
 
 def named_tensors(header: bytes | str) -> list[dict[str, Any]]:

@@ -118,11 +118,18 @@ class S3Store:
 
         return self._tried(f"take {name}", put)
 
-    def get(self, name: str) -> bytes:
-        """Read an object. Raises FileNotFoundError, StoreUnavailable."""
+    def get(self, name: str, most: int | None = None) -> bytes:
+        """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
         def get() -> bytes:
-            body: bytes = self._answer(name)["Body"].read()  # raises when it ends before Content-Length
-            return body
+            data = bytearray()
+            with closing(self._answer(name)["Body"]) as body:
+                left = PIECE_BYTES if most is None else most
+                while piece := body.read(min(PIECE_BYTES, left)):
+                    data += piece  # what ends before Content-Length raises
+                    left = PIECE_BYTES if most is None else most - len(data)
+                    if not left:
+                        break
+            return bytes(data)
 
         return self._tried(f"give {name}", get)
 

@@ -63,8 +63,8 @@ class Store(Protocol):
         """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
         ...
 
-    def get(self, name: str) -> bytes:
-        """Read an object. Raises FileNotFoundError (the store does not list it either)."""
+    def get(self, name: str, most: int | None = None) -> bytes:
+        """Read an object, at most `most` bytes. Raises FileNotFoundError (it is not listed either)."""
         ...
 
     def get_into(self, name: str, out: memoryview) -> bool:
@@ -95,9 +95,14 @@ def open_store(url: str) -> Store:
 
 def checked(name: str) -> str:
     """Return the name if it is one. Raises ValueError when it could lead out of the store."""
-    if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+    if not is_name(name):
         raise ValueError(f"{name!r} is no name of an object in a store")
     return name
+
+
+def is_name(name: str) -> bool:
+    """True for a name that an object may have. A listing can have others: "parts/", "a/../b"."""
+    return not any(part in ("", ".", "..") for part in name.split("/")) and "\0" not in name
 
 
 def prove_put_if_absent(store: Store) -> None:
@@ -166,10 +171,11 @@ class FolderStore:
         except OSError as error:
             raise self._failed(f"take {name}", error) from error
 
-    def get(self, name: str) -> bytes:
-        """Read an object. Raises FileNotFoundError, StoreUnavailable."""
-        with self._reading(name) as path:
-            return path.read_bytes()
+    def get(self, name: str, most: int | None = None) -> bytes:
+        """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
+        with self._reading(name) as path, open(path, "rb") as file:
+            # Python makes memory for all that is asked for, and then gives back what is too much.
+            return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size))
 
     def get_into(self, name: str, out: memoryview) -> bool:
         """Read an object into memory of its length; False if it has another length. Raises as `get` does."""
@@ -191,6 +197,8 @@ class FolderStore:
             if self._is_listed(path):  # NFS remembers for a while that a name was not there
                 raise StoreUnavailable(f"{self.root} lists {name}, but cannot open it") from error
             raise
+        except IsADirectoryError as error:
+            raise FileNotFoundError(f"{name} is a folder in {self.root}, and no object") from error
         except OSError as error:
             raise self._failed(f"give {name}", error) from error
 

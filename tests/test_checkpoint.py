@@ -423,7 +423,7 @@ def part_of_step(root: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "record"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "folder", "record"])
 def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str, readers: int) -> None:
     """All workers pass over the same checkpoint, say so, and the run can publish earlier steps again."""
     fleet = Fleet(tmp_path, 2)
@@ -437,6 +437,9 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
             part.write_bytes(part.read_bytes()[:-4])
         case "remove":
             part.unlink()
+        case "folder":
+            part.unlink()
+            part.mkdir()
         case "record":
             record = min((tmp_path / "log").iterdir())
             record.write_bytes(record.read_bytes().replace(b"parts", b"party", 1))
@@ -618,8 +621,8 @@ def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
     class OneFlip(FolderStore):
         flips = 1
 
-        def get(self, name: str) -> bytes:
-            data = super().get(name)
+        def get(self, name: str, most: int | None = None) -> bytes:
+            data = super().get(name, most)
             if name.startswith("log") and OneFlip.flips:
                 OneFlip.flips -= 1
                 return data.replace(b"parts", b"party", 1)
@@ -1146,7 +1149,8 @@ def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, m
     fleet.restore()
     fleet.checkpoint()
     with monkeypatch.context() as patch:
-        patch.setattr(FolderStore, "get", lambda self, name: (_ for _ in ()).throw(FileNotFoundError(name)))
+        patch.setattr(FolderStore, "get",
+                      lambda self, name, most=None: (_ for _ in ()).throw(FileNotFoundError(name)))
         assert not fleet.workers[0].is_published(3, fleet.states[0].lineage)
         with pytest.raises(StoreUnavailable):
             CommitLog(fleet.stores[0]).take_over(fleet.states[0].lineage)

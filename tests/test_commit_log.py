@@ -274,7 +274,7 @@ class SimulatedStore:
             self._effect(put)
         return bool(self._effect(put, (name, bytes(body), True)))
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most: int | None = None) -> bytes:
         def get() -> bytes:
             if name not in self.world.objects:
                 raise FileNotFoundError(name)
@@ -620,9 +620,9 @@ class Folder(FolderStore):
 
     gets = 0
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most: int | None = None) -> bytes:
         self.gets += 1
-        return super().get(name)
+        return super().get(name, most)
 
 
 def published(log: CommitLog, step: int) -> Record:

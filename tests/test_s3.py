@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import boto3
 import botocore.auth
 import pytest
 import s3_servers
@@ -88,6 +89,29 @@ def test_any_world_restores_what_any_world_has_written(url: str) -> None:
     store = open_store(url)
     assert steps_in(url) == {7, 8, 9} and not writers.events.facts("state.rubbish_kept")
     assert store.list("log", limit=1) == store.list("log")[:1]
+
+
+def test_reads_no_more_of_an_object_than_is_asked_for(url: str) -> None:
+    """What stands at a record's name may be of any size."""
+    store, body = S3Store(url), bytes(range(256)) * 8000
+    store.put("log/x", body)
+    for most in (1, 1000, s3.PIECE_BYTES, len(body) - 1, len(body), len(body) + 1, None):
+        assert store.get("log/x", most) == body[:most]
+    assert store.retries == 0
+
+
+def test_garbage_is_collected_when_a_console_has_made_folders(url: str) -> None:
+    """Their markers are objects whose names end with a slash: no name of ours, and no reason to stop."""
+    writers, store = fleet(url, 1), S3Store(url)
+    writers.restore()
+    for marker in ("parts/", "log/", "parts/000000000001-000000000004/"):
+        key = f"{store.prefix}/{marker}"
+        boto3.session.Session().client("s3").put_object(Bucket=store.bucket, Key=key, Body=b"")
+    for _ in range(6):
+        make_another(writers)
+    assert not writers.events.facts("state.rubbish_kept")
+    assert not writers.events.facts("state.checkpoint_failed")
+    assert {int(name[19:31]) for name in store.list(PARTS) if name.endswith(".bin")} == {7, 8, 9}
 
 
 def test_one_wins_when_many_put_the_same_name(url: str) -> None:

@@ -1,0 +1,539 @@
+"""What stands in a store and is not what we wrote: passed over with one event, whatever its bytes are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from test_checkpoint import Fleet
+from test_state import payload, trained
+
+from elastic_trainer.__main__ import main
+from elastic_trainer.state import checkpoint, commit_log, layout
+from elastic_trainer.state.checkpoint import collect_rubbish, parts_of
+from elastic_trainer.state.commit_log import LAST, CommitLog, Damaged, Record
+from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline, pack, unpack
+from elastic_trainer.state.store import FolderStore, checked
+
+MOST_BYTES = 8 << 20
+DIGEST = "0" * 64
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from([10**12, 2**63, -1, 1e400, "parts/", "../x", "\ud800", "0" * 5000, "cpu"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+OFTEN = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+
+@contextmanager
+def within_8_mib() -> Iterator[None]:
+    """Fail if the block has more than MOST_BYTES of Python's memory at once (torch's is not counted)."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def places(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the ways to all values in a JSON tree, the root left out."""
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    return [here for key, value in inner for here in [(*way, key), *places(value, (*way, key))]]
+
+
+def changed(data: st.DataObject, tree: Any) -> Any:
+    """Return a JSON tree in which one value is another, is gone, or stands twice."""
+    tree = json.loads(json.dumps(tree))
+    *way, last = data.draw(st.sampled_from(places(tree)), "place")
+    holder = tree
+    for key in way:
+        holder = holder[key]
+    match data.draw(st.sampled_from(["another", "gone", "twice"]), "change"):
+        case "another":
+            holder[last] = data.draw(JSON, "value")
+        case "gone":
+            del holder[last]
+        case "twice" if isinstance(holder, list):
+            holder.insert(last, holder[last])
+        case _:
+            holder[f"{last}2"] = holder[last]
+    return tree
+
+
+def forged(facts: dict[str, Any]) -> bytes:
+    """Return a record with these facts and the right digest."""
+    text = json.dumps(facts, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({"record": text, "sha256": digest}).encode()
+
+
+def facts_of(record: Record) -> dict[str, Any]:
+    return json.loads(json.dumps({"format": commit_log.FORMAT, **asdict(record)}))
+
+
+def written() -> Record:
+    """Return the record of a checkpoint of `trained()`."""
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(Path(folder))
+        fleet.restore()
+        fleet.checkpoint()
+        return CommitLog(FolderStore(Path(folder))).tail()
+
+
+WRITTEN = written()
+HEADER = json.loads(WRITTEN.body["header"])
+
+
+def use(data: bytes) -> None:
+    """Do with a record all that its readers do before they read its parts. Raises Damaged, LayoutError."""
+    record = Record.from_bytes(data)
+    parts_of(record)
+    header = checkpoint.header_of(record)
+    unpack(outline(header))
+    named_tensors(header)
+
+
+# --- records ----------------------------------------------------------------------------------------------
+
+
+@OFTEN
+@given(data=st.data())
+def test_any_bytes_are_a_record_or_damaged(data: st.DataObject) -> None:
+    """Noise, and records with a piece cut out or replaced."""
+    whole = WRITTEN.to_bytes()
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    noise = data.draw(st.binary(max_size=200))
+    for junk in (noise, whole[:start] + noise + whole[stop:]):
+        assume(junk != whole)
+        with pytest.raises(Damaged), within_8_mib():
+            Record.from_bytes(junk)
+
+
+@OFTEN
+@given(data=st.data())
+def test_a_forged_record_is_usable_or_damaged(data: st.DataObject) -> None:
+    """Its digest is right, and one of its values is not what a writer writes."""
+    record = forged(changed(data, facts_of(WRITTEN)))
+    with within_8_mib(), suppress(Damaged, LayoutError):
+        use(record)
+
+
+def body(**facts: Any) -> bytes:
+    """Return a forged record of a few hundred bytes, with another body."""
+    return forged(facts_of(WRITTEN) | {"body": facts})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(body(bytes=10**7, part_bytes=1, parts=[]), id="10^7 parts"),
+        pytest.param(body(bytes=10**12, part_bytes=1, parts=[]), id="10^12 parts"),
+        pytest.param(
+            body(
+                bytes=10**12,
+                part_bytes=10**12,
+                parts=[
+                    {
+                        "index": 0,
+                        "name": f"parts/{1:012d}-{1:012d}/000000-{DIGEST}.bin",
+                        "bytes": 10**12,
+                        "sha256": DIGEST,
+                    }
+                ],
+            ),
+            id="a part of 10^12 bytes",
+        ),
+        pytest.param(
+            body(
+                bytes=1,
+                part_bytes=1,
+                parts=[{"index": 0, "name": "parts/\ud800", "bytes": 1, "sha256": DIGEST}],
+            ),
+            id="a name that is no text",
+        ),
+        pytest.param(body(bytes=1e400, part_bytes=1, parts=[]), id="infinitely many parts"),
+        pytest.param(body(bytes=0, part_bytes=1, parts=[]), id="no header"),
+        pytest.param(body(), id="nothing"),
+        pytest.param(
+            forged(facts_of(WRITTEN) | {"sequence": LAST - 1}), id="a number that nobody can reach"
+        ),
+        pytest.param(forged(facts_of(WRITTEN) | {"kept": {"x": 1}}), id="keeps what is no number"),
+        pytest.param(b'{"record": ' + b"[" * 10**5, id="lists in lists"),
+        pytest.param(
+            json.dumps(
+                {"record": "[" * 10**5, "sha256": hashlib.sha256(b"[" * 10**5).hexdigest()}
+            ).encode(),
+            id="lists in lists, with a digest",
+        ),
+        pytest.param(b"[[]," * 10**5, id="many lists"),
+    ],
+)
+def test_a_record_is_damaged_when_it_speaks_of_the_impossible(record: bytes) -> None:
+    """Before memory is taken or time is spent for what it speaks of."""
+    with pytest.raises(Damaged), within_8_mib():
+        use(record)
+
+
+@pytest.mark.parametrize("begin", [b"", commit_log.BEGIN])
+def test_an_object_that_is_no_record_is_not_read_to_its_end(tmp_path: Path, begin: bytes) -> None:
+    """Also one of 10 GB; one that begins as a record is read up to what one may have."""
+    path = tmp_path / commit_log._name(1)
+    path.parent.mkdir()
+    with open(path, "wb") as file:
+        file.write(begin)
+        file.truncate(10**10)
+    asked = list[int | None]()
+
+    class Watched(FolderStore):
+        def get(self, name: str, most: int | None = None) -> bytes:
+            asked.append(most)
+            return super().get(name, most)
+
+    log = CommitLog(Watched(tmp_path))
+    if not begin:
+        with within_8_mib():
+            assert log.newest_whole() == commit_log.NOTHING
+    else:
+        assert log.newest_whole() == commit_log.NOTHING
+    assert len(log.passed_over) == 1
+    assert None not in asked and (max(asked) > MOST_BYTES) == bool(begin)  # type: ignore[type-var]
+
+
+# --- headers ----------------------------------------------------------------------------------------------
+
+
+@OFTEN
+@given(data=st.data())
+def test_a_forged_header_is_loaded_or_refused(data: st.DataObject) -> None:
+    """What is refused has changed nothing, and what is not refused can be loaded to its end."""
+    taker = trained(0)
+    before = payload(taker.packed())
+    header = json.dumps(changed(data, HEADER)).encode()
+    try:
+        with within_8_mib():
+            room = taker.room(header, sum(part.bytes for part in parts_of(WRITTEN)))
+            named_tensors(header)
+    except LayoutError:
+        assert torch.equal(payload(taker.packed()), before)
+        return
+    for tensor in room.tensors:
+        tensor.zero_()
+    taker.load(unpack(room))
+
+
+@OFTEN
+@given(data=st.data(), header=st.binary(max_size=100))
+def test_any_header_is_built_or_refused(data: st.DataObject, header: bytes) -> None:
+    """Noise, and small trees with one value changed."""
+    small = {"a": [torch.zeros(2), (1, "x")], ("k", 2): {"b": torch.ones(1, dtype=torch.int64)}}
+    tree = json.loads(pack(small).header)
+    for text in (header, json.dumps(changed(data, tree)).encode()):
+        try:
+            outlined = outline(text)
+            named_tensors(text)
+            decode(text, torch.zeros(outlined.payload_bytes % 4096, dtype=torch.uint8))
+        except LayoutError:
+            pass
+
+
+@given(levels=st.integers(90, 400), how=st.sampled_from(["$tuple", "$dict", "list"]))
+@example(levels=100_000, how="list")
+def test_a_header_is_refused_when_it_is_nested_too_deep(levels: int, how: str) -> None:
+    """Deeper than any state; Python's own stack would be the next limit."""
+    begin, end = {
+        "list": ("[", "]"),
+        "$tuple": ('{"$tuple":[', "]}"),
+        "$dict": ('{"$dict":[[1,', "]]}"),
+    }[how]
+    header = (
+        '{"format":1,"tensors":[],"values":' + begin * levels + "0" + end * levels + "}"
+    ).encode()
+    if levels <= layout.DEEPEST:
+        assert decode(header, torch.zeros(0, dtype=torch.uint8))
+    elif levels > layout.DEEPEST + 1:  # a value that is no container may stand in the deepest
+        with pytest.raises(LayoutError):
+            outline(header)
+
+
+def test_what_is_nested_too_deep_is_not_packed() -> None:
+    """Nobody could restore it; a value in itself is the deepest of all."""
+    endless = list[Any]()
+    endless.append({"again": endless})
+    with pytest.raises(TypeError, match="deep"):
+        pack({"extras": endless})
+    deep: Any = 0
+    for _ in range(layout.DEEPEST):
+        deep = [deep]
+    assert unpack(outline(pack(deep).header)) == deep
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [{"dtype": "float32", "shape": [2**40, 2**40]}],
+        [{"dtype": "float32", "shape": [-1]}],
+        [{"dtype": "float32"}],
+        [{"dtype": ["float32"], "shape": []}],
+        [{"dtype": "load", "shape": []}],
+        [7],
+        {"0": 1},
+        "ab",
+        None,
+        [{"dtype": "float32", "shape": [1.0]}],
+        [{"dtype": "float32", "shape": "12"}],
+    ],
+)
+def test_a_header_is_refused_when_it_describes_no_tensors(tensors: Any) -> None:
+    """By a LayoutError, so that the checkpoint is passed over."""
+    with pytest.raises(LayoutError):
+        outline(json.dumps({"format": 1, "tensors": tensors, "values": {"$tensor": 0}}).encode())
+
+
+def test_a_header_is_refused_when_no_machine_has_so_much_memory() -> None:
+    """It is not tried: torch would raise what nobody takes for damage."""
+    header = json.loads(WRITTEN.body["header"])
+    header["tensors"][-1] = {"dtype": "float32", "shape": [2**50]}
+    outlined = outline(json.dumps(header).encode())
+    with pytest.raises(LayoutError):
+        trained(0).room(outlined.header, outlined.payload_bytes)
+
+
+# --- names and listings -----------------------------------------------------------------------------------
+
+
+class Listed:
+    """A store that lists what S3 may list, and takes only names that a store takes."""
+
+    where = "the listed store"
+
+    def __init__(self, names: list[str]):
+        self.names = set(names)
+
+    def list(self, prefix: str, limit: int | None = None) -> list[str]:
+        return sorted(name for name in self.names if name.startswith(prefix + "/"))[:limit]
+
+    def delete(self, names: list[str]) -> None:
+        self.names -= {checked(name) for name in names}
+
+    def get(self, name: str, most: int | None = None) -> bytes:
+        if name not in self.names:
+            raise FileNotFoundError(name)
+        return b""
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        is_new = checked(name) not in self.names
+        self.names.add(name)
+        return is_new
+
+
+OURS = st.builds(
+    "parts/{:012d}-{:012d}/{:06d}-{}.bin".format,
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.integers(0, 9),
+    st.just(DIGEST),
+)
+FOREIGN = st.one_of(
+    st.sampled_from(
+        [
+            "parts/",
+            "parts/000000000001-000000000001/",
+            "parts/000000000001-000000000001/..",
+            "parts//x",
+            "parts/000000000001-000000000001/a/b",
+            "parts/x",
+            "parts/.DS_Store",
+            f"parts/{'9' * 5000}-{'1' * 12}/x",
+            "parts/٠٠٠٠٠٠٠٠٠٠٠٠-٠٠٠٠٠٠٠٠٠٠٠٠/x",
+            "parts/000000000001-000000000001/\0",
+        ]
+    ),
+    st.text(max_size=30).map("parts/".__add__),
+)
+
+
+@OFTEN
+@given(ours=st.sets(OURS, max_size=8), foreign=st.sets(FOREIGN, max_size=8))
+@example(
+    ours={f"parts/{1:012d}-{1:012d}/000000-{DIGEST}.bin"},
+    foreign={"parts/", "parts/000000000001-000000000001/"},
+)
+def test_garbage_collection_goes_on_whatever_is_listed(ours: set[str], foreign: set[str]) -> None:
+    """The old parts are deleted, and nothing else is. An S3 console's marker of a folder is an object as any other."""
+    store = Listed([*ours, *foreign])
+    newest = Record(sequence=9, kind="checkpoint", lineage=10, step=10)
+    old = {name for name in ours if (int(name[6:18]), int(name[19:31])) <= (10, 10)}
+    deleted = collect_rubbish(store, newest, lambda sequence: frozenset())  # type: ignore[arg-type]
+    assert old <= set(deleted)
+    assert not any(name in store.names for name in old)
+    assert all(int(name[6:18]) <= 10 for name in deleted)
+    assert ours - old <= store.names
+
+
+RECORD_NAMES = st.one_of(
+    st.integers(0, 30).map(lambda number: f"log/{LAST - number:013d}.json"),
+    st.integers(0, LAST).map(lambda number: f"log/{number:013d}.json"),
+    st.sampled_from(["log/", "log/.json", "log/٠٠٠٠٠٠٠٠٠٠٠٠٠.json", "log/-000000000001.json"]),
+    st.text(max_size=30).map("log/".__add__),
+)
+
+
+@OFTEN
+@given(names=st.lists(RECORD_NAMES, max_size=30))
+@example(names=["log/0000000000000.json"])
+@example(names=["log/0000000000001.json"] * 12)
+def test_a_log_is_looked_through_whatever_is_listed(names: list[str]) -> None:
+    """Its newest record has a number that a writer can have reached, and room for many behind it."""
+    store = Listed(names)
+    log = CommitLog(store)  # type: ignore[arg-type]
+    assert 0 <= log.newest() <= commit_log.FURTHEST
+    assert log.newest_whole() == commit_log.NOTHING
+    try:
+        takeover = log.begin_lineage()
+        assert log.newest() == takeover.sequence
+    except Damaged:  # what was passed over may have named checkpoints
+        assert log.passed_over
+
+
+def test_nothing_is_lost_when_a_forged_record_has_the_last_number(tmp_path: Path) -> None:
+    """The records behind it would have names that nobody takes for records."""
+    for number in (LAST, LAST - 1, commit_log.FURTHEST + 1):
+        FolderStore(tmp_path).put(commit_log._name(number), WRITTEN.to_bytes())
+    fleet = Fleet(tmp_path)
+    assert fleet.restore() == [None]
+    fleet.publish(2)
+    reader = Fleet(tmp_path, 2, steps=0)
+    assert reader.restore() == [5, 5]
+    (refused,) = reader.events.facts("state.checkpoint_refused")
+    assert "nobody can have written" in refused["error"]
+
+
+def test_a_run_does_not_start_afresh_when_the_newest_checkpoint_names_none(tmp_path: Path) -> None:
+    """Not even itself: it is restored all the same, and the next attempt finds it, too."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.publish(1)
+    path = tmp_path / commit_log._name(2)
+    path.write_bytes(forged(facts_of(Record.from_bytes(path.read_bytes())) | {"kept": {}}))
+    for _ in range(2):
+        assert Fleet(tmp_path, steps=0).restore() == [4]
+
+
+def test_a_record_that_nobody_could_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint fails with a remedy, and the one before it stays the newest."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    fleet.publish(1)
+    monkeypatch.setattr(commit_log, "PUT_BYTES", 1000)
+    fleet.publish(1)
+    (failed,) = fleet.events.facts("state.checkpoint_failed")
+    assert "larger parts" in failed["error"]
+    monkeypatch.undo()
+    assert Fleet(tmp_path, steps=0).restore() == [4]
+
+
+def test_a_run_says_so_when_no_number_is_left(tmp_path: Path) -> None:
+    """By the name of what is to be deleted."""
+    facts = facts_of(WRITTEN) | {
+        "sequence": commit_log.FURTHEST,
+        "kept": {str(commit_log.FURTHEST): WRITTEN.step},
+    }
+    name = commit_log._name(commit_log.FURTHEST)
+    FolderStore(tmp_path).put(name, forged(facts))
+    (error,) = Fleet(tmp_path).restore()
+    assert isinstance(error, LayoutError) and name in str(error)
+
+
+# --- together ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), is_forged=st.booleans())
+def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_record_is_damaged(
+    data: st.DataObject, is_forged: bool
+) -> None:
+    """With one event. Where the change is none that matters it goes on from the newest."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        fleet = Fleet(root)
+        fleet.restore()
+        fleet.publish(2)
+        path = root / commit_log._name(3)
+        record = Record.from_bytes(path.read_bytes())
+        kept = facts_of(record)["kept"]
+        if is_forged:
+            facts = changed(data, facts_of(record))
+            assume(facts.get("kept") == kept)  # else it is a true record of another history
+            header = (
+                facts.get("body", {}).get("header") if isinstance(facts.get("body"), dict) else None
+            )
+            if isinstance(header, str) and data.draw(st.booleans(), "header"):
+                text = json.dumps(changed(data, json.loads(header)))
+                facts["body"] |= {
+                    "header": text,
+                    "header_sha256": hashlib.sha256(text.encode()).hexdigest(),
+                }
+            path.write_bytes(forged(facts))
+        else:
+            path.write_bytes(data.draw(st.binary(max_size=100)))
+        reader = Fleet(root, steps=0)
+        (step,) = reader.restore()
+        assert step in (4, 5), step
+        assert len(reader.events.facts("state.checkpoint_refused")) == (step == 4)
+
+
+@pytest.fixture(scope="module")
+def store_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two checkpoints."""
+    root = tmp_path_factory.mktemp("two")
+    fleet = Fleet(root)
+    fleet.restore()
+    fleet.publish(2)
+    return root
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_the_command_says_damaged_whatever_a_record_holds(
+    data: st.DataObject, store_of_two: Path
+) -> None:
+    """`ls`, `show`, `verify` and `export` end with a line for a person; none with a traceback."""
+    path = store_of_two / commit_log._name(3)
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(forged(changed(data, facts_of(Record.from_bytes(whole)))))
+        for action in ("ls", "show", "verify"):
+            assert main(["checkpoints", action, str(store_of_two)]) in (0, 1, 2)
+        assert main(
+            ["checkpoints", "export", str(store_of_two), str(store_of_two / "out.safetensors")]
+        ) in (0, 1, 2)
+    finally:
+        path.write_bytes(whole)
