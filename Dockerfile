@@ -40,6 +40,7 @@ FROM ${BASE}
 RUN apt-get update \
     && apt-get install -y --no-install-recommends openssh-client openssh-server \
     && if ! command -v python3; then apt-get install -y --no-install-recommends python3; fi \
+    && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
     && useradd --create-home --uid 10001 --shell /bin/bash trainer
 WORKDIR /opt/elastic-trainer

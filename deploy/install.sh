@@ -504,6 +504,8 @@ build_horovod() {   # the folder that keeps the wheel
         is_whole "$wheel" || die "Horovod was built without its library for torch. The log: $log"
         mv "$wheel" "$1/"
     done
+    # Nothing else uses it, and an image has no build tool. An environment that got a kept wheel has none either.
+    if [[ $cmake == "$venv/bin/cmake" ]]; then pip uninstall --yes cmake; fi
     rm -rf "$work"
 }
 
