@@ -26,7 +26,7 @@ import pytest
 import yaml
 from cloud import VARIABLES
 from s3_servers import Unavailable
-from terraform import DEPLOY, HOSTS, Root, rendered, user_data
+from terraform import DEPLOY, HOSTS, PROVIDER, Root, provider, rendered, user_data
 
 ROOT = DEPLOY.parent
 FLEET = DEPLOY / "terraform" / "fleet"
@@ -98,6 +98,39 @@ def test_terraform_finds_it_valid(root: str, tmp_path: Path) -> None:
             it.validate()
     except Unavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("root", ["fleet", "bucket"])
+def test_terraform_takes_only_the_provider_that_is_locked(root: str, tmp_path: Path) -> None:
+    """The lock file is in git, is for the version that is asked for, and has a hash for each platform's
+    file; `init` takes this machine's provider by it, and refuses another.
+    """
+    folder = DEPLOY / "terraform" / root
+    lock = (folder / ".terraform.lock.hcl").read_text()
+    text = "".join(path.read_text() for path in folder.glob("*.tf"))
+    (asked,) = re.findall(r'^      version = "(.+)"$', text, re.M)
+    assert re.findall(r'^  (?:version|constraints) += "(.+)"$', lock, re.M) == [asked, asked]
+    assert len(re.findall(r'^    "zh:[0-9a-f]{64}",$', lock, re.M)) >= 10
+    if not subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
+        subprocess.run(["git", "-C", folder, "ls-files", "--error-unmatch", ".terraform.lock.hcl"], check=True)
+    try:
+        mirror = provider().parents[len(PROVIDER.split("/")) + 1]
+    except Unavailable as error:
+        pytest.skip(str(error))
+    for path in (*folder.glob("*.tf"), folder / ".terraform.lock.hcl"):
+        shutil.copy(path, tmp_path)
+
+    def init() -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TF_")}
+        return subprocess.run(
+            ["terraform", "init", "-input=false", "-no-color", "-lockfile=readonly", "-plugin-dir", mirror],
+            cwd=tmp_path, env=env | {"CHECKPOINT_DISABLE": "1"}, capture_output=True, text=True)
+
+    done = init()
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / ".terraform")
+    (tmp_path / ".terraform.lock.hcl").write_text(re.sub('"h1:.*"', '"h1:' + "A" * 43 + '="', lock))
+    assert init().returncode != 0
 
 
 # --- who may do what -------------------------------------------------------------------------------------------------
