@@ -3,6 +3,7 @@
     python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]    print the file (what horovodrun calls)
     python -m elastic_trainer.discovery ec2 --once --tag Job=mine …       print EC2's list, without poller and agents
     python -m elastic_trainer.discovery poll --hosts-file FILE --tag …    keep FILE true (on the coordinator)
+    python -m elastic_trainer.discovery group --group NAME …              ask for the machines that are wished, once
     python -m elastic_trainer.discovery agent --key-file FILE …           watch this host, answer the poller (on each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Run one command; returns the exit code."""
     if argv[:1] == ["hosts-file"]:
         return hosts_file(argv[1:])
-    if argv[:1] and argv[0] in ("ec2", "poll", "agent"):
+    if argv[:1] and argv[0] in ("ec2", "poll", "group", "agent"):
         from elastic_trainer.discovery.commands import run  # here: it imports boto3
 
         return run(argv)

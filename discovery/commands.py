@@ -1,4 +1,4 @@
-"""The commands of `python -m elastic_trainer.discovery` that take their time: ec2, poll, agent."""
+"""The commands of `python -m elastic_trainer.discovery` that take their time: ec2, poll, group, agent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from elastic_trainer.discovery.agent import Agent, read_key, serve
-from elastic_trainer.discovery.ec2 import HOST_NAMES, CloudUnavailable, Ec2
+from elastic_trainer.discovery.ec2 import HOST_NAMES, AutoScalingGroup, CloudUnavailable, Ec2
+from elastic_trainer.discovery.group import keep
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.notices import ENDPOINT, Metadata
 from elastic_trainer.discovery.poll import Poller, once
@@ -27,6 +28,9 @@ def run(argv: list[str]) -> int:
             user = options.user if options.user is not None else user_of_workers(options.key_file)
             serve(options.bind, options.port, key, Agent(metadata, options.folder, user=user),
                   lambda port: print(port, flush=True))
+            return 0
+        if options.command == "group":
+            keep(AutoScalingGroup(options.group), options.hosts_file, options.events)
             return 0
         cloud = Ec2(dict(tag.split("=", 1) for tag in options.tag), options.group, cpu_slots=options.cpu_slots,
                     host_name=options.host_name)
@@ -93,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--horizon", type=float, default=15.0, metavar="MINUTES",
                              help="leave so long before a scheduled stop, reboot or retirement (%(default)s)")
         command.add_argument("--same-type", action="store_true", help="only the largest group of one instance type")
+    group = commands.add_parser("group", help="ask an auto scaling group, once, for the wished machines")
+    group.add_argument("--group", required=True)
+    group.add_argument("--hosts-file", type=Path, required=True, help="the poller's, whose table is beside it")
+    group.add_argument("--events", type=Path, help="append to this diary, e.g. runs/NAME/events.jsonl")
     agent = commands.add_parser("agent", help="watch this host and answer the poller")
     agent.add_argument("--bind", required=True, help="this host's private address")
     agent.add_argument("--port", type=int, default=AGENT_PORT, help="0: any; it is printed (%(default)s)")

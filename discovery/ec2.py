@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 import boto3
@@ -20,9 +20,15 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from elastic_trainer.discovery.hosts import Instance
+from elastic_trainer.discovery.hosts import Group, Instance
 
 PAGE = 1000
+WISH = "Workers"
+"""The group's tag with the wished number of machines (deploy/terraform/fleet/workers.tf)."""
+EMPTY = "empty-without-coordinator"
+"""The scheduled action that empties a group."""
+CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2, read_timeout=5)
+NO_ANSWER = (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeError, ValueError)
 HOST_NAMES = ("private-dns", "private-ip")
 
 
@@ -35,14 +41,13 @@ class Ec2:
 
     def __init__(self, tags: dict[str, str], group: str | None = None, *, cpu_slots: int = 1,
                  host_name: str = "private-dns"):
-        config = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2, read_timeout=5)
         self.tags, self.group, self.cpu_slots, self.host_name = tags, group, cpu_slots, host_name
         self.calls = 0
         """API calls so far."""
         try:
             session = boto3.session.Session()
-            self._ec2 = session.client("ec2", config=config)
-            self._scaling = session.client("autoscaling", config=config) if group else None
+            self._ec2 = session.client("ec2", config=CONFIG)
+            self._scaling = session.client("autoscaling", config=CONFIG) if group else None
         except (BotoCoreError, ValueError) as error:
             raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
         self._gpus: dict[str, int] = {}
@@ -59,7 +64,7 @@ class Ec2:
             in_group = self._group_states()
             self._learn_types({i["InstanceType"] for i in described} - self._gpus.keys())
             return [self._instance(i, status.get(i["InstanceId"], {}), in_group) for i in described]
-        except (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeError, ValueError) as error:
+        except NO_ANSWER as error:
             raise CloudUnavailable(f"EC2 did not answer: {error!r}") from error
 
     def _instance(self, described: dict[str, Any], status: dict[str, Any], in_group: dict[str, str]) -> Instance:
@@ -113,6 +118,46 @@ class Ec2:
             if not page.get("NextToken"):
                 return
             token = {"NextToken": page["NextToken"]}
+
+
+class AutoScalingGroup:
+    """One auto scaling group, whose size is the coordinator's (group.py)."""
+
+    def __init__(self, name: str):
+        self.name = name
+        try:
+            self._scaling = boto3.session.Session().client("autoscaling", config=CONFIG)
+        except (BotoCoreError, ValueError) as error:
+            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+
+    def read(self) -> Group:
+        """Return what is wished and what is there. Raises CloudUnavailable."""
+        try:
+            groups = self._scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self.name])["AutoScalingGroups"]
+            if not groups:
+                raise CloudUnavailable(f"there is no auto scaling group {self.name}. Correct --group.")
+            actions = self._scaling.describe_scheduled_actions(
+                AutoScalingGroupName=self.name, ScheduledActionNames=[EMPTY])["ScheduledUpdateGroupActions"]
+            return Group(wish=int(_tags(groups[0])[WISH]), size=int(groups[0]["DesiredCapacity"]),
+                         is_armed=any(_seconds_until(action.get("StartTime")) > 0 for action in actions))
+        except NO_ANSWER as error:
+            raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
+
+    def empty_in(self, seconds: float) -> None:
+        """Have AWS empty the group then, in place of an earlier such order. Raises CloudUnavailable."""
+        at = datetime.fromtimestamp(time.time() + seconds, timezone.utc)
+        try:
+            self._scaling.put_scheduled_update_group_action(
+                AutoScalingGroupName=self.name, ScheduledActionName=EMPTY, StartTime=at, DesiredCapacity=0)
+        except NO_ANSWER as error:
+            raise CloudUnavailable(f"Auto Scaling did not take the order to empty {self.name}: {error!r}") from error
+
+    def resize(self, size: int) -> None:
+        """Ask for so many machines. Raises CloudUnavailable."""
+        try:
+            self._scaling.set_desired_capacity(AutoScalingGroupName=self.name, DesiredCapacity=size)
+        except NO_ANSWER as error:
+            raise CloudUnavailable(f"Auto Scaling did not take the size {size} of {self.name}: {error!r}") from error
 
 
 def _seconds_until(at: datetime | None) -> float:

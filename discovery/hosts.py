@@ -23,6 +23,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The group as AWS has it."""
+
+    wish: int
+    """The tag Workers."""
+    size: int
+    """Its desired capacity."""
+    is_armed: bool
+    """The order to empty it stands, and its time has not come."""
+
+
 @dataclass(frozen=True)
 class Instance:
     """A machine as the cloud describes it."""

@@ -304,16 +304,22 @@ class Poller:
 
     def emit(self, event: str, **facts: Any) -> None:
         """Write one line into the run's diary."""
-        if self.events_file is not None:
-            line = json.dumps({"time": round(time.time(), 4), "event": event, **facts}) + "\n"
-            try:
-                descriptor = _opened(self.events_file)
-                try:
-                    os.write(descriptor, line.encode())
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                self._complain(f"{self.events_file} cannot be written, and lacks {event}: {error}")
+        try:
+            append_event(self.events_file, event, **facts)
+        except OSError as error:
+            self._complain(f"{self.events_file} cannot be written, and lacks {event}: {error}")
+
+
+def append_event(file: Path | None, event: str, **facts: Any) -> None:
+    """Write one line into the run's diary, if there is one. Raises OSError."""
+    if file is None:
+        return
+    line = json.dumps({"time": round(time.time(), 4), "event": event, **facts}) + "\n"
+    descriptor = _opened(file)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
 
 
 def _opened(events_file: Path) -> int:

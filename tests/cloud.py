@@ -6,12 +6,14 @@
 terraform, or boto3 → moto's server → here → names and addresses of machines, for the lab to be those machines
 
 moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by address, not by id; its S3
-obeys what a bucket's policy denies and reads no condition, so that checkpoints go into a bucket that has no policy.
+obeys what a bucket's policy denies and reads no condition, so that the fleet's bucket is another one, without a policy.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,14 +21,17 @@ from typing import Any
 
 import boto3
 from moto_server import moto_server
+from netlab import command_of
 from s3_servers import Unavailable
 from terraform import Root, provider, settings_of
 
+ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
 NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
-VARIABLES = {"region": "us-east-1", "bucket": BUCKET, "name": NAME, "workers": 2, "max_workers": 8, "image_id": IMAGE,
+CODE = f"{NAME}/code.tar.gz"
+VARIABLES = {"region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8, "image_id": IMAGE,
              "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
-OF_BUCKET = {name: VARIABLES[name] for name in ("region", "bucket")}
+OF_BUCKET = {"region": VARIABLES["region"], "bucket": BUCKET}
 AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
        "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}
 """What every client of the server needs besides its endpoint."""
@@ -62,6 +67,7 @@ class Cloud:
             self.endpoint = stack.enter_context(moto_server(self.folder))
             self.ec2, self.scaling = self.client("ec2"), self.client("autoscaling")
             self.client("s3").create_bucket(Bucket=OPEN_BUCKET)
+            self.client("s3").put_object(Bucket=OPEN_BUCKET, Key=CODE, Body=b"code")
             self.others = self._things()
             try:
                 provider()
@@ -73,6 +79,8 @@ class Cloud:
                 self.bucket: Future[None] = stack.enter_context(ThreadPoolExecutor(1)).submit(self._apply_bucket)
                 self._fleet = stack.enter_context(Root(self.folder / "fleet", "fleet", self.endpoint, VARIABLES))
                 self.outputs = self._fleet.apply()
+                self.size_when_applied = self.group()["DesiredCapacity"]
+                self.keep_group()
             self._stack = stack.pop_all()
         return self
 
@@ -104,6 +112,24 @@ class Cloud:
         """Return the machines of the group by name."""
         return {i["PrivateDnsName"]: i for i in self.instances() if i["InstanceId"] != self.outputs["coordinator"]}
 
+    def group(self) -> dict[str, Any]:
+        """Return the auto scaling group, as AWS describes it."""
+        return dict(self.scaling.describe_auto_scaling_groups()["AutoScalingGroups"][0])
+
+    def keep_group(self) -> None:
+        """Do what elastic-group.service does once, when the release stands."""
+        command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME}, self.folder)
+        (self.folder / "runs" / NAME).mkdir(parents=True, exist_ok=True)
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
+
+    def plan_refused_without_code(self) -> str:
+        """Return what terraform says of a plan while no code is in the bucket."""
+        self.client("s3").delete_object(Bucket=OPEN_BUCKET, Key=CODE)
+        try:
+            return self._fleet.plan_refused()
+        finally:
+            self.client("s3").put_object(Bucket=OPEN_BUCKET, Key=CODE, Body=b"code")
+
     def scale(self, size: int) -> list[str]:
         """Ask the group for so many machines; returns the names of the new ones."""
         before = self.workers()
@@ -125,7 +151,8 @@ class Cloud:
         return self._fleet.replace("aws_instance.coordinator", "aws_launch_template.worker")
 
     def destroy(self) -> str:
-        """Have terraform destroy the fleet, not the bucket; returns what it said."""
+        """Have terraform destroy the fleet, not the bucket; returns what it said. The code has gone before."""
+        self.client("s3").delete_object(Bucket=OPEN_BUCKET, Key=CODE)
         return self._fleet.destroy()
 
     def left(self) -> set[str]:

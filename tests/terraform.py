@@ -103,6 +103,12 @@ class Root:
         """Apply it with one resource made anew, up to another one that follows from it; returns what terraform said."""
         return self._terraform("apply", f"-replace={address}", f"-target={up_to}", *QUIETLY)
 
+    def plan_refused(self) -> str:
+        """Plan what must be refused; returns what terraform said."""
+        done = self._run("plan", "-refresh=false", "-input=false", "-no-color")
+        assert done.returncode != 0, done.stdout
+        return done.stderr
+
     def destroy(self) -> str:
         """Destroy what `apply` made, or the part that it made before it failed; returns what terraform said."""
         return self._terraform("destroy", "-refresh=false", *QUIETLY)
@@ -119,13 +125,16 @@ class Root:
         return {"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": self.endpoint}
 
     def _terraform(self, *arguments: str) -> str:
+        done = self._run(*arguments)
+        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)} | self._aws() | {
             "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1",
             "TF_REATTACH_PROVIDERS": self._attach}
-        done = subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
+        return subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
                               timeout=LIMIT_S)
-        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-        return done.stdout
 
 
 def rendered(template: Path, **values: Any) -> str:

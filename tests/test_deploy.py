@@ -247,6 +247,7 @@ class Machine:
             self.calls.chmod(0o666)
         else:
             self.program("runuser", RUNUSER)
+        self.program("journalctl", f"#!/bin/sh\ncat {self.root}/journal\n")
         self.program("getent", f"#!/bin/sh\necho trainer:x:1:1::{self.root}/home:/bin/sh\n")
         self.program("ip", "#!/bin/sh\ncase $* in *route*) echo 'default via 10.0.0.1 dev ens9 metric 512'; "
                            "echo 'default via 10.0.0.1 dev ens5 proto dhcp metric 100';; "
@@ -267,10 +268,11 @@ class Machine:
                 f"localuser {whoami}").replace("User trainer", f"User {whoami}").replace("AllowUsers trainer",
                 f"AllowUsers {whoami}").replace("keys/%u", "keys/trainer"))
 
-    def boot(self) -> None:
+    def boot(self, *words: str) -> None:
         script = self.root / "bin" / "elastic-boot"
         script.write_text(self.here((HOSTS / "boot.sh").read_text()))
-        subprocess.run(["bash", script], env=self.env, check=True, capture_output=True, text=True)
+        with open(self.root / "journal", "w") as journal:
+            subprocess.run(["bash", script, *words], env=self.env, check=True, stdout=journal, stderr=journal)
 
     def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([self.root / "opt/elastic-trainer/deploy/hosts" / script, *arguments], capture_output=True,
@@ -286,25 +288,43 @@ def fleet(tmp_path: Path) -> tuple[Machine, Machine]:
     return booted(tmp_path)
 
 
-def booted(tmp_path: Path, trainer: str = "") -> tuple[Machine, Machine]:
+INSTALL = """#!/bin/sh
+mkdir -p "$(dirname "$0")/../.venv/bin"
+cd "$(dirname "$0")/../.venv/bin"
+printf '#!/bin/sh\\necho no such version; exit 1\\n' >python
+chmod 755 python
+"""
+
+
+def push_to(coordinator: Machine, folder: Path, **job: str) -> None:
+    """Do what push.sh does, from a careful user's files: they are nobody else's to read."""
+    code = folder / "code" / "deploy"
+    shutil.copytree(HOSTS, code / "hosts")
+    (code / "install.sh").write_text(INSTALL)
+    for path in (code / "hosts").iterdir():
+        path.write_text(coordinator.here(path.read_text()))
+    for name, text in job.items():
+        (code.parent / "job").mkdir(exist_ok=True)
+        (code.parent / "job" / f"{name}.txt").write_text(text)
+    (coordinator.store / "b/mine").mkdir(parents=True)
+    (code / "install.sh").chmod(0o700)
+    code.parent.chmod(0o700)
+    subprocess.run(["tar", "-czf", coordinator.store / "b/mine/code.tar.gz", "-C", code.parent, "."], check=True)
+
+
+def coordinator_in(folder: Path, trainer: str = "") -> Machine:
     for tool in ("ssh-keygen", "openssl", "zstd"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not on this machine.")
-    coordinator = Machine(tmp_path, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2",
-                          NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0",
-                          PIP_EXTRA_INDEX_URL="")
+    return Machine(folder, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz", WORKERS_ROLE_ID="AROA2",
+                   NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2", TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
+
+
+def booted(tmp_path: Path, trainer: str = "") -> tuple[Machine, Machine]:
+    coordinator = coordinator_in(tmp_path, trainer)
     worker = Machine(tmp_path, WORKER, trainer, ROLE="worker", SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst",
                      ROLE_ID="AROA2")
-    code = tmp_path / "code" / "deploy"
-    shutil.copytree(HOSTS, code / "hosts")
-    (code / "install.sh").write_text("#!/bin/sh\nmkdir -p $(dirname $0)/../.venv\n")
-    (code / "install.sh").chmod(0o755)
-    for path in (code / "hosts").iterdir():
-        path.write_text(coordinator.here(path.read_text()))
-    (tmp_path / "store/b/mine").mkdir(parents=True)
-    (code / "install.sh").chmod(0o700)
-    code.parent.chmod(0o700)  # as a careful user's files are
-    subprocess.run(["tar", "-czf", tmp_path / "store/b/mine/code.tar.gz", "-C", code.parent, "."], check=True)
+    push_to(coordinator, tmp_path)
     with suppress(subprocess.CalledProcessError):
         worker.boot()  # too early: there is no release yet, and systemd tries again
     assert not (worker.root / "opt/elastic-trainer").exists()
@@ -327,8 +347,8 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple
     store = coordinator.store / "b/mine"
     told = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
     boot = f"boot/AROA1:{COORDINATOR}"
-    assert told == {"code.tar.gz", f"hosts/AROA2:{WORKER}"} | {f"{boot}/{name}" for name in (
-        "agent.key", "coordinator.pub", "known_host", "release.tar.zst")}
+    assert told == {"code.tar.gz", f"hosts/AROA2:{WORKER}", f"logs/AROA2:{WORKER}/boot.txt"} | {
+        f"{boot}/{name}" for name in ("agent.key", "coordinator.pub", "known_host", "release.tar.zst")}
     private = (coordinator.root / "home/.ssh/id_ed25519").read_bytes()
     assert all(b"PRIVATE KEY" not in path.read_bytes() and private not in path.read_bytes() for path in store.rglob("*")
                if path.is_file() and path.suffix != ".gz")
@@ -384,6 +404,54 @@ def owners(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Return everything below a folder, with its owner, its mode and what it holds."""
     return {str(path): (path.lstat().st_uid, path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
             for path in [folder, *folder.rglob("*")]}
+
+
+def boot_log(machine: Machine) -> str:
+    """Return what the bucket has of a machine's boot."""
+    (file,) = (machine.store / "b/mine/logs").glob(f"*:{machine.root.name}/boot.txt")
+    return file.read_text()
+
+
+def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path: Path) -> None:
+    """Each try says so; the last words come before the group is emptied and the machine is off."""
+    machine = coordinator_in(tmp_path)
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.boot()
+    assert "code.tar.gz cannot be fetched. A coordinator needs what deploy/push.sh b mine FOLDER puts" in boot_log(machine)
+    assert "This try has failed (exit code 1)" in boot_log(machine) and not list((machine.root / "var/tmp").iterdir())
+    machine.calls.write_text("")
+    machine.boot("gave-up")
+    assert "The coordinator has given up. No workers are asked for, and it stops." in boot_log(machine)
+    emptied, off = machine.called().splitlines()[-2:]
+    assert emptied.endswith("set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0")
+    assert off == "systemctl poweroff"
+
+
+def test_a_worker_that_gives_up_says_so_and_asks_nobody_for_anything_else(tmp_path: Path) -> None:
+    """It may not order the group; its power-off terminates it."""
+    worker = Machine(tmp_path, WORKER, ROLE="worker", SOURCE="boot/AROA1:x/release.tar.zst", ROLE_ID="AROA2")
+    with pytest.raises(subprocess.CalledProcessError):
+        worker.boot()
+    worker.boot("gave-up")
+    assert "This worker has given up" in boot_log(worker)
+    assert "autoscaling" not in worker.called() and worker.called().endswith("systemctl poweroff\n")
+
+
+def test_requirements_that_cannot_be_installed_are_said_in_the_bucket_and_nothing_is_released(tmp_path: Path) -> None:
+    """With the file's name and the commands after mending it; no worker is asked for."""
+    machine = coordinator_in(tmp_path)
+    push_to(machine, tmp_path, requirements="no-such-package==0\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.boot()
+    assert "no such version" in boot_log(machine) and "requirements.txt cannot be installed with" in boot_log(machine)
+    assert "deploy/push.sh b mine FOLDER, then apply -replace=aws_instance.coordinator" in boot_log(machine)
+    assert not list(machine.store.rglob("release*")) and "elastic-group" not in machine.called()
+
+
+def test_the_workers_of_the_coordinator_before_go_and_others_come_last(fleet: tuple[Machine, Machine]) -> None:
+    """They have its keys, and would wait for the new release; elastic-group asks for others when that stands."""
+    called = fleet[0].called()
+    assert called.index("--desired-capacity 0") < called.index("release.tar.zst") < called.index("elastic-group.timer")
 
 
 def test_root_follows_no_symlink_that_trainer_has_made(shared_folder: Path) -> None:
@@ -468,6 +536,7 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(flee
     events = coordinator.root / "var/lib/elastic-trainer/runs/mine/events.jsonl"
     events.write_text("{}\n")
     ended = coordinator.root / "var/lib/elastic-trainer/ended"
+    coordinator.calls.write_text("")
     for status in ("130", "1", "70", "TERM"):
         assert coordinator.run("ended.sh", EXIT_STATUS=status, **env).returncode == 0
         (coordinator.store / "b/mine/diary/events.jsonl").unlink()  # another coordinator would go on with it
@@ -530,9 +599,10 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
         pytest.skip("systemd-analyze is not on this machine.")
     template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
     template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
-    boot = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])[-1]["content"]
-    units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")} | {"elastic-boot.service": boot}
-    assert len(units) == 8
+    written = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])[-2:]
+    units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")}
+    units |= {Path(one["path"]).name: one["content"] for one in written}
+    assert len(units) == 11
     for name, text in units.items():
         for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable), ("/opt/elastic-trainer", str(ROOT)),
                             ("/usr/local/sbin/elastic-boot", str(HOSTS / "boot.sh"))):

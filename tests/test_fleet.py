@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, command_of, knock,
 from terraform import DEPLOY, no_secret_in, user_data
 
 import elastic_trainer.discovery.__main__
+from elastic_trainer.discovery.group import LOST_S
 from elastic_trainer.events import EVENTS_FILE
 
 Twin = Callable[..., str]
@@ -56,6 +58,29 @@ def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
         policy = cloud.client("iam").get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
         nothing_is_open(policy, role)
     no_secret_in(cloud.state())
+
+
+def test_no_machine_is_started_before_its_coordinator_can_use_it_and_none_stays_without_one(cloud: Cloud) -> None:
+    """An apply starts the coordinator alone; its first order fills the group, behind an order of AWS's own to empty it."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    assert cloud.size_when_applied == 0 and cloud.group()["DesiredCapacity"] == 2
+    (switch,) = cloud.scaling.describe_scheduled_actions(AutoScalingGroupName="mine-workers")["ScheduledUpdateGroupActions"]
+    in_s = switch["StartTime"].timestamp() - time.time()
+    assert switch["DesiredCapacity"] == 0 and LOST_S - 600 < in_s <= LOST_S
+    (version,) = cloud.ec2.describe_launch_template_versions(
+        LaunchTemplateName=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]["LaunchTemplateName"],
+        Versions=["$Latest"])["LaunchTemplateVersions"]
+    assert version["LaunchTemplateData"]["InstanceInitiatedShutdownBehavior"] == "terminate"
+
+
+def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cloud: Cloud) -> None:
+    """Before a machine is rented that would have nothing to run."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    said = " ".join(cloud.plan_refused_without_code().replace("│", " ").split())
+    assert f"s3://{OPEN_BUCKET}/mine/code.tar.gz is not there" in said
+    assert f"Run: deploy/push.sh {OPEN_BUCKET} mine" in said
 
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:
@@ -114,7 +139,7 @@ def nothing_is_open(policy: Any, role: str) -> None:
         if "s3:DeleteObject" in actions:
             assert all(re.search(r"/mine/checkpoints/\*/(parts|probe)/\*$", r) for r in resources)
         if "s3:PutObject" in actions:
-            assert all(r.startswith("arn:aws:s3:::training-1/mine/") for r in resources)
+            assert all(r.startswith(f"arn:aws:s3:::{OPEN_BUCKET}/mine/") for r in resources)
 
 
 # --- its machines ----------------------------------------------------------------------------------------------------
@@ -131,8 +156,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
 
     The hosts are the machines that terraform has asked for, by name and address. Agents and poller are called as their
     units call them, the run as train.sh does, with what user data says. Other than on EC2: no cloud-init, no systemd, no
-    standbys; root in place of `trainer`, the tests' job, and keys for S3 in variables, not from the machine's role;
-    another bucket (cloud.py says why); and the agents watch a small disk of their own.
+    standbys; root in place of `trainer`, the tests' job, and keys for S3 in variables, not from the machine's role; and
+    the agents watch a small disk of their own.
     """
     if cloud.why_not_terraform:
         print(f"{cloud.why_not_terraform} The instances of this story are made by boto3, not by deploy/terraform.")

@@ -2,7 +2,7 @@
 # Makes the coordinator: keys, the release for workers, the units. Called by boot.sh at every boot, as root; what is
 # there already is not made again.
 #
-# boot.sh → here → s3://BUCKET/FLEET/boot/ME/ (read by workers) → elastic-poll, elastic-trainer, elastic-diary
+# boot.sh → here → s3://BUCKET/FLEET/boot/ME/ (read by workers) → elastic-poll, elastic-group, elastic-trainer, elastic-diary
 #
 # What always holds:
 # 1. Private keys are made here and stay here. In the bucket are public keys, and the key that signs questions to agents,
@@ -39,12 +39,16 @@ if [[ ! -s $etc/agent.key ]]; then
     chown trainer:trainer "$etc/agent.key"
 fi
 install -m 644 "$root/deploy/hosts/ssh_config" /etc/ssh/ssh_config.d/10-fleet.conf
-read -r kind key _ </etc/ssh/ssh_host_ed25519_key.pub
-printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
 
 # ---- the release ----
 
 if [[ ! -f $etc/released ]]; then
+    # Workers of the coordinator before have its keys, so they are of no use. elastic-group asks for others when the
+    # release stands. At the first apply there is no group yet, and a new group is empty.
+    aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0 ||
+        printf 'coordinator: the group %s cannot be emptied; at a first apply it is not there yet\n' "$GROUP" >&2
+    read -r kind key _ </etc/ssh/ssh_host_ed25519_key.pub
+    printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
     # A coordinator that takes another's place goes on with its diary.
     as_trainer aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
     export PYTHON=python3.11 XDG_CACHE_HOME=/var/cache
@@ -54,7 +58,11 @@ if [[ ! -f $etc/released ]]; then
     aws s3 sync --only-show-errors --exclude '*lock' "$wheels" "$store/wheels/"
     if [[ -f $root/job/requirements.txt ]]; then
         "$root/.venv/bin/python" -m pip install --disable-pip-version-check --no-input \
-            --constraint "$root/deploy/constraints.txt" --requirement "$root/job/requirements.txt"
+            --constraint "$root/deploy/constraints.txt" --requirement "$root/job/requirements.txt" || {
+            printf 'coordinator: requirements.txt cannot be installed with deploy/constraints.txt. %s\n' \
+                "Mend it and run deploy/push.sh $BUCKET $FLEET FOLDER, then apply -replace=aws_instance.coordinator." >&2
+            exit 1
+        }
     fi
     # What the run is: for standbys, which are booted with the same words.
     install -m 644 "$etc/command" "$root/command"
@@ -70,7 +78,7 @@ fi
 
 # ---- the units ----
 
-install -m 644 "$root"/deploy/hosts/elastic-{poll,trainer,ended,diary}.service "$root/deploy/hosts/elastic-diary.timer" \
-    /etc/systemd/system/
+install -m 644 "$root"/deploy/hosts/elastic-{poll,group,trainer,ended,diary}.service \
+    "$root"/deploy/hosts/elastic-{group,diary}.timer /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable --now --no-block elastic-poll.service elastic-diary.timer elastic-trainer.service
+systemctl enable --now --no-block elastic-poll.service elastic-group.timer elastic-diary.timer elastic-trainer.service

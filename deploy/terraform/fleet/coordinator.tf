@@ -10,6 +10,12 @@ data "aws_ami" "chosen" {
   }
 }
 
+data "aws_s3_objects" "code" {
+  bucket   = var.bucket
+  prefix   = "${var.name}/code.tar.gz"
+  max_keys = 1
+}
+
 locals {
   # What a machine's role is called by IAM's policies: aws:userid.
   coordinator_identity = "${aws_iam_role.machine["coordinator"].unique_id}:${aws_instance.coordinator.id}"
@@ -72,6 +78,11 @@ resource "aws_instance" "coordinator" {
   }
 
   lifecycle {
+    precondition {
+      condition     = contains(data.aws_s3_objects.code.keys, "${var.name}/code.tar.gz")
+      error_message = "s3://${var.bucket}/${var.name}/code.tar.gz is not there, so the coordinator would have nothing to run. Run: deploy/push.sh ${var.bucket} ${var.name} FOLDER_WITH_YOUR_SCRIPT"
+    }
+
     # A newer image, or another setting, replaces no coordinator in the midst of a run: -replace does (README).
     ignore_changes = [ami, user_data]
   }

@@ -62,14 +62,14 @@ data "aws_iam_policy_document" "coordinator" {
   statement {
     actions = [
       "ec2:DescribeInstances", "ec2:DescribeInstanceStatus", "ec2:DescribeInstanceTypes",
-      "autoscaling:DescribeAutoScalingGroups",
+      "autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScheduledActions",
     ]
     resources = ["*"]
   }
 
-  # deploy/hosts/ended.sh: the workers go when the run has ended.
+  # discovery/group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
   statement {
-    actions   = ["autoscaling:SetDesiredCapacity"]
+    actions   = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]
     resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${var.region}:${data.aws_caller_identity.me.account_id}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
   }
 
@@ -81,6 +81,11 @@ data "aws_iam_policy_document" "coordinator" {
   statement {
     actions   = ["s3:GetObject", "s3:PutObject"]
     resources = ["${local.run}/boot/&{aws:userid}/*", "${local.run}/wheels/*", "${local.run}/diary/*"]
+  }
+
+  statement {
+    actions   = ["s3:PutObject"]
+    resources = ["${local.run}/logs/&{aws:userid}/*"]
   }
 
   statement {
@@ -105,7 +110,7 @@ data "aws_iam_policy_document" "workers" {
 
   statement {
     actions   = ["s3:PutObject"]
-    resources = ["${local.run}/hosts/&{aws:userid}"]
+    resources = ["${local.run}/hosts/&{aws:userid}", "${local.run}/logs/&{aws:userid}/*"]
   }
 
   dynamic "statement" {

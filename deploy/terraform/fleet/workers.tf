@@ -7,6 +7,9 @@ resource "aws_launch_template" "worker" {
   instance_type          = var.instance_types[0]
   update_default_version = true
 
+  # A worker that cannot be made turns itself off (deploy/hosts/boot.sh): nothing of it stays to be paid.
+  instance_initiated_shutdown_behavior = "terminate"
+
   user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
     boot      = file("${path.module}/../../hosts/boot.sh")
     admin_key = null
@@ -73,8 +76,7 @@ resource "aws_launch_template" "worker" {
 resource "aws_autoscaling_group" "workers" {
   name                      = local.group
   vpc_zone_identifier       = [for zone in local.zones : aws_subnet.zone[zone].id]
-  desired_capacity          = var.workers
-  min_size                  = 0 # deploy/hosts/ended.sh sends the workers away
+  min_size                  = 0 # the coordinator asks for as many as the tag Workers says: discovery/group.py
   max_size                  = var.max_workers
   capacity_rebalance        = var.capacity_rebalance
   health_check_type         = "EC2"
@@ -121,6 +123,13 @@ resource "aws_autoscaling_group" "workers" {
       value               = tag.value
       propagate_at_launch = true
     }
+  }
+
+  # The wish. A machine starts only when a coordinator can use it, so the size is the coordinator's.
+  tag {
+    key                 = "Workers"
+    value               = var.workers
+    propagate_at_launch = false
   }
 
   depends_on = [

@@ -1,0 +1,175 @@
+"""How many machines the group is asked for: the wish, a lost coordinator, machines of which none works.
+
+(By EC2's API: test_fleet.py.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloud import AWS
+
+from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.group import LOST_S, USELESS_CALLS, Past, decide, keep, working
+from elastic_trainer.discovery.hosts import Group
+
+
+class Substitute:
+    """A group that remembers what it was asked for, in order."""
+
+    name = "mine-workers"
+
+    def __init__(self, wish: int = 8):
+        self.wish, self.size, self.is_armed = wish, 0, False
+        self.asked: list[tuple[str, float]] = []
+        self.fails: set[str] = set()
+
+    def read(self) -> Group:
+        return Group(wish=self.wish, size=self.size, is_armed=self.is_armed)
+
+    def empty_in(self, seconds: float) -> None:
+        self._ask("empty_in", seconds)
+        self.is_armed = True
+
+    def resize(self, size: int) -> None:
+        self._ask("resize", size)
+        self.size = size
+
+    def _ask(self, what: str, value: float) -> None:
+        if what in self.fails:
+            raise CloudUnavailable(what)
+        self.asked.append((what, value))
+
+    def go_off(self) -> None:
+        """Do what AWS does when the coordinator has said nothing for LOST_S."""
+        self.size, self.is_armed = 0, False
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "hosts"
+
+
+def events(here: Path) -> list[dict[str, Any]]:
+    file = here.with_name("events.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def call(group: Substitute, here: Path) -> list[tuple[str, float]]:
+    """Do what one call does; returns what the group was asked for."""
+    group.asked.clear()
+    keep(group, here, here.with_name("events.jsonl"))
+    return group.asked
+
+
+def table(here: Path, *is_in: bool, age_s: float = 0.0) -> None:
+    at = time.time() - age_s
+    here.with_name("hosts.json").write_text(json.dumps({"time": at, "hosts": [{"is_in": one} for one in is_in]}))
+
+
+def test_the_order_to_empty_the_group_stands_before_a_machine_is_asked_for(here: Path) -> None:
+    """The first call asks for the wish; later ones put the emptying off and ask for nothing."""
+    group = Substitute()
+    assert call(group, here) == [("empty_in", LOST_S), ("resize", 8)]
+    assert call(group, here) == [("empty_in", LOST_S)]
+    assert [(e["event"], e["size"]) for e in events(here)] == [("discovery.group_resized", 8)]
+
+
+def test_nothing_is_asked_for_when_the_emptying_cannot_be_ordered(here: Path) -> None:
+    """No machine without a bound; the next call asks again."""
+    group = Substitute()
+    group.fails = {"empty_in"}
+    with pytest.raises(CloudUnavailable):
+        call(group, here)
+    assert group.size == 0
+    group.fails = set()
+    assert call(group, here)[-1] == ("resize", 8)
+
+
+def test_the_wish_is_obeyed_in_the_end_when_asking_for_it_fails(here: Path) -> None:
+    """Also where the order to empty the group, by whose absence the need was seen, stands meanwhile."""
+    group = Substitute()
+    call(group, here)
+    group.go_off()
+    group.fails = {"resize"}
+    with pytest.raises(CloudUnavailable):
+        call(group, here)
+    group.fails = set()
+    assert call(group, here)[-1] == ("resize", 8)
+
+
+def test_a_size_set_by_hand_stays_until_another_is_wished(here: Path) -> None:
+    """Also zero, by which somebody pauses; the next `apply` with another number counts."""
+    group = Substitute()
+    call(group, here)
+    group.size = 0
+    assert call(group, here) == [("empty_in", LOST_S)]
+    group.wish = 4
+    assert call(group, here)[-1] == ("resize", 4)
+
+
+def test_the_machines_come_back_with_a_coordinator_that_was_lost(here: Path) -> None:
+    """It was stopped for longer than LOST_S, and AWS has emptied the group."""
+    group = Substitute()
+    call(group, here)
+    group.go_off()
+    assert call(group, here)[-1] == ("resize", 8)
+
+
+def test_machines_of_which_none_works_for_an_hour_are_sent_away(here: Path) -> None:
+    """With an event that says where to look; they stay away until somebody wishes for another number."""
+    group = Substitute()
+    call(group, here)
+    table(here, False, False)
+    for _ in range(USELESS_CALLS - 1):
+        assert call(group, here) == [("empty_in", LOST_S)]
+    assert call(group, here)[-1] == ("resize", 0)
+    assert "logs/" in events(here)[-1]["why"]
+    table(here)
+    assert call(group, here) == [("empty_in", LOST_S)]
+
+
+def test_one_that_works_or_nobody_to_pay_begins_the_hour_anew(here: Path) -> None:
+    """A spell of machines that boot is not the sum of many."""
+    past = Past(wish=8, useless=USELESS_CALLS - 1)
+    group = Group(wish=8, size=8, is_armed=True)
+    for work in ((3, 1), (0, 0)):
+        order = decide(group, past, work)
+        assert order.size is None and order.past.useless == 0
+
+
+def test_a_table_that_is_missing_old_or_broken_is_unknown(here: Path) -> None:
+    """It neither counts against the machines nor for them."""
+    file = here.with_name("hosts.json")
+    assert working(file) is None
+    table(here, False, age_s=61)
+    assert working(file) is None
+    table(here, False, age_s=-5)
+    assert working(file) is None
+    for text in ("{", "[]", '{"time": 1e300}', '{"time": "x", "hosts": 3}'):
+        file.write_text(text)
+        assert working(file) is None
+    assert decide(Group(wish=8, size=8, is_armed=True), Past(wish=8, useless=7), None).past.useless == 7
+
+
+def test_a_memory_that_is_damaged_costs_an_order_and_no_more(here: Path) -> None:
+    """The wish is obeyed anew; it does not end the unit for good."""
+    group = Substitute()
+    for text in ("", "[]", '{"wish": "x", "useless": 0}'):
+        here.with_name("group.json").write_text(text)
+        assert call(group, here)[-1] == ("resize", 8)
+
+
+def test_a_group_that_nobody_answers_for_is_an_error(tmp_path: Path) -> None:
+    """The command ends with 1, and the next minute asks again."""
+    env = os.environ | AWS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery", "group", "--group", "mine", "--hosts-file",
+                           tmp_path / "hosts"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "Auto Scaling did not answer" in done.stderr
