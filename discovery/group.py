@@ -8,7 +8,8 @@ What always holds:
    (a scheduled action of AWS's own), which each call here puts off. After that order the wish holds again.
 3. A size that a person has set stays, until they wish for another or the order has emptied the group.
 4. Machines that are paid and of which none works for an hour are sent away, with an event. Unknown is not "none works":
-   a table that is missing or old changes nothing.
+   a table that is missing or old changes nothing. Nor does a table without machines: workers that cannot be made are
+   terminated and replaced together, and between two lots of them there is none.
 5. No machine is asked for unless the order to empty the group stands.
 
 It is called once a minute (elastic-group.timer).
@@ -43,7 +44,7 @@ class Past:
     wish: int | None = None
     """The wish that was obeyed last; None: this coordinator has not asked for machines yet."""
     useless: int = 0
-    """Calls in a row in which machines ran and none worked."""
+    """Calls in which machines ran and none worked, since the last one in which one worked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def decide(group: Group, past: Past, work: tuple[int, int] | None) -> Order:
     useless = past.useless
     if work is not None:
         running, working = work
-        useless = past.useless + 1 if running and not working else 0
+        useless = 0 if working else past.useless + bool(running)
     if group.wish != past.wish or not group.is_armed:
         return Order(size=group.wish, why=_why(group, past), past=Past(wish=group.wish))
     if useless >= USELESS_CALLS:
@@ -97,8 +98,9 @@ def keep(group: ScalingGroup, hosts_file: Path, events_file: Path | None = None)
     group.empty_in(LOST_S)
     if order.size is not None:
         group.resize(order.size)
+    replace_whole(memory, json.dumps(asdict(order.past)))  # first: an event that cannot be written repeats no order
+    if order.size is not None:
         append_event(events_file, "discovery.group_resized", group=group.name, size=order.size, why=order.why)
-    replace_whole(memory, json.dumps(asdict(order.past)))
 
 
 def working(table: Path) -> tuple[int, int] | None:

@@ -165,6 +165,14 @@ def user_data(text: str) -> dict[str, str]:
     return files
 
 
+def units_in_user_data() -> dict[str, str]:
+    """Return the units that user data writes, by name. They are the same for both roles."""
+    template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
+    template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
+    written = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])
+    return {Path(one["path"]).name: one["content"] for one in written if one["path"].endswith(".service")}
+
+
 def settings_of(text: str) -> dict[str, str]:
     """Return the settings that user data writes for the units."""
     files = {f["path"]: f["content"] for f in yaml.safe_load(text)["write_files"]}

@@ -26,7 +26,7 @@ import pytest
 import yaml
 from cloud import VARIABLES
 from s3_servers import Unavailable
-from terraform import DEPLOY, HOSTS, PROVIDER, Root, provider, rendered, user_data
+from terraform import DEPLOY, HOSTS, PROVIDER, Root, provider, rendered, units_in_user_data, user_data
 
 ROOT = DEPLOY.parent
 FLEET = DEPLOY / "terraform" / "fleet"
@@ -419,8 +419,12 @@ def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path
         machine.boot()
     assert "code.tar.gz cannot be fetched. A coordinator needs what deploy/push.sh b mine FOLDER puts" in boot_log(machine)
     assert "This try has failed (exit code 1)" in boot_log(machine) and not list((machine.root / "var/tmp").iterdir())
+    asked = machine.root / "var/lib/elastic-trainer/group.json"
+    asked.parent.mkdir()
+    asked.write_text("{}")
     machine.calls.write_text("")
     machine.boot("gave-up")
+    assert not asked.exists()  # started again, it asks for the workers again
     assert "The coordinator has given up. No workers are asked for, and it stops." in boot_log(machine)
     emptied, off = machine.called().splitlines()[-2:]
     assert emptied.endswith("set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0")
@@ -597,11 +601,7 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
     """`systemd-analyze verify`, with this tree in place of the machines' folders."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not on this machine.")
-    template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
-    template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
-    written = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])[-2:]
-    units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")}
-    units |= {Path(one["path"]).name: one["content"] for one in written}
+    units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")} | units_in_user_data()
     assert len(units) == 11
     for name, text in units.items():
         for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable), ("/opt/elastic-trainer", str(ROOT)),

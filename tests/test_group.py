@@ -136,13 +136,32 @@ def test_machines_of_which_none_works_for_an_hour_are_sent_away(here: Path) -> N
     assert call(group, here) == [("empty_in", LOST_S)]
 
 
-def test_one_that_works_or_nobody_to_pay_begins_the_hour_anew(here: Path) -> None:
-    """A spell of machines that boot is not the sum of many."""
-    past = Past(wish=8, useless=USELESS_CALLS - 1)
-    group = Group(wish=8, size=8, is_armed=True)
-    for work in ((3, 1), (0, 0)):
-        order = decide(group, past, work)
-        assert order.size is None and order.past.useless == 0
+def test_one_that_works_begins_the_hour_anew() -> None:
+    """Machines that boot beside it are not counted."""
+    group, past = Group(wish=8, size=8, is_armed=True), Past(wish=8, useless=USELESS_CALLS - 1)
+    order = decide(group, past, (3, 1))
+    assert order.size is None and order.past.useless == 0
+
+
+def test_workers_that_fail_together_are_sent_away_although_there_is_none_between_two_lots(here: Path) -> None:
+    """Each lot gives up, is terminated and replaced; this is not to go on for ever."""
+    group = Substitute()
+    call(group, here)
+    for minute in range(1, 4 * USELESS_CALLS):
+        table(here, *([] if minute % 8 == 0 else [False, False]))
+        if ("resize", 0) in call(group, here):
+            break
+    assert group.size == 0 and USELESS_CALLS <= minute < 2 * USELESS_CALLS
+
+
+def test_an_event_that_cannot_be_written_repeats_no_order(here: Path) -> None:
+    """A size that a person sets then stays, as always."""
+    group = Substitute()
+    here.with_name("events.jsonl").mkdir()
+    with pytest.raises(OSError):
+        call(group, here)
+    assert group.size == 8
+    assert call(group, here) == [("empty_in", LOST_S)]
 
 
 def test_a_table_that_is_missing_old_or_broken_is_unknown(here: Path) -> None:

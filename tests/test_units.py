@@ -1,7 +1,7 @@
 """The units of deploy/hosts under a real systemd: what it starts, as whom, and what it does when something ends.
 
-The units and their scripts are the real ones, and so is the agent. What they call pretends: `aws`, the run, the poller and
-the standby write down how they were called.
+The units and their scripts are the real ones, and so is the agent. What they call pretends: `aws`, `dnf`, the run, the
+poller, the group's call and the standby write down how they were called.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import booted
 import pytest
 from booted import Booted
 from s3_servers import Unavailable
+from terraform import units_in_user_data
 
 ROOT = Path(__file__).resolve().parent.parent
 THERE = "/opt/elastic-trainer"
@@ -38,11 +39,19 @@ wait
 PYTHON = f"""#!/bin/bash
 case "$*" in
     *discovery\\ agent*) exec {sys.executable} "$@" ;;
+    *discovery\\ group*) printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.group; exit "$(cat {KEPT}/exit_code || true)" ;;
     *\\ standby\\ *) sleep 100000 & echo $! >>{KEPT}/workers ;;
 esac
 printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.python
 exec sleep 100000
 """
+NO_CODE = CALLED + f"""
+case "$*" in
+    *code.tar.gz*) printf 'no such key\\n' >&2; exit 1 ;;
+    *\\ -\\ s3://*) cat >"{KEPT}/said" ;;
+esac
+"""
+"""S3 with no code in it. What a boot tells it is kept."""
 QUICK = "[Service]\nRestartSec=100ms\n"
 
 
@@ -217,3 +226,61 @@ def test_a_worker_that_a_standby_became_outlives_the_standbys_unit(machine: Boot
     machine.systemctl("stop", "elastic-standby.service")
     assert machine.shows("elastic-standby", "ActiveState")[0] != "active"
     assert is_alive(machine, machine.read(f"{KEPT}/workers").split()[0])
+
+
+def unmade(machine: Booted, dnf: str) -> None:
+    """Have the machine boot as one that has nothing yet, and that finds no code in the bucket."""
+    machine.run("rm", "-r", THERE)
+    for unit, text in units_in_user_data().items():
+        machine.write(f"/etc/systemd/system/{unit}", text)
+    machine.write("/usr/local/sbin/elastic-boot", (ROOT / "deploy/hosts/boot.sh").read_text(), 0o755)
+    machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
+    machine.write("/etc/elastic-trainer/fleet.env", machine.read("/etc/elastic-trainer/fleet.env")
+                  + "SOURCE='code.tar.gz'\nPACKAGES='zstd'\n")
+    for program, text in (("aws", NO_CODE), ("dnf", CALLED + dnf), ("systemctl", CALLED)):
+        machine.write(f"/usr/local/bin/{program}", text, 0o755)  # a real power-off would take the evidence with it
+    machine.write("/etc/systemd/system/elastic-boot.service.d/quick.conf", QUICK + "TimeoutStartSec=2s\n")
+    machine.run("/bin/systemctl", "daemon-reload")
+    machine.run("/bin/systemctl", "start", "--no-block", "elastic-boot.service")
+    machine.wait_for("power-off", lambda: "root poweroff" in called(machine, "systemctl"))
+
+
+def test_a_coordinator_that_finds_no_code_tries_five_times_and_is_off(machine: Booted) -> None:
+    """Each try says so in the bucket; after the last, nobody is asked for, and nothing is tried again."""
+    unmade(machine, "")
+    words = called(machine, "aws").splitlines()
+    assert sum(" s3://b/mine/code.tar.gz " in line for line in words) == 5
+    log = "s3 cp --only-show-errors - s3://b/mine/logs/AROA1:i-0aaaaaaaaaaaaaaaa/boot.txt"
+    assert words[-1] == f"root {NOBODY_NEEDED}" and sum(line.endswith(log) for line in words) == 6
+    said = machine.read(f"{KEPT}/said")
+    assert "The coordinator has given up." in said and "no such key" in said and "deploy/push.sh b mine FOLDER" in said
+    assert called(machine, "systemctl") == "root poweroff\n"
+
+
+def test_a_boot_that_hangs_is_ended_and_says_so(machine: Booted) -> None:
+    """As one that fails does: systemd's time-out is no silence."""
+    unmade(machine, f'cp -f {KEPT}/said {KEPT}/said.before || true; exec sleep 100000\n')
+    assert called(machine, "dnf").count("install") == 5
+    assert "This try has failed (exit code 143)" in machine.read(f"{KEPT}/said.before")
+
+
+def test_the_group_is_looked_after_until_the_run_has_ended(machine: Booted) -> None:
+    """As trainer, by its timer, also after calls that fail; then AWS empties the group by the order that stands."""
+    machine.write("/etc/systemd/system/elastic-group.timer.d/quick.conf",
+                  "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n")
+    machine.write("/etc/systemd/system/elastic-group.service.d/quick.conf", "[Unit]\nStartLimitIntervalSec=0\n")
+    machine.write(f"{KEPT}/exit_code", "1")
+    machine.systemctl("daemon-reload")
+    machine.systemctl("start", "elastic-group.timer")
+    words = (f"trainer -m elastic_trainer.discovery group --group mine-workers --hosts-file {KEPT}/hosts"
+             f" --events {KEPT}/runs/mine/events.jsonl")
+    machine.wait_for("third call", lambda: called(machine, "group").splitlines().count(words) >= 3)
+    machine.write(f"{KEPT}/exit_code", "0")
+    before = len(called(machine, "group").splitlines())
+    machine.wait_for("more calls", lambda: len(called(machine, "group").splitlines()) > before + 2)
+    machine.write(f"{KEPT}/ended", "")
+    machine.wait_for("condition", lambda: machine.shows("elastic-group.service", "ConditionResult") == ["no"])
+    calls = called(machine, "group")
+    checked = machine.shows("elastic-group.service", "ConditionTimestampMonotonic")
+    machine.wait_for("next turn", lambda: machine.shows("elastic-group.service", "ConditionTimestampMonotonic") != checked)
+    assert called(machine, "group") == calls

@@ -29,6 +29,8 @@ if [[ ${1-} == gave-up ]]; then
         remedy='apply -replace=aws_instance.coordinator; or start the instance to try again'
         tell "The coordinator has given up. No workers are asked for, and it stops. Mend what is said below, then: $remedy."
         aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0 || true
+        # When it is started again, discovery/group.py asks for the workers anew: this zero is no person's.
+        runuser -u trainer -- rm -f /var/lib/elastic-trainer/group.json || true
     else
         tell "This worker has given up and is terminated."
     fi
@@ -42,6 +44,7 @@ ended() {
     if ((status)); then tell "This try has failed (exit code $status). Another may follow."; fi
 }
 trap ended EXIT
+trap 'exit 143' TERM   # at TimeoutStartSec; without this the status that `ended` sees is the last command's, 0
 
 if [[ ! -d $root ]]; then
     read -ra wanted <<<"$PACKAGES"
