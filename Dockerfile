@@ -26,8 +26,9 @@ WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY deploy deploy
 # The sources come last, so that a change in them costs no install; empty packages stand in for them here.
-RUN mkdir -p elastic_trainer/examples discovery state \
-    && touch elastic_trainer/__init__.py elastic_trainer/examples/__init__.py discovery/__init__.py state/__init__.py \
+RUN mkdir -p elastic_trainer/edge elastic_trainer/examples discovery state \
+    && touch elastic_trainer/__init__.py elastic_trainer/edge/__init__.py elastic_trainer/examples/__init__.py \
+    && touch discovery/__init__.py state/__init__.py \
     && ln -s ../discovery ../state elastic_trainer/
 ARG TORCH_SPEC=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL

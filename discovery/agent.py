@@ -11,6 +11,8 @@ What always holds:
 4. A notice is never late because a disk or GPU hangs: health is examined in a thread of its own, and one that hangs is ill.
 5. Only processes of one user count as workers: the agent's own, or another that an agent of root's is told of. Anybody's
    environment can name a worker, and an agent that runs as root can read all of them. What is told of workers is bounded.
+6. Connections are bounded in number, bytes and time (edge/gate.py). A host that lacks descriptors keeps its last verdict,
+   says so in `why`, and is examined again every EXAMINE_S.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.discovery.hosts import Health
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
+from elastic_trainer.edge.gate import NO_DESCRIPTOR, Asked, Gate, head, refuse
 
 WATCH_S = 1.0
 EXAMINE_S = 2.0
@@ -53,6 +55,10 @@ MEMORY_FREE = 0.02
 CLOCK_S = 60.0
 """A host whose clock differs by more is sick: S3 refuses its requests from 15 minutes on, and its log misleads."""
 MAX_BYTES = 1 << 16
+REQUEST_S = 5.0
+"""How long a question has to arrive, and its answer to be taken."""
+ANSWERS_AT_ONCE = 16
+"""So many questions with the key are answered at a time; there is one poller."""
 SIGNATURE, NONCE = "X-Elastic-Signature", "X-Elastic-Nonce"
 MOST_WORKERS, MOST_NAME = 256, 120
 """So many workers are told to the poller, and so many characters of a name: its answer stays below MAX_BYTES."""
@@ -78,7 +84,7 @@ class Agent:
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
         self._rebalance = self._has_called = False
-        self._sick = self._unknown = ""
+        self._sick = self._unknown = self._unexamined = ""
         self._gpus = len(list(devices.glob("nvidia[0-9]*")))
         self._examining_since: float | None = None
         self._life = secrets.token_hex(8)
@@ -96,14 +102,30 @@ class Agent:
             deadline = self._drains["deadline"] if self._drains else None
             if self._has_called or deadline is None or time.time() < deadline - HURRY_S:
                 return
-            self._has_called = True
-        for worker in self.workers():
+        try:
+            found = self.workers()
+        except OSError:
+            return  # no descriptor is free: the next turn tries again
+        self._has_called = True
+        for worker in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(worker["pid"], signal.SIGTERM)
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers on this machine."""
         return workers() if self.user is None else workers(self.user)
+
+    def has_workers(self) -> bool:
+        """True if this machine has workers, or if that cannot be found out (no descriptor is free)."""
+        try:
+            return bool(self.workers())
+        except OSError:
+            return True
+
+    def deadline(self) -> float:
+        """Return when a draining host ends; 0.0 if it does not drain, or nobody knows."""
+        with self._lock:
+            return float(self._drains["deadline"] or 0.0) if self._drains else 0.0
 
     def refuse(self) -> None:
         """Count a stranger."""
@@ -125,11 +147,16 @@ class Agent:
     def examine(self) -> None:
         """Look at the machine once. May hang, as a broken disk or GPU does."""
         self._examining_since = time.monotonic()
-        gpus = gpu_count()
-        self._gpus = max(self._gpus, gpus or 0)
-        self._sick = illness(self.folder) or (
-            f"GPU lost: {gpus} of {self._gpus} answer" if gpus is not None and gpus < self._gpus else "")
-        self._examining_since = None
+        try:
+            gpus = gpu_count()
+            self._gpus = max(self._gpus, gpus or 0)
+            self._sick = illness(self.folder) or (
+                f"GPU lost: {gpus} of {self._gpus} answer" if gpus is not None and gpus < self._gpus else "")
+            self._unexamined = ""
+        except OSError as error:  # no descriptor is free. That is no illness; the verdict before stands
+            self._unexamined = f"not examined: {error}"
+        finally:
+            self._examining_since = None
 
     def health(self) -> dict[str, Any]:
         """Return the answer to the poller."""
@@ -138,7 +165,7 @@ class Agent:
         hung_s = 0.0 if since is None else time.monotonic() - since
         sick = self._sick if hung_s < HUNG_S else f"GPU lost, or disk: they have not answered for {hung_s:.0f} s"
         state = "draining" if drains else "sick" if sick else "ready"
-        return {"state": state, "why": drains["why"] if drains else sick or self._unknown,
+        return {"state": state, "why": drains["why"] if drains else sick or self._unexamined or self._unknown,
                 "deadline": drains["deadline"] if drains else None, "for_good": bool(drains and drains["for_good"]),
                 "life": self._life, "rebalance": self._rebalance,
                 "workers": [worker | {"worker": worker["worker"][:MOST_NAME]} for worker in self.workers()[:MOST_WORKERS]],
@@ -151,6 +178,8 @@ def illness(folder: Path) -> str:
     try:
         disk = shutil.disk_usage(folder)
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return f"disk: {error}"
     if disk.free < DISK_FREE * disk.total:
         return f"disk full: {disk.free >> 20} MiB left under {folder}"
@@ -168,7 +197,11 @@ def gpu_count() -> int | None:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return 0
+    except subprocess.TimeoutExpired:
         return 0
 
 
@@ -224,63 +257,66 @@ def standbys(folder: Path) -> int:
     return sum((Path("/proc") / path.stem.rpartition("-")[2]).exists() for path in folder.glob("*.sock"))
 
 
-class AgentServer(ThreadingHTTPServer):
-    """Answers `GET /health`."""
-
-    daemon_threads = True
-    request_queue_size = 64
+class AgentServer:
+    """Answers `GET /health`, each time in a thread that begins when the question has shown the key."""
 
     def __init__(self, bind: str, port: int, key: bytes, agent: Agent):
         self.key, self.agent = key, agent
         self._nonces: deque[str] = deque(maxlen=NONCES)
         self._known: set[str] = set()
-        self._lock = threading.Lock()
-        super().__init__((bind, port), _Handler)
+        self._answering = threading.Semaphore(ANSWERS_AT_ONCE)
+        self.gate = Gate(bind, port, self._begin, lambda *_: agent.refuse(), request_s=REQUEST_S)
+        self.server_address = self.gate.address
+
+    def serve_forever(self) -> None:
+        """Answer until `shutdown`."""
+        self.gate.serve_forever()
+
+    def shutdown(self) -> None:
+        """Answer no more."""
+        self.gate.shutdown()
+
+    def server_close(self) -> None:
+        """Close the listening socket."""
+        self.gate.close()
 
     def is_new(self, nonce: str) -> bool:
         """True for a nonce that was not used before; it is from now on."""
-        with self._lock:
-            if nonce in self._known:
-                return False
-            if len(self._nonces) == NONCES:
-                self._known.discard(self._nonces[0])
-            self._nonces.append(nonce)
-            self._known.add(nonce)
-            return True
+        if nonce in self._known:
+            return False
+        if len(self._nonces) == NONCES:
+            self._known.discard(self._nonces[0])
+        self._nonces.append(nonce)
+        self._known.add(nonce)
+        return True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A stranger's rubbish is counted where it is refused."""
+    def _begin(self, connection: socket.socket, _: str, asked: Asked, __: bytes) -> None:
+        """Have a question answered if it is signed and new."""
+        nonce = asked.headers.get(NONCE.lower(), "")
+        given = asked.headers.get(SIGNATURE.lower(), "").encode(errors="replace")
+        is_signed = hmac.compare_digest(given, sign(self.key, nonce, b"GET /health").encode())
+        if not (f"{asked.method} {asked.path}" == "GET /health" and is_signed and self.is_new(nonce)):
+            self.agent.refuse()
+            return refuse(connection, 403)
+        if not self._answering.acquire(blocking=False):
+            return connection.close()
+        try:
+            threading.Thread(target=self._answer, args=(connection, nonce), daemon=True).start()
+        except RuntimeError:  # no thread to be had
+            self._answering.release()
+            connection.close()
 
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 5.0
-    server: AgentServer
-
-    is_friend = False
-
-    def finish(self) -> None:
-        """Count whoever has said something, but nothing right: also what is no HTTP, or too slow."""
-        if not self.is_friend and getattr(self, "raw_requestline", None) != b"":
-            self.server.agent.refuse()
-        super().finish()
-
-    def do_GET(self) -> None:
-        nonce = self.headers.get(NONCE, "")
-        given = self.headers.get(SIGNATURE, "").encode(errors="replace")
-        is_signed = hmac.compare_digest(given, sign(self.server.key, nonce, b"GET /health").encode())
-        self.is_friend = self.path == "/health" and is_signed and self.server.is_new(nonce)
-        if not self.is_friend:
-            self.send_response(403)
-            self.end_headers()
-            return
-        body = json.dumps(self.server.agent.health()).encode()
-        self.send_response(200)
-        self.send_header(SIGNATURE, sign(self.server.key, nonce, body))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name is the base class's)
-        """Stay silent."""
+    def _answer(self, connection: socket.socket, nonce: str) -> None:
+        try:
+            connection.settimeout(REQUEST_S)
+            body = json.dumps(self.agent.health()).encode()
+            signature = f"{SIGNATURE}: {sign(self.key, nonce, body)}"
+            connection.sendall(head(200, "OK", len(body), signature, "Connection: close") + body)
+        except OSError:
+            pass  # the poller has gone, or no descriptor is free: it asks again
+        finally:
+            connection.close()
+            self._answering.release()
 
 
 def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] = time.time) -> Health:
@@ -359,7 +395,7 @@ def serve(bind: str, port: int, key: bytes, agent: Agent, announce: Callable[[in
     while not stopping.wait(WATCH_S):
         agent.listen()
         agent.last_call()
-    while agent.workers() and time.time() < (agent.health()["deadline"] or 0.0):
+    while time.time() < agent.deadline() and agent.has_workers():
         agent.last_call()
         time.sleep(WATCH_S)  # the poller must hear it, and the workers must have left
     server.shutdown()

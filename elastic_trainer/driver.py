@@ -37,6 +37,7 @@ import hashlib
 import importlib.metadata
 import ipaddress
 import json
+import math
 import os
 import queue
 import re
@@ -72,6 +73,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.courier import Desk
 from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
+from elastic_trainer.edge.strangers import Strangers
 from elastic_trainer.events import Events
 from elastic_trainer.lines import lines_of
 from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
@@ -80,7 +82,7 @@ from elastic_trainer.place import own_address_towards
 from elastic_trainer.plain import plain_output
 from elastic_trainer.rendezvous import Rendezvous
 from elastic_trainer.shim import through_shim
-from elastic_trainer.wire import WordRefused, WordServer
+from elastic_trainer.wire import CONNECTIONS_EACH, WordRefused, WordServer
 
 HOROVOD_VERSION = "0.28.1"
 DISCOVERY_EVERY_S = 1.0
@@ -364,7 +366,7 @@ class MendedDriver:
         self.ended: End | None = None
         self.address = ""
         self.server: WordServer | None = None
-        self.said_refused: set[tuple[str, str]] = set()
+        self.strangers, self.strangers_lock = Strangers(), threading.Lock()
         self.said_built = False
         self.clock_doubts: dict[str, int] = {}
         """How many words in a row of each worker's were by another clock."""
@@ -376,8 +378,8 @@ class MendedDriver:
         """Run the attempt to its end; returns the exit code."""
         hosts = self._first_hosts()
         self.address = self._own_address(hosts)
-        self.server = WordServer(self.address, self.key, self._answer, self._refused)
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        self.server = WordServer(self.address, self.key, self._answer, self._refused, self._expected_connections)
+        threading.Thread(target=self.server.serve_forever, name="words", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=self._interrupt, daemon=True).start())
         self._locate(hosts)
@@ -390,6 +392,7 @@ class MendedDriver:
                     break
                 self._turn()
                 self.changed.wait(0.1)
+            self._tell_strangers(time.monotonic())
         return self._stop_all()
 
     def _first_hosts(self) -> dict[str, int]:
@@ -560,10 +563,20 @@ class MendedDriver:
             self.answers[name] = self.version, told
         return told
 
+    def _expected_connections(self) -> int:
+        """Return how many connections the run's workers may have now: those that live, or those that are yet to start."""
+        return CONNECTIONS_EACH * max(len(self.membership.workers), sum(self.membership.listed.values()))
+
     def _refused(self, address: str, why: str) -> None:
-        if (address, why) not in self.said_refused and len(self.said_refused) < 1000:
-            self.said_refused.add((address, why))
-            self.events.emit("driver.stranger_refused", address=address, reason=why)
+        with self.strangers_lock:
+            self.strangers.refuse(address, why)
+        self._tell_strangers(time.monotonic())
+
+    def _tell_strangers(self, now: float) -> None:
+        with self.strangers_lock:
+            due = self.strangers.due(now)
+        for facts in due:
+            self.events.emit("driver.stranger_refused", **facts)
 
     # --- decisions into deeds (under the lock) ----------------------------------------------------------------------
 
@@ -680,7 +693,8 @@ class MendedDriver:
     def _form(self, generation: int, members: tuple[str, ...], reason: str) -> None:
         workers = [self.membership.workers[name] for name in members]
         try:
-            store = Rendezvous(self.address, {self.addresses[name] for name in members}, self._refused)
+            at_once = all(self.meet_at_once.get(name) for name in members)
+            store = Rendezvous(self.address, [self.addresses[name] for name in members], self._refused, at_once=at_once)
         except OSError as error:
             self.membership.verdict = self.ended = End("failed", f"members cannot find each other: {error}. Raise what "
                                                        f"this host lets the driver have of it (ulimit -n)")
@@ -692,7 +706,7 @@ class MendedDriver:
             neighbours = [w.name for w in workers if w.host == worker.host]
             self.places[worker.name] = {"local_rank": neighbours.index(worker.name), "local_size": len(neighbours),
                                         "address": self.address, "port": store.port,
-                                        "at_once": all(self.meet_at_once.get(name) for name in members)}
+                                        "at_once": at_once}
         self.events.emit("driver.generation_formed", generation=generation, size=len(members), reason=reason,
                          hosts=[w.host for w in workers], workers=list(members))
 
@@ -738,6 +752,7 @@ class MendedDriver:
         deadline = time.monotonic() + LAST_OUTPUT_S
         for thread in self.forwards:  # a traceback is what the user needs most
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._tell_strangers(math.inf)
         self.events.emit("driver.stopped", verdict=self.ended.verdict, detail=self.ended.detail)
         if self.ended.verdict != "finished":
             print(f"elastic-trainer: attempt {self.ended.verdict}: {self.ended.detail}", file=sys.stderr)

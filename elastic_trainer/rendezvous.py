@@ -5,7 +5,12 @@ generation formed → here ← `hvd.init()` of each member: two requests each, a
 What always holds:
 1. Values are plain bytes, and small; nothing is unpickled (F10: Horovod's own server does, rendezvous.py:44-47).
 2. Only members' addresses are answered.
-3. One thread serves all, and a request that is not whole after a while is dropped: nobody can hold it up.
+3. One thread serves all. A request has REQUEST_S to arrive, its answer REQUEST_S to be read: nobody can hold the store up.
+4. The first value of a name stays: another one is refused, and a DELETE deletes nothing (a store serves one generation).
+   Where all members meet at once, a name belongs to one rank and is put from that member's address only, so that no other
+   host can take it. Horovod's client sends no key; a process on the member's own host could be first.
+5. Names, bytes and connections are bounded by the number of members. One connection too many of an address closes the
+   oldest of that address, first of those that have not sent a whole request.
 
 Everybody waits for these requests whenever the world changes. Horovod's server takes 1 ms of a core for each (a thread,
 the date, an e-mail parser for three headers), and its client asks again every 10 ms for what is not there yet
@@ -21,14 +26,22 @@ import asyncio
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-MAX_VALUE_BYTES = 1 << 18
-"""A member's address is 136 bytes for each other member (gloo, tcp/address.h), so this is room for 1,900 of them:
-the store is not what bounds a world, its requests are."""
-MAX_HEAD_BYTES = 8192
-MAX_STRANGERS = 256
-"""So many connections may be open before those of strangers are dropped unheard."""
+VALUE_BYTES_EACH = 256
+"""A member's value is 136 bytes for each other member (gloo, tcp/address.h)."""
+SPARE_VALUE_BYTES = 4096
+NAMES_EACH = 16
+"""A Gloo that is not mended puts two names for each member into each of three scopes (context.cc, connectFullMesh)."""
+MESHES = 4
+"""So many values for all peers a member puts at most: global, local, cross, and a process set's."""
+MAX_HEAD_BYTES = 4096
+CONNECTIONS_EACH = 4
+"""A member sends one request after the other."""
+SPARE_CONNECTIONS = 4
+MAX_STRANGERS = 64
+"""So many connections of addresses that are no member's may be open; one more closes the oldest."""
 REQUEST_S = 3.0
 """How long a request may take to arrive."""
 HOLD_S = 0.5
@@ -37,20 +50,33 @@ BACKLOG = 1024  # F5
 ACCEPTED_AT_ONCE = 16
 """asyncio tries so many accepts in a row, also when there are no descriptors left."""
 NOT_A_MEMBER = "not a member of this generation"
+TOO_MANY = "too many connections"
+NOT_ITS_NAME = "a name that is another member's, or none"
+NOT_THE_FIRST = "another value for a name that has one"
+TOO_MUCH = "more names or bytes than a generation of this size has"
 AT_ONCE = re.compile(r"(/[^/]+/at-once-([1-9][0-9]{0,4})-)([0-9]{1,5})")
 GONE = b"x"
 REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 413: "Content Too Large"}
 
 
 class Rendezvous:
-    """One generation's store. `refused(address, why)` is called, in the store's thread, for who is not answered."""
+    """One generation's store, for members at these addresses, by rank.
 
-    def __init__(self, bind: str, members: set[str], refused: Callable[[str, str], None], *,
-                 request_s: float = REQUEST_S, hold_s: float = HOLD_S):
-        self.members, self.refused, self.request_s, self.hold_s = members, refused, request_s, hold_s
+    `refused(address, why)` is called, in the store's thread, for who is not answered.
+    """
+
+    def __init__(self, bind: str, members: Sequence[str], refused: Callable[[str, str], None], *,
+                 at_once: bool = False, request_s: float = REQUEST_S, hold_s: float = HOLD_S):
+        self.members, self.refused, self.request_s, self.hold_s = Counter(members), refused, request_s, hold_s
+        self.owners = tuple(members) if at_once else ()
+        """The address of each rank, where all members meet at once."""
+        self.most_value_bytes = VALUE_BYTES_EACH * len(members) + SPARE_VALUE_BYTES
+        self.most_bytes = MESHES * len(members) * self.most_value_bytes
+        self.kept_bytes = 0
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Request]] = {}
-        self.open: set[_Request] = set()
+        self.open: dict[str, dict[_Request, None]] = {}
+        """The connections of each member's address, oldest first; those of all others are under ""."""
         self.is_abandoned = False
         self.loop = asyncio.new_event_loop()
         listener = socket.create_server((bind, 0), backlog=BACKLOG)
@@ -64,7 +90,7 @@ class Rendezvous:
     def _serve(self) -> None:
         self.loop.run_forever()
         self._server.close()
-        for request in list(self.open):
+        for request in [one for those in self.open.values() for one in those]:
             request.transport.abort()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
@@ -77,8 +103,20 @@ class Rendezvous:
         self.is_abandoned = True
         self._answer_complete([key for key in self.waiting if AT_ONCE.fullmatch(key)])
 
+    def why_not(self, address: str, key: str, value: bytes) -> str:
+        """Return why this address may not put this value; "" if it may."""
+        meeting = AT_ONCE.fullmatch(key)
+        if self.owners and not (meeting and int(meeting[2]) == len(self.owners)
+                                and int(meeting[3]) < len(self.owners) and self.owners[int(meeting[3])] == address):
+            return NOT_ITS_NAME
+        if key in self.values:
+            return "" if self.values[key] == value else NOT_THE_FIRST  # a client whose answer was lost says it again
+        is_full = len(self.values) >= NAMES_EACH * self.members.total()
+        return TOO_MUCH if is_full or self.kept_bytes + len(key) + len(value) > self.most_bytes else ""
+
     def put(self, key: str, value: bytes) -> None:
         """Keep a value, and answer those who wait for it, or for it as the last of their peers'."""
+        self.kept_bytes += 0 if key in self.values else len(key) + len(value)
         self.values[key] = value
         meeting = AT_ONCE.fullmatch(key)
         if not meeting:
@@ -132,15 +170,24 @@ class _Request(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport, self.address = transport, transport.get_extra_info("peername")[0]
-        self.store.open.add(self)
         self.timer = self.store.loop.call_later(self.store.request_s, self._give_up)
-        if len(self.store.open) > MAX_STRANGERS and self.address not in self.store.members:
-            transport.abort()
+        members = self.store.members[self.address]
+        self.crowd = self.address if members else ""
+        those = self.store.open.setdefault(self.crowd, {})
+        those[self] = None
+        if len(those) > (CONNECTIONS_EACH * members + SPARE_CONNECTIONS if members else MAX_STRANGERS):
+            oldest = next((one for one in those if not one.key), next(iter(those)))
+            del those[oldest]  # its end is heard later
+            self.store.refused(oldest.address, TOO_MANY)
+            oldest.transport.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
         self.timer.cancel()
-        self.store.open.discard(self)
-        self.store.waiting.get(self.key, set()).discard(self)
+        self.store.open[self.crowd].pop(self, None)
+        waiting = self.store.waiting.get(self.key, set())
+        waiting.discard(self)
+        if not waiting:
+            self.store.waiting.pop(self.key, None)
 
     def eof_received(self) -> bool:
         if not self.key and not self.transport.is_closing():
@@ -169,7 +216,8 @@ class _Request(asyncio.Protocol):
             self._refuse(403, NOT_A_MEMBER)
         elif not end or method not in ("GET", "PUT", "DELETE") or path.count("/") != 2:
             self._refuse(400, "bytes that are no request")
-        elif not (length.isascii() and length.isdigit() and len(length) < 8 and int(length) <= MAX_VALUE_BYTES):
+        elif not (length.isascii() and length.isdigit() and len(length) < 8
+                  and int(length) <= self.store.most_value_bytes):
             self.answer(413)
         elif len(body) >= int(length):
             self._do(method, path, body[: int(length)])
@@ -177,9 +225,11 @@ class _Request(asyncio.Protocol):
     def _do(self, method: str, key: str, value: bytes) -> None:
         store = self.store
         if method == "PUT":
+            if why := store.why_not(self.address, key, value):
+                return self._refuse(403, why)
             store.put(key, value)
         elif method == "DELETE":
-            store.values.pop(key, None)
+            pass
         elif (found := store.found(key)) is not None:
             self.answer(200, found)
             return
@@ -196,7 +246,8 @@ class _Request(asyncio.Protocol):
         self.answer(code)
 
     def answer(self, code: int, value: bytes = b"") -> None:
-        """Send the answer and close."""
+        """Send the answer, and close when it is read or after a while."""
         self.timer.cancel()
+        self.timer = self.store.loop.call_later(self.store.request_s, self.transport.abort)
         self.transport.write(f"HTTP/1.0 {code} {REASONS[code]}\r\nContent-Length: {len(value)}\r\n\r\n".encode() + value)
         self.transport.close()

@@ -1,13 +1,16 @@
 """Words between worker and driver: signed JSON over HTTP, and nothing else is understood.
 
-liveness (worker) → here → driver
+liveness (worker) → here → edge/gate.py → here → driver
 
 What always holds:
 1. A body is JSON under an HMAC-SHA256 of the run's key, checked before it is parsed; no pickle on either side (F10).
 2. A reply is signed together with the asker's nonce, so an old reply cannot be played back.
 3. A word counts once, and one that comes again from another address is refused.
-4. Bodies are at most MAX_BODY_BYTES; a connection that does not speak is dropped after SOCKET_TIMEOUT_S, and one from an
-   address that holds MAX_FROM_ONE already at once.
+4. Who has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no thread (edge/gate.py). Its first
+   word has at most MOST_FIRST_BYTES: a client with a longer one sends an empty word before it.
+5. The number of connections is bounded, with the key and without, by what the run expects. One more than that closes the
+   one that has been silent for the longest time, of the address that has the most.
+6. Bodies are at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
 
 What it does not do: hide the words (they hold no secret: ranks, steps, ports), or protect Gloo's own traffic.
 """
@@ -21,16 +24,22 @@ import json
 import secrets
 import socket
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from elastic_trainer.edge.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
+
 MAX_BODY_BYTES = 1 << 20
-SOCKET_TIMEOUT_S = 30.0
-MAX_FROM_ONE = 512
-"""Each worker of a host holds three."""
+MOST_FIRST_BYTES = 4096
+"""A heartbeat has some 400 bytes."""
+FIRST_WORD_S = 5.0
+"""How long a new connection has for its first whole word."""
+IDLE_S = 30.0
+"""How long a connection may be silent between two words, and how long a word may take to arrive."""
+CONNECTIONS_EACH = 4
+"""A worker holds three (heartbeats, its main thread, its courier), and opens one more when it starts anew in place."""
 SIGNATURE = "X-Elastic-Signature"
 NONCE = "X-Elastic-Nonce"
 
@@ -75,21 +84,15 @@ class DriverClient:
         return self._ask(words)
 
     def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        body, nonce = json.dumps(words).encode(), secrets.token_hex(8)
-        headers = {NONCE: nonce, SIGNATURE: sign(self.key, nonce, body)}
+        body = json.dumps(words).encode()
         try:
             if self._connection.sock is None:
                 self._connection.connect()
                 assert self._connection.sock is not None
                 self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connection.request("POST", "/word", body, headers)
-            response = self._connection.getresponse()
-            answer = response.read(MAX_BODY_BYTES)
-            if response.status != 200:
-                raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
-            if not _is_signed(response.headers.get(SIGNATURE, ""), self.key, nonce, answer):
-                raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
-            return dict(json.loads(answer))
+                if len(body) > MOST_FIRST_BYTES:
+                    self._exchange(b"")
+            return dict(json.loads(self._exchange(body)))
         except (OSError, http.client.HTTPException, ValueError) as error:
             with suppress(OSError):  # Gloo, when its init breaks, has been seen to close a descriptor of ours
                 self._connection.close()
@@ -97,92 +100,114 @@ class DriverClient:
                 raise
             raise DriverUnreachable(f"the driver at {self.address} cannot be reached: {error!r}") from error
 
+    def _exchange(self, body: bytes) -> bytes:
+        nonce = secrets.token_hex(8)
+        headers = {NONCE: nonce, SIGNATURE: sign(self.key, nonce, body)}
+        self._connection.request("POST", "/word", body, headers)
+        response = self._connection.getresponse()
+        answer = response.read(MAX_BODY_BYTES)
+        if response.status != 200:
+            raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
+        if not _is_signed(response.headers.get(SIGNATURE, ""), self.key, nonce, answer):
+            raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
+        return answer
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
 
-class WordServer(ThreadingHTTPServer):
-    """The driver's end: hands each signed word to `answer(words, address)` in a thread of its own."""
+class WordServer:
+    """The driver's end: hands each signed word to `answer(words, address)`, in a thread for each connection with the key.
 
-    daemon_threads = True
-    request_queue_size = 1024  # F5: the default of 5 costs a second for each dropped SYN
+    `expected` returns the number of connections of all workers that the run may have now.
+    """
 
     def __init__(self, bind: str, key: bytes, answer: Callable[[dict[str, Any], str], dict[str, Any]],
-                 refused: Callable[[str, str], None]):
-        self.key, self.answer, self.refused = key, answer, refused
-        self.open: Counter[str] = Counter()
-        """How many connections each address holds."""
+                 refused: Callable[[str, str], None], expected: Callable[[], int] = lambda: SPARE):
+        self.key, self.answer, self.refused, self.expected = key, answer, refused, expected
+        self.served = Crowd()
+        """The connections with the key, by address; of each address those first that have been silent the longest."""
         self._lock = threading.Lock()
-        super().__init__((bind, 0), _WordHandler)
+        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_WORD_S, most_body=MOST_FIRST_BYTES,
+                         most=lambda: SPARE + self.expected())
+        self.server_address = self.gate.address
+        self.server_port = self.gate.address[1]
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take a connection, unless its address holds too many: descriptors that strangers have, workers lack."""
+    def serve_forever(self) -> None:
+        """Take connections until `shutdown`."""
+        self.gate.serve_forever()
+
+    def shutdown(self) -> None:
+        """Take no more connections; those that have shown the key are served to their end."""
+        self.gate.shutdown()
+
+    def server_close(self) -> None:
+        """Close the listening socket."""
+        self.gate.close()
+
+    def _begin(self, connection: socket.socket, address: str, asked: Asked, rest: bytes) -> None:
+        """Give a connection a thread if its first word is signed."""
+        if why := self._why_refused(asked):
+            self.refused(address, why)
+            return refuse(connection, 403)
         with self._lock:
-            is_taken = self.open[client_address[0]] < MAX_FROM_ONE
-            self.open[client_address[0]] += is_taken
-        if not is_taken:
-            self.refused(client_address[0], "too many connections")
-        return is_taken
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin to serve a connection."""
+            self.served.add(address, connection)
+            if self.served.size > SPARE + self.expected():
+                self._drop_longest_silent()
         try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread to be had: it will not end there
-            with self._lock:
-                self.open[client_address[0]] -= 1
-            raise
+            threading.Thread(target=self._serve, args=(connection, address, asked, rest), daemon=True).start()
+        except RuntimeError:  # no thread to be had
+            self._end(connection, address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection to its end."""
+    def _why_refused(self, asked: Asked) -> str:
+        if asked.method != "POST":
+            return "bytes that are no word"
+        signed = asked.headers.get(SIGNATURE.lower(), ""), self.key, asked.headers.get(NONCE.lower(), ""), asked.body
+        return "" if _is_signed(*signed) else "signature does not match"
+
+    def _drop_longest_silent(self) -> None:
+        address, connection = self.served.oldest_of_most()
+        self.served.remove(address, connection)
+        with suppress(OSError):  # its thread reads the end, and closes it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, connection: socket.socket, address: str, asked: Asked | None, rest: bytes) -> None:
+        """Answer the words of one connection to its end."""
+        received = bytearray(rest)
         try:
-            super().process_request_thread(request, client_address)
+            connection.settimeout(IDLE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while asked:
+                answer = json.dumps(self.answer(json.loads(asked.body), address) if asked.body else {}).encode()
+                signed = f"{SIGNATURE}: {sign(self.key, asked.headers.get(NONCE.lower(), ''), answer)}"
+                connection.sendall(head(200, "OK", len(answer), signed) + answer)
+                with self._lock:
+                    self.served.touch(address, connection)
+                asked = next_word(connection, received)
+                if asked and (why := self._why_refused(asked)):
+                    raise WordRefused(why)
+        except (WordRefused, NoRequest) as error:
+            self.refused(address, str(error))
+            refuse(connection, 403)
+        except Exception:
+            pass  # a sender that dies in its word tells nobody here, and a word that cannot be answered gets no answer
         finally:
-            with self._lock:
-                self.open[client_address[0]] -= 1
+            self._end(connection, address)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that dies in mid-word is its own death's business, not a traceback of ours."""
+    def _end(self, connection: socket.socket, address: str) -> None:
+        with self._lock:
+            self.served.remove(address, connection)
+        connection.close()
 
 
-class _WordHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = SOCKET_TIMEOUT_S
-    disable_nagle_algorithm = True
-    server: WordServer
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
-            return self._refuse("no body, or one that is too long")
-        body, nonce = self.rfile.read(int(length)), self.headers.get(NONCE, "")
-        if len(body) < int(length):
-            self.close_connection = True  # it has died in the middle of its word
+def next_word(connection: socket.socket, received: bytearray) -> Asked | None:
+    """Read the next request of a connection with a time-out of IDLE_S; None: it has ended. Raises OSError, NoRequest."""
+    deadline = time.monotonic() + 2 * IDLE_S
+    while not (found := request_in(received, MAX_BODY_BYTES)):
+        if time.monotonic() > deadline or not (data := connection.recv(1 << 16)):
             return None
-        if not _is_signed(self.headers.get(SIGNATURE, ""), self.server.key, nonce, body):
-            return self._refuse("signature does not match")
-        try:
-            answer = json.dumps(self.server.answer(json.loads(body), self.client_address[0])).encode()
-        except WordRefused as refused:
-            return self._refuse(str(refused))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.send_header(SIGNATURE, sign(self.server.key, nonce, answer))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def _refuse(self, why: str) -> None:
-        self.server.refused(self.client_address[0], why)
-        self.close_connection = True
-        self.send_response(403)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request at all."""
-        self.server.refused(self.client_address[0], "bytes that are no word")
-        super().send_error(code, "", "")
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name is the base class's)
-        """Stay silent: what matters is an event."""
+        received += data
+    asked, length = found
+    del received[:length]
+    return asked

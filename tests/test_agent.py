@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,7 +18,7 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from elastic_trainer.discovery.ec2 import CloudUnavailable
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.discovery.poll import Poller
+from elastic_trainer.edge.gate import SPARE
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
@@ -64,7 +67,7 @@ def agent(metadata: MetadataServer, tmp_path: Path) -> Iterator[tuple[Agent, str
     """An agent that serves, and its address."""
     agent = Agent(Metadata(metadata.endpoint), tmp_path)
     server = AgentServer("127.0.0.1", 0, KEY, agent)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield agent, f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -289,6 +292,104 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
     assert len(server._known) == 3
 
 
+FEW = 48
+"""So many descriptors a test's agent has."""
+
+
+def test_a_host_is_well_when_strangers_hold_connections_to_its_agent(tmp_path: Path) -> None:
+    """More idle ones than the agent has descriptors. The host looked sick until the agent was started again."""
+    key = tmp_path / "key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    command = [sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
+               "--key-file", str(key), "--no-metadata", "--folder", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process, ExitStack() as stack:
+        try:
+            assert process.stdout
+            port = int(process.stdout.readline())
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (FEW, FEW))
+            for _ in range(2 * FEW):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            deadline = time.monotonic() + PATIENCE_S
+
+            def state() -> str:
+                try:
+                    return ask(f"127.0.0.1:{port}", KEY, 20.0).state
+                except AgentUnreachable:
+                    return "unreachable"
+
+            while state() != "ready":
+                assert time.monotonic() < deadline
+            stack.close()
+            assert state() == "ready" and process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_strangers_connections_leave_the_agent_its_descriptors(agent: tuple[Agent, str]) -> None:
+    """One too many closes the oldest, and each is counted. None has a thread."""
+    here, address = agent
+    threads, (host, port) = threading.active_count(), address.split(":")
+    with ExitStack() as stack:
+        for _ in range(SPARE + 30):
+            stack.enter_context(socket.create_connection((host, int(port)), 20))
+        says = ask(address, KEY, PATIENCE_S)
+    assert says.state == "ready" and here.refused >= 30 and threading.active_count() <= threads + 1
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch,
+                                                            code: int) -> None:
+    """Without them the last verdict stands, and `why` says that it is old. The examining thread ended of it."""
+    here, address = agent
+    here.examine()
+    with monkeypatch.context() as patch:
+        def fails(*_: Any) -> Any:
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(agent_module, "gpu_count", fails)
+        here.examine()
+        says = ask(address, KEY, PATIENCE_S)
+        assert says.state == "ready" and says.why.startswith("not examined: ")
+        assert here.health()["why"].startswith("not examined: ")
+    here.examine()
+    assert not here.health()["why"].startswith("not examined")
+
+
+def test_no_free_descriptor_is_no_lost_gpu(tmp_path: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question could not be asked."""
+    here = Agent(None, tmp_path, tmp_path / "dev")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    here.examine()
+    assert here.health()["state"] == "ready"
+
+
+def test_workers_are_called_at_the_end_when_the_first_look_at_them_fails(agent: tuple[Agent, str],
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free descriptor the agent goes on, and looks again."""
+    here, _ = agent
+    here.drain("terminate", time.time() + 1.0)
+    looks, called = iter([OSError(errno.EMFILE, "as planned"), [{"pid": 4242}]]), list[tuple[int, int]]()
+
+    def look() -> Any:
+        found = next(looks)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(agent_module, "workers", look)
+    monkeypatch.setattr(os, "kill", lambda *word: called.append(word))
+    here.last_call()
+    assert called == []
+    here.last_call()
+    here.last_call()
+    assert called == [(4242, signal.SIGTERM)]
+
+
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     """With the command that mends it."""
     path = tmp_path / "key"
@@ -369,7 +470,7 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
     """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered again."""
     cloud, now, agent = TwoHosts(), 0.0, Agent(None, tmp_path)
     server = AgentServer("127.0.0.2", free_port(), KEY, agent)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), agent_port=server.server_address[1], key=KEY,
                     clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
     everyone, nobody, listed = cloud.instances(), list[Instance](), []

@@ -29,7 +29,7 @@ class Office:
         self.lines: list[str] = []
         self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}", key=KEY, worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0))
 

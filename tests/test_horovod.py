@@ -149,7 +149,7 @@ def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
 @pytest.fixture
 def store() -> Iterator[Rendezvous]:
     """A generation's store."""
-    store = Rendezvous("127.0.0.1", {"127.0.0.1"}, lambda *_: None)
+    store = Rendezvous("127.0.0.1", 4 * ["127.0.0.1"], lambda *_: None, at_once=True)
     yield store
     store.close()
 
@@ -163,12 +163,12 @@ def test_each_member_puts_one_value_however_many_they_are(store: Rendezvous) -> 
 
 def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
     """`hvd.init()` fails in each, as soon as the store says so. (It aborted the process, F1.)"""
-    members = [meeting(store, rank, 3) for rank in range(2)]
-    wait_for("members", lambda: len(store.waiting) == 2, 60.0)
+    members = [meeting(store, rank, 4) for rank in range(3)]
+    wait_for("members", lambda: len(store.waiting) == 3, 60.0)
     store.abandon()
     said = [member.communicate(timeout=120)[0] for member in members]
     assert all("not met:" in text and "A member of the world is gone" in text for text in said), said
-    assert [member.returncode for member in members] == [0, 0]
+    assert [member.returncode for member in members] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [

@@ -46,7 +46,7 @@ class Script:
         self.changed = threading.Condition()
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         self.address = f"127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, words: Words, address: str) -> Words:
         with self.changed:

@@ -74,7 +74,7 @@ class Story:
 
     def start_agent(self, number: int) -> None:
         self.servers[number] = server = AgentServer(f"127.0.0.{number}", self.port, KEY, TimedAgent(self))
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def stop_agent(self, number: int) -> None:
         self.servers[number].shutdown()

@@ -21,7 +21,9 @@ NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 CODE = Path(elastic_trainer.__file__).resolve().parent.parent  # the clone, or where the wheel was installed
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
-MODULES = sorted(path for package in ("", "examples", *LINKED)
+SHARED = "edge"
+"""A package that all others may import."""
+MODULES = sorted(path for package in ("", "examples", SHARED, *LINKED)
                  for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 
 
@@ -47,13 +49,14 @@ def layer_of(module: str) -> str:
     names = module.split(".")
     if names[0] != "elastic_trainer":
         return ""
-    return ".".join(names[:2]) if names[1:] and names[1] in LINKED else "elastic_trainer"
+    return ".".join(names[:2]) if names[1:] and names[1] in (SHARED, *LINKED) else "elastic_trainer"
 
 
 @pytest.mark.parametrize(("package", "others"), [
     ("elastic_trainer.discovery", {"elastic_trainer", "elastic_trainer.state"}),
     ("elastic_trainer", {"elastic_trainer.discovery"}),
     ("elastic_trainer.state", {"elastic_trainer.discovery", "elastic_trainer"}),
+    ("elastic_trainer.edge", {"elastic_trainer.discovery", "elastic_trainer.state", "elastic_trainer"}),
 ])
 def test_a_package_imports_only_those_below_it(package: str, others: set[str]) -> None:
     """Who is here and what they do never import each other; what survives imports neither."""

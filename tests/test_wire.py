@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from netlab import wait_for
 from ports import free_port
 
+from elastic_trainer.edge.gate import SPARE, NoRequest, request_in
 from elastic_trainer.wire import (
     MAX_BODY_BYTES,
     NONCE,
@@ -39,7 +45,7 @@ class Ear:
         self.released = threading.Event()
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *said: self.refused.append(said))
         self.address = f"127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
         self.heard.append(words)
@@ -262,7 +268,7 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
     connections = [http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT_S) for _ in range(200)]
     for connection in connections:
         connection.connect()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     body = b'{"n": 1}'
     for connection in connections:
         connection.request("POST", "/word", body, {NONCE: "n", SIGNATURE: sign(KEY, "n", body)})
@@ -273,20 +279,14 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
     server.server_close()
 
 
-def test_a_word_arrives_when_the_kept_connection_was_closed_since(ear: Ear) -> None:
+def test_a_word_arrives_when_the_kept_connection_was_closed_since(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
     """A main thread that was silent for a whole generation is heard: its last word must not be lost."""
     ended = threading.Event()
 
-    class Hasty(ear.server.RequestHandlerClass):  # type: ignore[misc, name-defined]
-        def handle_one_request(self) -> None:
-            super().handle_one_request()
-            self.close_connection = True
+    def end_of(connection: socket.socket, received: bytearray) -> None:
+        ended.set()
 
-        def finish(self) -> None:
-            super().finish()
-            ended.set()
-
-    ear.server.RequestHandlerClass = Hasty
+    monkeypatch.setattr("elastic_trainer.wire.next_word", end_of)
     client = ear.client()
     assert client.ask({"n": 1})["heard"] == {"n": 1}
     assert ended.wait(TIMEOUT_S)
@@ -307,25 +307,157 @@ def test_nobody_is_a_stranger_who_dies_in_the_middle_of_a_word(ear: Ear) -> None
     assert not ear.refused and not ear.heard
 
 
-def test_a_stranger_cannot_take_all_descriptors(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One address gets so many connections, and its next one when one of them has ended."""
-    monkeypatch.setattr("elastic_trainer.wire.MAX_FROM_ONE", 3)
-    host, _, port = ear.address.rpartition(":")
-    held = [socket.create_connection((host, int(port)), timeout=TIMEOUT_S) for _ in range(3)]
-    wait_for("connections", lambda: ear.server.open[host] == 3, TIMEOUT_S)
-    with pytest.raises(DriverUnreachable):
-        ear.client().ask({"a": 1})
-    assert ear.refused == [("127.0.0.1", "too many connections")] * len(ear.refused) and ear.refused
-    held.pop().close()
-    wait_for("end of a connection", lambda: ear.server.open[host] == 2, TIMEOUT_S)
-    assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
-    with monkeypatch.context() as patch:  # a flood takes the threads, too
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(ear: Ear) -> Iterator[Callable[..., socket.socket]]:
+    """A maker of connections to the driver, from an address of the loopback; they are closed with the test."""
+    with ExitStack() as stack:
+        def hold(data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(
+                ("127.0.0.1", ear.server.server_port), TIMEOUT_S, (source, 0)))
+            connection.sendall(data)
+            return connection
+
+        yield hold
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /word HTTP/1.1\r\nContent-Length: 1048576\r\n\r\n" + 100_000 * b"x"])
+def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Callable[..., socket.socket], data: bytes) -> None:
+    """It had one each, and a buffer of 1 MiB: 60 connections held 77 MiB."""
+    threads = threading.active_count()
+    for number in range(40):
+        with suppress(ConnectionError):
+            held(data, f"127.0.0.{number + 2}")
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert threading.active_count() <= threads + 1
+    assert all(len(caller.received) < 8192 for caller in ear.server.gate.callers.values())
+
+
+@pytest.mark.parametrize("sources", [1, 100])
+def test_a_worker_is_heard_when_strangers_hold_all_connections(ear: Ear, held: Callable[..., socket.socket],
+                                                               sources: int) -> None:
+    """One connection too many closes the oldest of the address that has the most; the refused are told."""
+    ear.server.expected, ear.server.gate.request_s = lambda: 6, 60.0
+    for number in range(SPARE + 20):
+        held(b"POST", f"127.0.1.{number % sources + 1}")
+        if number % 10 == 0:
+            assert ear.client().ask({"n": number})["heard"] == {"n": number}
+    wait_for("refusals", lambda: len(ear.refused) >= 14, TIMEOUT_S)
+    assert len(ear.server.gate.callers) <= SPARE + 6
+    assert {why for _, why in ear.refused} == {"too many connections"}
+
+
+def test_what_strangers_have_sent_is_bounded_in_all(ear: Ear, held: Callable[..., socket.socket]) -> None:
+    """8 KiB of each connection that a run of 512 workers allows were 32 MiB; a worker is heard meanwhile."""
+    ear.server.gate.most_bytes, ear.server.gate.request_s = 20_000, 60.0
+    for number in range(40):
+        held(b"POST /word HTTP/1.1\r\nX: " + 1000 * b"x", f"127.0.2.{number + 1}")
+        assert ear.server.gate.held_bytes <= 20_000 + 4096
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    wait_for("refusals", lambda: len(ear.refused) >= 20, TIMEOUT_S)
+    assert {why for _, why in ear.refused} == {"too many bytes"}
+    assert ear.server.gate.held_bytes == sum(len(caller.received) for caller in ear.server.gate.callers.values())
+
+
+def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
+        ear: Ear, held: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs memory, and a fleet may be of any size. Those with the key are bounded by the fleet alone."""
+    monkeypatch.setattr("elastic_trainer.edge.gate.MOST_CONNECTIONS", 10)
+    ear.server.expected, ear.server.gate.request_s = lambda: 100_000, 60.0
+    clients = [ear.client() for _ in range(20)]
+    for number in range(20):
+        held(b"POST", f"127.0.3.{number + 1}")
+        assert clients[number].ask({"n": number})["heard"] == {"n": number}
+        assert len(ear.server.gate.callers) <= 11
+    assert ear.server.served.size == 20 and {why for _, why in ear.refused} == {"too many connections"}
+    for client in clients:
+        client.close()
+
+
+def test_a_run_of_512_workers_on_one_address_has_room(ear: Ear, held: Callable[..., socket.socket]) -> None:
+    """The bound follows the number of workers that the run expects: none of them is closed for another one."""
+    ear.server.expected = lambda: 200
+    clients = [ear.client() for _ in range(200)]
+    for turn in range(2):
+        for client in clients:
+            assert client.ask({"n": turn})["heard"] == {"n": turn}
+    assert ear.refused == [] and ear.server.served.size == 200
+    for client in clients:
+        client.close()
+
+
+def test_the_number_of_connections_with_the_key_is_bounded(ear: Ear) -> None:
+    """Words that are played back show the key, too. The longest silent one is closed, and its worker asks again."""
+    ear.server.expected = lambda: 1
+    clients = [ear.client() for _ in range(SPARE + 5)]
+    for client in clients:
+        client.ask({"n": 1})
+    wait_for("ends", lambda: ear.server.served.size == SPARE + 1, TIMEOUT_S)
+    assert clients[-1].ask({"n": 2})["heard"] == clients[0].ask({"n": 2})["heard"] == {"n": 2}
+    for client in clients:
+        client.close()
+
+
+def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]) -> None:
+    """A byte now and then does not extend it: it counted anew from each of them."""
+    ear.server.gate.request_s = 0.5
+    connection = held(b"POST ")
+    connection.settimeout(0.05)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError):
+        while time.monotonic() - began < TIMEOUT_S:
+            connection.sendall(b"x")
+            with suppress(TimeoutError):
+                if not connection.recv(1):
+                    raise ConnectionResetError
+    wait_for("word of it", lambda: ear.refused == [("127.0.0.1", "a request that did not end in time")], TIMEOUT_S)
+
+
+def test_a_long_word_arrives_on_a_new_connection(ear: Ear) -> None:
+    """Its sender shows the key by an empty word before it."""
+    words = {"error": 50_000 * "x"}
+    assert ear.client().ask(words)["heard"] == words
+    assert ear.heard == [words] and ear.refused == []
+
+
+def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[..., socket.socket],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes room, and takes the next connection when there is one; it does not ask again and again meanwhile."""
+    held(b"POST")
+    wait_for("connection", lambda: ear.server.gate.callers, TIMEOUT_S)
+    asked, accept = [], socket.socket.accept
+
+    def full(self: socket.socket) -> Any:
+        asked.append(self)
+        if len(asked) < 4:
+            raise OSError(errno.EMFILE, "no descriptor is free, as planned")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
+    assert ear.refused == [("127.0.0.1", "no free descriptor")] and len(asked) < 10
+
+
+def test_no_word_is_heard_when_there_is_no_thread(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood takes the threads, too; the connection is closed, and its worker asks again."""
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         with pytest.raises(DriverUnreachable):
             ear.client().ask({"a": 1})
-    wait_for("end of a connection", lambda: ear.server.open[host] == 2, TIMEOUT_S)
-    for connection in held:
-        connection.close()
+    assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
+
+
+@given(st.binary(max_size=300) | st.sampled_from([post(b"{}"), b"GET / HTTP/1.1\r\n\r\n"]), st.integers(0, 300))
+def test_any_bytes_are_a_request_or_none(data: bytes, most: int) -> None:
+    """Reading a request ends in a request, a wish for more, or one kind of error."""
+    try:
+        found = request_in(data, most)
+    except NoRequest as error:
+        assert error.code in (400, 403)
+    else:
+        assert found is None or (found[1] <= len(data) and len(found[0].body) <= most)
 
 
 def test_rubbish_is_refused_and_told(ear: Ear) -> None:

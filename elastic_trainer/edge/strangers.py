@@ -1,0 +1,56 @@
+"""What the event log says of refused connections: one event at once, then one a minute for each address.
+
+wire, rendezvous → here → driver → event log
+
+What always holds:
+1. An address has at most one event in EVERY_S, with all that was refused since its last one.
+2. At most MOST_ADDRESSES are known at a time. All others share the name OTHERS, so a flood from many addresses does not
+   fill the log.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+EVERY_S = 60.0
+MOST_ADDRESSES = 64
+MOST_REASONS = 8
+OTHERS = "others"
+
+
+@dataclass
+class _Known:
+    told_at: float = -math.inf
+    refused: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Strangers:
+    """The addresses that were refused lately. For one thread at a time."""
+
+    known: dict[str, _Known] = field(default_factory=dict)
+
+    def refuse(self, address: str, why: str) -> None:
+        """Count a refused connection."""
+        if address not in self.known and len(self.known) >= MOST_ADDRESSES:
+            address = OTHERS
+        one = self.known.setdefault(address, _Known())
+        one.refused += 1
+        if why not in one.reasons and len(one.reasons) < MOST_REASONS:
+            one.reasons.append(why[:200])
+
+    def due(self, now: float) -> list[dict[str, Any]]:
+        """Return the facts of the events that are to be told now."""
+        found = []
+        for address, one in list(self.known.items()):
+            if now - one.told_at < EVERY_S:
+                continue
+            if one.refused:
+                found.append({"address": address, "reason": "; ".join(one.reasons), "refused": one.refused})
+                self.known[address] = _Known(told_at=now)
+            else:
+                del self.known[address]
+        return found
