@@ -34,8 +34,9 @@ REACH_S = 2.0
 """How long a peer has to answer a connection; a SYN that was lost is sent again after 1 s. Less than `admit_s`."""
 REACH_AGAIN_S = 2.0
 """Between two tries of a newcomer that does not reach all members."""
-KNOCKS = 64
-"""How many connections are let go at each beat."""
+KNOCKS = 1024
+"""How many connections wait at a door at most. All are let go at each beat: a queue that is full drops a
+peer's SYN, and a peer that does not get through in REACH_S has one of the two evicted. 1024 take 8 ms."""
 NAMED_S = 10.0
 """So long a worker waits for the driver to say who writes down what only memory holds."""
 
@@ -134,7 +135,7 @@ def open_door(driver: str) -> socket.socket:
 
     Nobody has to accept for that, and nothing is read.
     """
-    door = socket.create_server((own_address_towards(driver.rpartition(":")[0]), 0), backlog=1024)
+    door = socket.create_server((own_address_towards(driver.rpartition(":")[0]), 0), backlog=KNOCKS)
     door.setblocking(False)
     return door
 
@@ -159,7 +160,7 @@ def interface_towards(host: str) -> str:
 
 def answer_door(door: socket.socket) -> None:
     """Let go those who have knocked: the kernel has answered them, and that was all they wanted."""
-    for _ in range(KNOCKS):  # a stranger may knock faster than we answer
+    for _ in range(KNOCKS):  # strangers may knock faster than we answer
         try:
             door.accept()[0].close()
         except OSError:  # nobody is left, or no descriptor is

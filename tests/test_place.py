@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from elastic_trainer.place import (
     Place,
     PlainDriver,
     RunOver,
+    answer_door,
     interface_towards,
+    open_door,
     own_address_towards,
     unreachable,
 )
@@ -177,6 +180,18 @@ def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", door), DEADLINE_S) as knock:
             knock.settimeout(DEADLINE_S)
+            assert knock.recv(1) == b""
+
+
+def test_a_door_lets_all_go_who_can_wait_there() -> None:
+    """At each beat: a queue that strangers keep full would make this worker unreachable for its peers."""
+    with ExitStack() as stack:
+        door = stack.enter_context(open_door("127.0.0.1:1"))
+        knocks = [stack.enter_context(socket.create_connection(door.getsockname(), DEADLINE_S))
+                  for _ in range(300)]
+        answer_door(door)
+        for knock in knocks:
+            knock.setblocking(False)
             assert knock.recv(1) == b""
 
 
