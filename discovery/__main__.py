@@ -4,6 +4,7 @@
     python -m elastic_trainer.discovery ec2 --once --tag Job=mine …       print EC2's list, without poller and agents
     python -m elastic_trainer.discovery poll --hosts-file FILE --tag …    keep FILE true (on the coordinator)
     python -m elastic_trainer.discovery group --group NAME …              ask for the machines that are wished, once
+    python -m elastic_trainer.discovery check <wish.json                  say what an apply would lack (deploy/check.sh)
     python -m elastic_trainer.discovery agent --key-file FILE …           watch this host, answer the poller (on each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
@@ -35,6 +36,10 @@ def main(argv: list[str]) -> int:
         from elastic_trainer.discovery.commands import run  # here: it imports boto3
 
         return run(argv)
+    if argv == ["check"]:
+        from elastic_trainer.discovery.account import run as check  # here: so too
+
+        return check()
     print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)
     return 2
 

@@ -1,0 +1,240 @@
+"""Ask AWS, as the person who applies, what an `apply` would lack: `deploy/check.sh` calls it.
+
+    python -m elastic_trainer.discovery check <wish.json
+
+Exit code 0: nothing is against an apply; 1: a check has failed; 2: stdin has no wish.
+
+EC2, S3, Service Quotas, STS → here → checks (the decision) → a line for each, on stdout
+
+Apart from ec2.py, whose calls are what the coordinator's role may do; these are the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from elastic_trainer.discovery import checks
+from elastic_trainer.discovery.checks import Finding, Image, Kind, Running, Unanswered, Wish
+
+CONFIG = Config(
+    retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5, read_timeout=20
+)
+HOME = {"aws": "us-east-1", "aws-cn": "cn-north-1", "aws-us-gov": "us-gov-west-1"}
+"""By partition: a region that every account may use."""
+IMAGES = "al2023-ami-2023.*-kernel-6.1-x86_64"
+"""As in terraform/fleet/coordinator.tf."""
+Answer = TypeVar("Answer")
+
+
+class Account:
+    """One account, in one region. Each question may return Unanswered."""
+
+    def __init__(self, wish: Wish):
+        self.wish = wish
+        self._session = boto3.session.Session()
+
+    def _client(self, service: str, region: str | None = None) -> Any:
+        return self._session.client(service, region_name=region or self.wish.region, config=CONFIG)
+
+    def identity(self) -> str:
+        """Return who asks."""
+        home = HOME.get(self._session.get_partition_for_region(self.wish.region), self.wish.region)
+        says = self._client("sts", home).get_caller_identity()
+        return f"account {says['Account']}, as {says['Arn']}"
+
+    def zones(self) -> list[str]:
+        """Return the zones that are open to every account."""
+        says = self._client("ec2").describe_availability_zones(
+            Filters=[
+                {"Name": "state", "Values": ["available"]},
+                {"Name": "opt-in-status", "Values": ["opt-in-not-required"]},
+            ]
+        )
+        return sorted(zone["ZoneName"] for zone in says["AvailabilityZones"])
+
+    def offers(self) -> dict[str, set[str]]:
+        """Return which of the types each zone has."""
+        found: dict[str, set[str]] = {}
+        wanted = sorted({*self.wish.instance_types, self.wish.coordinator_type})
+        for page in self._pages(
+            "describe_instance_type_offerings",
+            LocationType="availability-zone",
+            Filters=[{"Name": "instance-type", "Values": wanted}],
+        ):
+            for offer in page["InstanceTypeOfferings"]:
+                found.setdefault(offer["Location"], set()).add(offer["InstanceType"])
+        return found
+
+    def kinds(self, types: Iterable[str]) -> dict[str, Kind]:
+        """Return what AWS knows of some types; those that it does not know are not in it."""
+        wanted, found = sorted(set(types)), dict[str, Kind]()
+        for start in range(0, len(wanted), 100):
+            of_them = [{"Name": "instance-type", "Values": wanted[start : start + 100]}]
+            for page in self._pages("describe_instance_types", Filters=of_them):
+                found |= {
+                    entry["InstanceType"]: Kind(
+                        vcpus=int(entry["VCpuInfo"]["DefaultVCpus"]),
+                        is_spot="spot" in entry["SupportedUsageClasses"],
+                        architectures=tuple(entry["ProcessorInfo"]["SupportedArchitectures"]),
+                    )
+                    for entry in page["InstanceTypes"]
+                }
+        return found
+
+    def running(self) -> list[Running]:
+        """Return the machines that count against quotas."""
+        states = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+        return [
+            Running(
+                type=one["InstanceType"],
+                is_spot=one.get("InstanceLifecycle") == "spot",
+                fleet={tag["Key"]: tag["Value"] for tag in one.get("Tags", [])}.get("Fleet", ""),
+            )
+            for page in self._pages("describe_instances", Filters=states)
+            for reservation in page["Reservations"]
+            for one in reservation["Instances"]
+        ]
+
+    def limit(self, code: str) -> float:
+        """Return a quota of EC2's; AWS's default where the account has no value of its own."""
+        client = self._client("service-quotas")
+        try:
+            says = client.get_service_quota(ServiceCode="ec2", QuotaCode=code)
+        except client.exceptions.NoSuchResourceException:
+            says = client.get_aws_default_service_quota(ServiceCode="ec2", QuotaCode=code)
+        return float(says["Quota"]["Value"])
+
+    def image(self) -> Image | None:
+        """Return the image that terraform takes (coordinator.tf)."""
+        ec2 = self._client("ec2")
+        if self.wish.image_id:
+            says = ec2.describe_images(ImageIds=[self.wish.image_id])
+        else:
+            says = ec2.describe_images(
+                Owners=["amazon"], Filters=[{"Name": "name", "Values": [IMAGES]}]
+            )
+        if not says["Images"]:
+            return None
+        newest = max(says["Images"], key=lambda image: str(image.get("CreationDate", "")))
+        disks = {
+            disk.get("DeviceName"): disk.get("Ebs", {})
+            for disk in newest.get("BlockDeviceMappings", [])
+        }
+        return Image(
+            id=newest["ImageId"],
+            architecture=newest["Architecture"],
+            state=newest["State"],
+            snapshot_gb=int(disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)),
+        )
+
+    def bucket(self) -> str:
+        """Return the region in which the bucket is."""
+        says = self._client("s3").head_bucket(Bucket=self.wish.bucket)
+        return str(
+            says["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self.wish.region)
+        )
+
+    def code(self) -> tuple[datetime, int]:
+        """Return when the run's code was pushed, and its bytes."""
+        says = self._client("s3").head_object(
+            Bucket=self.wish.bucket, Key=f"{self.wish.name}/code.tar.gz"
+        )
+        return says["LastModified"], int(says["ContentLength"])
+
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        yield from self._client("ec2").get_paginator(operation).paginate(**arguments)
+
+
+def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
+    """Return the answer, or why there is none. `action`: what the caller must be allowed."""
+    try:
+        return question()
+    except ClientError as error:
+        says = error.response["Error"]
+        return Unanswered(
+            action=action, code=str(says["Code"]), says=_line(says.get("Message") or says["Code"])
+        )
+    except (BotoCoreError, ResponseParserError, LookupError, TypeError, ValueError) as error:
+        return Unanswered(action=action, code=type(error).__name__, says=_line(error))
+
+
+def _line(said: object) -> str:
+    """Return AWS's words in one line, without what a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in str(said)
+    )
+
+
+def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:
+    """Yield each check's result; without credentials or a region no more is asked."""
+    made: Account | Unanswered | None = account
+    if made is None:
+        made = ask("sts:GetCallerIdentity", lambda: Account(wish))
+    identity = made if isinstance(made, Unanswered) else ask("sts:GetCallerIdentity", made.identity)
+    yield checks.credentials(identity)
+    if isinstance(made, Unanswered) or isinstance(identity, Unanswered):
+        return
+    open_zones = ask("ec2:DescribeAvailabilityZones", made.zones)
+    yield checks.region(wish, open_zones)
+    yield checks.bucket(wish, ask("s3:ListBucket", made.bucket))
+    yield checks.code(wish, ask("s3:GetObject", made.code))
+    if isinstance(open_zones, Unanswered):
+        return
+    yield from checks.zones(wish, open_zones, ask("ec2:DescribeInstanceTypeOfferings", made.offers))
+    running = ask("ec2:DescribeInstances", made.running)
+    others = [] if isinstance(running, Unanswered) else [one.type for one in running]
+    known = ask(
+        "ec2:DescribeInstanceTypes",
+        lambda: made.kinds([*wish.instance_types, wish.coordinator_type, *others]),
+    )
+    types = checks.kinds(wish, known)
+    yield types
+    yield checks.image(
+        wish, ask("ec2:DescribeImages", made.image), {} if isinstance(known, Unanswered) else known
+    )
+    if types.is_well and not isinstance(known, Unanswered):
+        limits = {
+            quota.code: ask("servicequotas:GetServiceQuota", partial(made.limit, quota.code))
+            for quota in checks.quotas_needed(wish)
+        }
+        yield from checks.quotas(wish, known, limits, running)
+
+
+def run() -> int:
+    """Check the wish that is on stdin; returns the exit code."""
+    try:
+        given = json.load(sys.stdin)
+        wish = Wish(**{field.name: given[field.name] for field in fields(Wish)})
+    except (ValueError, LookupError, TypeError) as error:
+        print(
+            f"check: no wish is on stdin: {error!r}. Run deploy/check.sh NAME.tfvars.",
+            file=sys.stderr,
+        )
+        return 2
+    failed = 0
+    for finding in findings(wish):
+        failed += not finding.is_well
+        print(
+            f"{'ok    ' if finding.is_well else 'FAILED'}  {finding.what}: {finding.fact}",
+            flush=True,
+        )
+        if finding.remedy:
+            print(f"        {finding.remedy}", flush=True)
+    if failed:
+        print(
+            f"{failed} {'check has' if failed == 1 else 'checks have'} failed: an apply would "
+            f"rent machines in vain."
+        )
+    return 1 if failed else 0

@@ -1,0 +1,438 @@
+"""What an `apply` would lack in this account, as plain functions: the wish against what AWS says.
+
+the run's variables (deploy/check.sh), AWS's answers (account.py) → here → findings, one a line
+
+`apply` is green when a group has been made, also where AWS then refuses its machines: a new account
+may run 5 vCPUs of spot machines, and none with GPUs.
+
+What always holds:
+1. A check that fails has one sentence of fact with the values, and one of remedy with the exact key
+   or command.
+2. What AWS did not answer is not well: unknown is not enough to rent on.
+3. The fleet's own machines do not count as used, so the check is right before a resize too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from elastic_trainer.discovery.quotas import Quota, quota_of, request
+
+APPLY = "then run this again"
+IN_FILE = f"in the run's .tfvars file, {APPLY}"
+ZONES = 3
+"""As many as terraform/fleet/network.tf takes where none are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """The variables of a run's fleet, with terraform's defaults."""
+
+    region: str
+    bucket: str
+    name: str
+    workers: int
+    instance_types: Sequence[str]
+    zones: Sequence[str]
+    coordinator_type: str
+    image_id: str | None
+    worker_disk_gb: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unanswered:
+    """A question that AWS did not answer."""
+
+    action: str
+    """What the caller must be allowed, e.g. "ec2:DescribeImages"."""
+    code: str
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """An instance type."""
+
+    vcpus: int
+    is_spot: bool
+    architectures: Sequence[str] = ("x86_64",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """What machines start from."""
+
+    id: str
+    architecture: str
+    snapshot_gb: int
+    state: str = "available"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A machine in the account that is paid for."""
+
+    type: str
+    is_spot: bool
+    fleet: str = ""
+    """Its tag Fleet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check's result."""
+
+    what: str
+    is_well: bool
+    fact: str
+    remedy: str = ""
+
+
+def well(what: str, fact: str) -> Finding:
+    return Finding(what=what, is_well=True, fact=fact)
+
+
+def lacks(what: str, fact: str, remedy: str) -> Finding:
+    return Finding(what=what, is_well=False, fact=fact, remedy=remedy)
+
+
+def unanswered(what: str, question: Unanswered) -> Finding:
+    """Say that nobody knows, and what would make it known."""
+    return lacks(
+        what,
+        f"AWS did not answer {question.action}: {question.says} ({question.code}).",
+        f"Let whoever applies do {question.action} (deploy/README.md has the list), {APPLY}.",
+    )
+
+
+def credentials(identity: str | Unanswered) -> Finding:
+    """Check that AWS takes the caller's credentials."""
+    if isinstance(identity, Unanswered):
+        return lacks(
+            "credentials",
+            f"AWS does not take the credentials: {identity.says} ({identity.code}).",
+            f"Run aws sso login or aws configure, or set AWS_PROFILE, until aws sts "
+            f"get-caller-identity answers; {APPLY}.",
+        )
+    return well("credentials", f"{identity}.")
+
+
+def region(wish: Wish, open_zones: Sequence[str] | Unanswered) -> Finding:
+    """Check that the account may use the region. Another region took the credentials."""
+    if isinstance(open_zones, Sequence):
+        return well("region", f"{wish.region} has the zones {_listed(open_zones)}.")
+    if open_zones.code in (
+        "AuthFailure",
+        "OptInRequired",
+        "UnrecognizedClientException",
+        "InvalidClientTokenId",
+    ):
+        return lacks(
+            "region",
+            f"{wish.region} is not enabled in this account: {open_zones.says} ({open_zones.code}).",
+            f"Run aws account enable-region --region-name {wish.region}, which takes minutes to "
+            f"hours, or set another region {IN_FILE}.",
+        )
+    if open_zones.code in (
+        "EndpointConnectionError",
+        "ConnectTimeoutError",
+        "UnknownRegionError",
+        "InvalidRegionError",
+    ):
+        return lacks(
+            "region",
+            f"Nobody answers for the region {wish.region}: {open_zones.says}.",
+            f"Correct region {IN_FILE}; if it is right, look at this machine's network.",
+        )
+    return unanswered("region", open_zones)
+
+
+def zones_of(wish: Wish, open_zones: Iterable[str]) -> list[str]:
+    """Return the zones that terraform takes (network.tf)."""
+    return list(wish.zones) or sorted(open_zones)[:ZONES]
+
+
+def zones(
+    wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]] | Unanswered
+) -> list[Finding]:
+    """Check that each zone has some of the types, and the coordinator's zone its type.
+
+    `offers`: the types of each zone.
+    """
+    if strange := [zone for zone in wish.zones if zone not in open_zones]:
+        return [
+            lacks(
+                "zones",
+                f"zones names {_listed(strange)}, but {wish.region} has {_listed(open_zones)}.",
+                f"Correct zones {IN_FILE}.",
+            )
+        ]
+    if isinstance(offers, Unanswered):
+        return [unanswered("zones", offers)]
+    chosen, wanted = zones_of(wish, open_zones), set(wish.instance_types)
+    having = [zone for zone in open_zones if offers.get(zone, set()) & wanted]
+    found = []
+    if without := [zone for zone in chosen if zone not in having]:
+        remedy = (
+            f"Set zones = {_quoted(having)} {IN_FILE}."
+            if having
+            else f"Name other instance_types {IN_FILE}."
+        )
+        found.append(
+            lacks(
+                "zones",
+                f"{_listed(without)} of {wish.region} {'has' if len(without) == 1 else 'have'} "
+                f"none of the types {_listed(wish.instance_types)}.",
+                remedy,
+            )
+        )
+    else:
+        nowhere = sorted(wanted - set().union(*(offers.get(zone, set()) for zone in chosen)))
+        but = f", but none of them has {_listed(nowhere)}" if nowhere else ""
+        found.append(well("zones", f"{_listed(chosen)} offer the types{but}."))
+    for_it = [zone for zone in open_zones if wish.coordinator_type in offers.get(zone, set())]
+    if chosen[0] in for_it:
+        found.append(well("coordinator", f"{chosen[0]} offers {wish.coordinator_type}."))
+    else:
+        first = [
+            *[zone for zone in chosen if zone in for_it],
+            *[zone for zone in chosen if zone not in for_it],
+        ]
+        remedy = (
+            f"Set zones = {_quoted(first)}, or another coordinator_type, {IN_FILE}."
+            if first[0] in for_it
+            else f"Set another coordinator_type {IN_FILE}."
+        )
+        found.append(
+            lacks(
+                "coordinator",
+                f"The coordinator's zone, {chosen[0]}, does not offer coordinator_type = "
+                f'"{wish.coordinator_type}".',
+                remedy,
+            )
+        )
+    return found
+
+
+def kinds(wish: Wish, known: Mapping[str, Kind] | Unanswered) -> Finding:
+    """Check that the types exist and can be had as spot machines."""
+    if isinstance(known, Unanswered):
+        return unanswered("types", known)
+    named = [*dict.fromkeys([*wish.instance_types, wish.coordinator_type])]
+    if strange := [kind for kind in named if kind not in known]:
+        return lacks(
+            "types",
+            f"{wish.region} knows no {_listed(strange)}.",
+            f"Correct instance_types (or coordinator_type) {IN_FILE}.",
+        )
+    if firm := [kind for kind in wish.instance_types if not known[kind].is_spot]:
+        return lacks(
+            "types",
+            f"{_listed(firm)} cannot be had as spot machines.",
+            f"Take them out of instance_types {IN_FILE}.",
+        )
+    return well("types", f"{_listed(wish.instance_types)} can be had as spot machines.")
+
+
+def quotas(
+    wish: Wish,
+    known: Mapping[str, Kind],
+    limits: Mapping[str, float | Unanswered],
+    running: Iterable[Running] | Unanswered,
+) -> list[Finding]:
+    """Check that the quotas have room for the workers and the coordinator."""
+    if isinstance(running, Unanswered):
+        return [unanswered("quota", running)]
+    others = [one for one in running if one.fleet != wish.name]
+    spot = _allows(
+        "quota of workers",
+        wish,
+        wish.workers,
+        wish.instance_types,
+        known,
+        limits,
+        others,
+        spot=True,
+    )
+    return [
+        spot,
+        _allows(
+            "quota of the coordinator",
+            wish,
+            1,
+            [wish.coordinator_type],
+            known,
+            limits,
+            others,
+            spot=False,
+        ),
+    ]
+
+
+def quotas_needed(wish: Wish) -> list[Quota]:
+    """Return the quotas that must be asked for."""
+    found = [quota_of(kind, spot=True) for kind in wish.instance_types] + [
+        quota_of(wish.coordinator_type, spot=False)
+    ]
+    return list(dict.fromkeys(quota for quota in found if quota))
+
+
+def _allows(
+    what: str,
+    wish: Wish,
+    machines: int,
+    types: Sequence[str],
+    known: Mapping[str, Kind],
+    limits: Mapping[str, float | Unanswered],
+    others: Iterable[Running],
+    *,
+    spot: bool,
+) -> Finding:
+    """Check that so many machines fit. The group chooses among types, so what is free adds up."""
+    by_quota: dict[Quota, list[int]] = {}
+    for kind in types:
+        if quota := quota_of(kind, spot=spot):
+            by_quota.setdefault(quota, []).append(known[kind].vcpus)
+    if not by_quota:
+        return lacks(
+            what,
+            f"Nobody here knows which quota {_listed(types)} count against.",
+            f"Look at https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas, or "
+            f"set other types {IN_FILE}.",
+        )
+    room, facts, remedies = 0, [], []
+    for quota, vcpus in by_quota.items():
+        limit = limits[quota.code]
+        if isinstance(limit, Unanswered):
+            return unanswered(what, limit)
+        used = sum(
+            known[one.type].vcpus
+            for one in others
+            if one.is_spot == spot and one.type in known and quota_of(one.type, spot=spot) == quota
+        )
+        room += max(0, int((limit - used) // min(vcpus)))
+        facts.append(
+            f"{quota.code} ({quota.name}) is {limit:g} vCPUs in {wish.region}, of which others "
+            f"use {used}"
+        )
+        remedies.append(request(quota, used + machines * max(vcpus), wish.region))
+    each = sorted({known[kind].vcpus for kind in types})
+    sizes = "/".join(map(str, each))
+    need = (
+        "1 machine of {} vCPUs needs"
+        if machines == 1
+        else f"{machines} machines of {{}} vCPUs need"
+    )
+    fact = f"The quota {', and '.join(facts)}; {need.format(sizes)} {machines * each[0]}."
+    if room >= machines:
+        return well(what, fact)
+    fewer = (
+        (f"set workers = {room}" if room else "name smaller instance_types")
+        if spot
+        else "set a smaller coordinator_type"
+    )
+    return lacks(
+        what,
+        fact,
+        f"Run {', or '.join(remedies)} (AWS answers in minutes to days), or {fewer} {IN_FILE}.",
+    )
+
+
+def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind]) -> Finding:
+    """Check that the image is there, fits on the disk, and is for the types' processors."""
+    if isinstance(found, Unanswered) and not found.code.startswith("InvalidAMIID"):
+        return unanswered("image", found)
+    if found is None or isinstance(found, Unanswered):
+        wanted = f"no image {wish.image_id}" if wish.image_id else "no image of Amazon Linux 2023"
+        return lacks(
+            "image",
+            f"{wish.region} has {wanted} for this account.",
+            f"Correct image_id {IN_FILE}: an image belongs to one region.",
+        )
+    if found.state != "available":
+        return lacks(
+            "image",
+            f"The image {found.id} is {found.state}.",
+            f"Wait, or set another image_id {IN_FILE}.",
+        )
+    if found.snapshot_gb > wish.worker_disk_gb:
+        return lacks(
+            "image",
+            f"The image {found.id} needs a disk of {found.snapshot_gb} GB, and worker_disk_gb is "
+            f"{wish.worker_disk_gb}.",
+            f"Set worker_disk_gb = {found.snapshot_gb} or more {IN_FILE}.",
+        )
+    named = [*dict.fromkeys([*wish.instance_types, wish.coordinator_type])]
+    if unfit := [
+        kind
+        for kind in named
+        if kind in known and found.architecture not in known[kind].architectures
+    ]:
+        return lacks(
+            "image",
+            f"The image {found.id} is for {found.architecture}, and {_listed(unfit)} "
+            f"{'is' if len(unfit) == 1 else 'are'} for {'/'.join(known[unfit[0]].architectures)}.",
+            f"Set image_id, or instance_types and coordinator_type, of one architecture {IN_FILE}.",
+        )
+    return well(
+        "image",
+        f"{found.id} ({found.architecture}, {found.snapshot_gb} GB) fits on "
+        f"{wish.worker_disk_gb} GB.",
+    )
+
+
+def bucket(wish: Wish, where: str | Unanswered) -> Finding:
+    """Check that the bucket is there, in this region. `where`: its region."""
+    if isinstance(where, Unanswered):
+        if where.code in ("404", "NoSuchBucket"):
+            return lacks(
+                "bucket",
+                f"There is no bucket {wish.bucket}.",
+                f"Run terraform -chdir=deploy/terraform/bucket apply -var region={wish.region} "
+                f"-var bucket={wish.bucket}.",
+            )
+        if where.code in ("403", "AccessDenied"):
+            return lacks(
+                "bucket",
+                f"The bucket {wish.bucket} may not be read: it is another account's, or "
+                f"s3:ListBucket is denied.",
+                f"Let whoever applies do s3:ListBucket on it, or make one under another name and "
+                f"set bucket {IN_FILE}.",
+            )
+        return unanswered("bucket", where)
+    if where != wish.region:
+        return lacks(
+            "bucket",
+            f"The bucket {wish.bucket} is in {where}, and region is {wish.region}.",
+            f'Set region = "{where}", or another bucket, {IN_FILE}.',
+        )
+    return well("bucket", f"{wish.bucket} is in {where}.")
+
+
+def code(wish: Wish, pushed: tuple[datetime, int] | Unanswered) -> Finding:
+    """Check that the coordinator has code to run. `pushed`: when, and how many bytes."""
+    key = f"s3://{wish.bucket}/{wish.name}/code.tar.gz"
+    if isinstance(pushed, Unanswered):
+        if pushed.code in (
+            "404",
+            "403",
+        ):  # 403 for what is not there, where s3:ListBucket is denied
+            may = "" if pushed.code == "404" else ", or may not be read"
+            return lacks(
+                "code",
+                f"{key} is not there{may}, so the coordinator would have nothing to run.",
+                f"Run deploy/push.sh {wish.bucket} {wish.name} FOLDER_WITH_YOUR_SCRIPT.",
+            )
+        return unanswered("code", pushed)
+    at, size_bytes = pushed
+    return well("code", f"{key} is of {at:%Y-%m-%d %H:%M} UTC ({size_bytes / 1e6:.1f} MB).")
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{word}"' for word in words) + "]"
