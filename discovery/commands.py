@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
             return 0
         key = read_key(options.key_file) if options.key_file else b""
         Poller(cloud, options.hosts_file, policy, interval_s=options.interval, key=key, events_file=options.events,
-               agent_port=options.agent_port if options.key_file else None).run()
+               supply=cloud.supply, agent_port=options.agent_port if options.key_file else None).run()
         return 0
     except (CloudUnavailable, ValueError, OSError) as error:
         print(f"discovery: {error}", file=sys.stderr)

@@ -5,7 +5,8 @@ EC2, Auto Scaling → here → hosts (the decision)
 What always holds:
 1. The answer is whole or it is CloudUnavailable: never some of the pages.
 2. What a filter should have left out is looked at again by `hosts.decide`: servers other than AWS's ignore filters.
-3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet does.
+3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet does. While the group
+   lacks machines, one more asks why.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery.hosts import Group, Instance
+from elastic_trainer.discovery.refusals import Activity, Asked, Refusal, Supply, refusal_of
 
 PAGE = 1000
 WISH = "Workers"
@@ -29,6 +31,10 @@ EMPTY = "empty-without-coordinator"
 """The scheduled action that empties a group."""
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2, read_timeout=5)
 NO_ANSWER = (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeError, ValueError)
+FORBIDDEN = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
+MAY_NOT_ASK = ("The group lacks machines, and the coordinator may not ask why. Its role needs "
+               "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and look that no policy "
+               "of your organization denies it.")
 HOST_NAMES = ("private-dns", "private-ip")
 
 
@@ -51,6 +57,9 @@ class Ec2:
         except (BotoCoreError, ValueError) as error:
             raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
         self._gpus: dict[str, int] = {}
+        self._vcpus: dict[str, int] = {}
+        self._group: dict[str, Any] = {}
+        """The group, as the last answer described it."""
 
     def instances(self) -> list[Instance]:
         """Return all instances that are not terminated. Raises CloudUnavailable."""
@@ -66,6 +75,31 @@ class Ec2:
             return [self._instance(i, status.get(i["InstanceId"], {}), in_group) for i in described]
         except NO_ANSWER as error:
             raise CloudUnavailable(f"EC2 did not answer: {error!r}") from error
+
+    def supply(self) -> Supply | None:
+        """Return how many machines the group had in the last answer, and why it gets no others. None: there is no group.
+        Raises CloudUnavailable.
+        """
+        if self._scaling is None or not self._group:
+            return None
+        there, wanted = _living(self._group), int(self._group["DesiredCapacity"])
+        if there >= wanted:
+            return Supply(there=there, wanted=wanted)
+        try:
+            self.calls += 1
+            answer = self._scaling.describe_scaling_activities(AutoScalingGroupName=self.group, MaxRecords=100)
+            types = _types(self._group)
+            self._learn_types(set(types) - self._vcpus.keys())
+            asked = Asked(group=str(self.group), region=self._scaling.meta.region_name, there=there, wanted=wanted,
+                          vcpus={kind: self._vcpus[kind] for kind in types if kind in self._vcpus})
+            refusal = refusal_of(map(_activity, answer["Activities"]), asked, time.time())
+        except ClientError as error:
+            if error.response["Error"]["Code"] not in FORBIDDEN:
+                raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
+            refusal = Refusal(code="AccessDenied", says=str(error), remedy=MAY_NOT_ASK)
+        except NO_ANSWER as error:
+            raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
+        return Supply(there=there, wanted=wanted, refusal=refusal)
 
     def _instance(self, described: dict[str, Any], status: dict[str, Any], in_group: dict[str, str]) -> Instance:
         identity = described["InstanceId"]
@@ -100,6 +134,7 @@ class Ec2:
         groups = self._scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self.group])["AutoScalingGroups"]
         if not groups:
             raise CloudUnavailable(f"there is no auto scaling group {self.group}. Correct --group.")
+        self._group = groups[0]
         return {i["InstanceId"]: i["LifecycleState"] for i in groups[0]["Instances"]}
 
     def _learn_types(self, new: set[str]) -> None:
@@ -108,6 +143,7 @@ class Ec2:
                 for entry in page["InstanceTypes"]:
                     gpus = entry.get("GpuInfo", {}).get("Gpus", [])
                     self._gpus[entry["InstanceType"]] = sum(int(gpu["Count"]) for gpu in gpus)
+                    self._vcpus[entry["InstanceType"]] = int(entry["VCpuInfo"]["DefaultVCpus"])
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         token: dict[str, str] = {}
@@ -158,6 +194,21 @@ class AutoScalingGroup:
             self._scaling.set_desired_capacity(AutoScalingGroupName=self.name, DesiredCapacity=size)
         except NO_ANSWER as error:
             raise CloudUnavailable(f"Auto Scaling did not take the size {size} of {self.name}: {error!r}") from error
+
+
+def _living(group: dict[str, Any]) -> int:
+    """Return how many machines a group has, without those that leave it."""
+    return sum(not i["LifecycleState"].startswith(("Terminat", "Detach")) for i in group["Instances"])
+
+
+def _types(group: dict[str, Any]) -> list[str]:
+    overrides = group.get("MixedInstancesPolicy", {}).get("LaunchTemplate", {}).get("Overrides", [])
+    return [override["InstanceType"] for override in overrides if "InstanceType" in override]
+
+
+def _activity(described: dict[str, Any]) -> Activity:
+    return Activity(started=described["StartTime"].timestamp(), status=described["StatusCode"],
+                    description=described.get("Description", ""), says=described.get("StatusMessage", ""))
 
 
 def _seconds_until(at: datetime | None) -> float:

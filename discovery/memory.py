@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from elastic_trainer.discovery.hosts import History, Instance
+from elastic_trainer.discovery.refusals import Told
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Memory:
     reasons: Mapping[str, str]
     strangers: Mapping[str, int]
     """How often each host's agent had refused somebody."""
+    told: Told
+    """What it has said of AWS's refusals."""
 
 
 def write_down(memory: Memory) -> str:
@@ -52,7 +55,8 @@ def recall(text: str, now: float) -> Memory:
                               held_until=p.held_until + by, seen_at=p.seen_at + by,
                               arrivals=tuple(at + by for at in p.arrivals))
             for identity, p in memory.history.past.items()}
-    return replace(memory, clock=now, history=replace(memory.history, past=past))
+    told = replace(memory.told, told_at={code: at + by for code, at in memory.told.told_at.items()})
+    return replace(memory, clock=now, history=replace(memory.history, past=past), told=told)
 
 
 def _as(kind: Any, value: Any) -> Any:

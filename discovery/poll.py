@@ -11,7 +11,9 @@ What always holds:
 3. The agents are asked every second, the cloud every few, in a thread of its own: a notice reaches the file within two
    seconds, also while the cloud hangs.
 4. A poller that is killed at any moment has written down what it knows (memory.py), before the list that it decided.
-5. A full disk or a diary that cannot be written does not end it: it says so on stderr and tries again at its next turn.
+5. That AWS refuses machines is in the diary and in the table, until machines come (refusals.py). Not to know it delays
+   nothing else.
+6. A full disk or a diary that cannot be written does not end it: it says so on stderr and tries again at its next turn.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from elastic_trainer.discovery.agent import AgentUnreachable, ask
 from elastic_trainer.discovery.ec2 import CloudUnavailable
@@ -48,6 +50,7 @@ from elastic_trainer.discovery.hosts import (
     decide,
 )
 from elastic_trainer.discovery.memory import Memory, recall, write_down
+from elastic_trainer.discovery.refusals import Supply, Told, tell
 
 AGENTS_S = 1.0
 AT_ONCE = 256
@@ -56,6 +59,7 @@ GIVE_UP_S = 60.0
 """boto3 has given up long before, unless an answer trickles in byte by byte."""
 STRANGERS_S = 60.0
 """So often at most a host's strangers are told."""
+Answer = TypeVar("Answer")
 
 
 class Cloud(Protocol):
@@ -80,6 +84,8 @@ class Poller:
     """So long a turn waits for agents; who answers later (or never, or by a name that does not resolve) delays no other's
     notice."""
     key: bytes = b""
+    supply: Callable[[], Supply | None] = lambda: None
+    """Asked after each answer of the cloud's, in the same thread: whether machines are lacking, and why."""
     events_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -89,7 +95,7 @@ class Poller:
     failures: int = 0
     """Polls of the cloud that failed in a row."""
     _asked_at: float = -math.inf
-    _question: Future[list[Instance]] | None = None
+    _question: Future[tuple[list[Instance], Supply | str | None]] | None = None
     _asking: dict[str, Future[Health | None]] = field(default_factory=dict)
     """The questions to agents, by instance, whose answers no turn has taken: one at most to each."""
     _answered_at: float | None = None
@@ -101,6 +107,9 @@ class Poller:
     _strangers: dict[str, int] = field(default_factory=dict)
     _told_at: dict[str, float] = field(default_factory=dict)
     _complaints: set[str] = field(default_factory=set)
+    _told: Told = field(default_factory=Told)
+    """Of AWS's refusals."""
+    _is_supply_known: bool = True
 
     def __post_init__(self) -> None:
         """Take over from the poller before."""
@@ -111,7 +120,7 @@ class Poller:
         except (OSError, ValueError) as error:
             return self._complain(f"{self._memory_file} cannot be trusted, so this poller begins anew: {error}")
         self.history, self.instances, self._reasons = memory.history, list(memory.instances), memory.reasons
-        self._answered_at, self._strangers = memory.answered_at, dict(memory.strangers)
+        self._answered_at, self._strangers, self._told = memory.answered_at, dict(memory.strangers), memory.told
         if self.hosts_file.is_file():
             self._written = self.hosts_file.read_text(errors="replace")
 
@@ -161,7 +170,7 @@ class Poller:
             pause_s = min(MOST_BACK_OFF_S, self.interval_s * 2.0 ** min(self.failures, MOST_DOUBLINGS))
             if now - self._asked_at < pause_s:
                 return None
-            self._asked_at, self._question = now, _begin(self.cloud.instances)
+            self._asked_at, self._question = now, _begin(self._ask_both)
             wait([self._question], self.patience_s)
         question = self._question
         if not question.done() and now - self._asked_at < GIVE_UP_S:
@@ -170,13 +179,33 @@ class Poller:
         try:
             if not question.done():
                 raise CloudUnavailable(f"the cloud has begun no answer, or not ended it, in {GIVE_UP_S:.0f} s")
-            answer = question.result()
+            answer, supply = question.result()
         except CloudUnavailable as error:
             self.failures += 1
             self.emit("discovery.cloud_unavailable", error=str(error), failures=self.failures)
             return None
         self.failures = 0
+        self._take_supply(supply)
         return answer
+
+    def _ask_both(self) -> tuple[list[Instance], Supply | str | None]:
+        """Return who is here, and what is lacking, or why nobody knows."""
+        instances = self.cloud.instances()
+        try:
+            return instances, self.supply()
+        except CloudUnavailable as error:
+            return instances, str(error)
+
+    def _take_supply(self, supply: Supply | str | None) -> None:
+        is_known, self._is_supply_known = self._is_supply_known, not isinstance(supply, str)
+        if isinstance(supply, str):
+            if is_known:
+                sys.stderr.write(f"discovery: nobody knows now whether AWS refuses machines; what was known stands: "
+                                 f"{supply}\n")
+        elif supply is not None:
+            self._told, events = tell(supply, self._told, self.clock())
+            for event, facts in events:
+                self.emit(event, **facts)
 
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
         if self.agent_port is None:
@@ -251,7 +280,7 @@ class Poller:
         text, at = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts), self._known_at()
         self._heard_at = {i: heard_at for i, heard_at in self._heard_at.items() if i in self.history.past}
         memory = Memory(self.clock(), self._answered_at or 0.0, tuple(self.instances), self.history, self._reasons,
-                        {i: count for i, count in self._strangers.items() if i in self.history.past})
+                        {i: count for i, count in self._strangers.items() if i in self.history.past}, self._told)
         is_kept = self._write(self._memory_file, write_down(memory))
         if text != self._written:
             if is_listed := self._write(self.hosts_file, text, at):
@@ -288,8 +317,9 @@ class Poller:
 
     def table(self, decision: Decision) -> dict[str, Any]:
         """Return what `elastic-trainer hosts` shows."""
-        return {"time": self.wall(), "cloud_failures": self.failures, "unheard": decision.history.unheard, "hosts": [
-            self._row(i, decision) for i in sorted(self.instances, key=lambda i: (i.launched, i.id))]}
+        return {"time": self.wall(), "cloud_failures": self.failures, "unheard": decision.history.unheard,
+                "supply": asdict(self._told.supply) if self._told.supply else None,
+                "hosts": [self._row(i, decision) for i in sorted(self.instances, key=lambda i: (i.launched, i.id))]}
 
     def _row(self, instance: Instance, decision: Decision) -> dict[str, Any]:
         past, says = decision.history.past.get(instance.id, Past()), self.health.get(instance.id)
@@ -357,9 +387,9 @@ def _words(why: str) -> str:
     return "".join(letter for letter in why if letter not in "+-.0123456789")
 
 
-def _begin(question: Callable[[], list[Instance]]) -> Future[list[Instance]]:
+def _begin(question: Callable[[], Answer]) -> Future[Answer]:
     """Ask in a thread that nobody waits for: a hanging question must not keep the poller from its end."""
-    future: Future[list[Instance]] = Future()
+    future: Future[Answer] = Future()
 
     def ask_and_tell() -> None:
         try:

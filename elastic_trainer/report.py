@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_trainer.plain import plain
 from elastic_trainer.segments import Reader
 from elastic_trainer.state.modes import write_text
 from elastic_trainer.step_table import StepTable
@@ -322,10 +323,21 @@ def _until_finished(events: Iterable[Event]) -> Iterator[Event]:
             later.clear()
 
 
+def lacking(supply: Mapping[str, Any] | None) -> list[str]:
+    """Say how many machines are lacking, why AWS refuses them, and what to do about it."""
+    if not supply or supply["there"] >= supply["wanted"]:
+        return []
+    said = f"{supply['there']} of {supply['wanted']} machines are there"
+    if not (refusal := supply["refusal"]):
+        return [f"{said}; AWS has refused none, so others are on their way."]
+    return [f"{said}. AWS refuses more: {refusal['says']} ({refusal['code']})", f"  {refusal['remedy']}"]
+
+
 def print_hosts(fleet: dict[str, Any]) -> None:
     """Print the poller's table: who is in, who is out, and why."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("host", "type", "slots", "cloud", "agent", "workers", "standby", "notice", "since", "in", "why")
     for host in fleet["hosts"]:
@@ -344,6 +356,8 @@ def print_hosts(fleet: dict[str, Any]) -> None:
     console.print(table)
     if (age_s := time.time() - fleet["time"]) > POLLER_GONE_S:
         console.print(f"this was {age_s:.0f} s ago: the poller has not run since. Look at its service on the coordinator.")
+    for line in lacking(fleet.get("supply")):
+        console.print(Text(plain(line)))
     if fleet["cloud_failures"]:
         console.print(f"the cloud has not answered {fleet['cloud_failures']} times in a row; what it said last stands")
     if fleet["unheard"]:

@@ -31,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.plain import plain
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.segments import Reader
 
@@ -72,6 +73,8 @@ class Picture:
     speed: tuple[tuple[float, int], ...] = ()
     """(time, samples) of the last steps."""
     workers: Mapping[str, Living] = field(default_factory=dict)
+    refusal: str = ""
+    """Why AWS gives the fleet no more machines, while it does not."""
     recent: tuple[str, ...] = ()
 
     @property
@@ -124,6 +127,10 @@ def in_words(event: Event, picture: Picture) -> str | None:
             return f"attempt {event['attempt']} started"
         case "attempt.ended":
             return f"attempt {event['attempt']} ended: {event['verdict'].replace('_', ' ')}"
+        case "discovery.launch_refused":
+            return f"{_refused(event)}. {plain(event['remedy'])}"
+        case "discovery.launch_refusal_ended":
+            return f"AWS refuses no more machines: {event['machines']} of {event['wanted']} are there"
         case "driver.host_added":
             return f"host {event['host']}: here, with {_count(event['slots'], 'slot')}"
         case "driver.host_removed":
@@ -185,7 +192,8 @@ def plain_line(picture: Picture) -> str:
     """Say the picture in one line."""
     facts = [f"{name} {value}" for name, value in _facts(picture)]
     kill = f"; try it: {picture.kill_command}" if picture.kill_command and picture.phase == "training" else ""
-    return f"run {picture.run}, {picture.phase}: {', '.join(facts)}{kill}"
+    refusal = f"; {picture.refusal}" if picture.refusal else ""
+    return f"run {picture.run}, {picture.phase}: {', '.join(facts)}{refusal}{kill}"
 
 
 def panel(picture: Picture) -> Panel:
@@ -197,8 +205,9 @@ def panel(picture: Picture) -> Panel:
     bar = Padding(ProgressBar(total=picture.steps_due or 1, completed=picture.steps), 0)
     recent = [Text(words) for words in picture.recent]
     kill = [Text(f"try it: {picture.kill_command}", style="yellow")] if picture.kill_command else []
+    refusal = [Text(picture.refusal, style="red")] if picture.refusal else []
     title = f"{picture.run}: {picture.phase}"
-    return Panel(Group(bar, table, Text(), *recent, Text(), *kill), title=title, title_align="left")
+    return Panel(Group(bar, table, *refusal, Text(), *recent, Text(), *kill), title=title, title_align="left")
 
 
 class Watch:
@@ -335,6 +344,10 @@ def _fold_step_committed(picture: Picture, event: Event) -> Picture:
     return replace(picture, phase="training", steps=steps, loss=float(event["loss"]), speed=speed)
 
 
+def _fold_launch_refused(picture: Picture, event: Event) -> Picture:
+    return replace(picture, refusal=_refused(event))
+
+
 def _fold_run_finished(picture: Picture, event: Event) -> Picture:
     return replace(picture, phase="finished", steps=int(event["steps"]), loss=float(event["loss"]))
 
@@ -349,6 +362,8 @@ _FOLDS: dict[str, Callable[[Picture, Event], Picture]] = {
     "run.started": lambda picture, event: replace(picture, run=str(event["run"]), phase="booting"),
     "attempt.started": _fold_attempt_started,
     "attempt.ended": _fold_attempt_ended,
+    "discovery.launch_refused": _fold_launch_refused,
+    "discovery.launch_refusal_ended": lambda picture, event: replace(picture, refusal=""),
     "driver.worker_started": _fold_worker_started,
     "driver.worker_ready": _fold_worker_ready,
     "driver.worker_gone": _fold_worker_gone,
@@ -389,6 +404,12 @@ def _ending(event: Event) -> str | None:
         case "finished" | "evicted":
             return None
     return str(event["reason"]).replace("_", " ")
+
+
+def _refused(event: Event) -> str:
+    """Say that AWS refuses machines."""
+    have = f"{event['machines']} of {event['wanted']} are there"
+    return plain(f"AWS refuses machines, {have}: {event['says']} ({event['code']})")
 
 
 def _signal_name(exit_code: int | None) -> str | None:

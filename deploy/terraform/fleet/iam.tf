@@ -62,7 +62,7 @@ data "aws_iam_policy_document" "coordinator" {
   statement {
     actions = [
       "ec2:DescribeInstances", "ec2:DescribeInstanceStatus", "ec2:DescribeInstanceTypes",
-      "autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScheduledActions",
+      "autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScheduledActions", "autoscaling:DescribeScalingActivities",
     ]
     resources = ["*"]
   }
