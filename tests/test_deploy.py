@@ -296,11 +296,11 @@ chmod 755 python
 """
 
 
-def push_to(coordinator: Machine, folder: Path, **job: str) -> None:
+def push_to(coordinator: Machine, folder: Path, install: str = INSTALL, **job: str) -> None:
     """Do what push.sh does, from a careful user's files: they are nobody else's to read."""
     code = folder / "code" / "deploy"
     shutil.copytree(HOSTS, code / "hosts")
-    (code / "install.sh").write_text(INSTALL)
+    (code / "install.sh").write_text(install)
     for path in (code / "hosts").iterdir():
         path.write_text(coordinator.here(path.read_text()))
     for name, text in job.items():
@@ -450,6 +450,40 @@ def test_requirements_that_cannot_be_installed_are_said_in_the_bucket_and_nothin
     assert "no such version" in boot_log(machine) and "requirements.txt cannot be installed with" in boot_log(machine)
     assert "deploy/push.sh b mine FOLDER, then apply -replace=aws_instance.coordinator" in boot_log(machine)
     assert not list(machine.store.rglob("release*")) and "elastic-group" not in machine.called()
+
+
+BUILD = """#!/bin/sh
+echo "$(id -un) runs" "$@" >>"$CALLS"
+cp /bin/true "${0%/*}/mine" && chmod 6755 "${0%/*}/mine"
+[ -e "${0%/*}/tried" ] || { touch "${0%/*}/tried"; exit 1; }
+"""
+"""A Python whose pip builds a package: its code leaves a setuid file, and fails the first time."""
+
+
+def test_requirements_are_installed_by_trainer_and_root_runs_nothing_that_they_can_change(
+        shared_folder: Path) -> None:
+    """To build a package runs its code. Not at the next try either; and nothing in the release is setuid."""
+    if os.geteuid() or not shutil.which("runuser"):
+        pytest.skip("this test needs root, runuser and the user nobody.")
+    machine = coordinator_in(shared_folder, NOT_ROOT)
+    machine.program("build", BUILD)
+    install = INSTALL + f"""echo "$(id -un) installs" >>"$CALLS"
+cp {machine.root}/bin/build python
+"""
+    push_to(machine, shared_folder, install, requirements="six\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.boot()
+    machine.boot()
+    venv = machine.root / "opt/elastic-trainer/.venv"
+    said = [line for line in machine.called().splitlines() if re.match(r"\w+ (runs|installs)", line)]
+    pip = f"{NOT_ROOT} runs -m pip install"
+    assert [line[:len(pip)] for line in said] == ["root installs", pip, pip]
+    assert {path.lstat().st_uid for path in (venv, *venv.rglob("*"))} == {pwd.getpwnam(NOT_ROOT).pw_uid}
+    assert (venv / "bin/mine").stat().st_mode & 0o6000 == 0o6000
+    (released,) = machine.store.rglob("release.tar.zst")
+    listed = subprocess.run(["tar", "-tvf", released], capture_output=True, text=True, check=True).stdout.splitlines()
+    (mine,) = (line for line in listed if line.endswith("bin/mine"))
+    assert "root" not in mine and not [line for line in listed if "s" in line[:10].lower()]
 
 
 def test_the_workers_of_the_coordinator_before_go_and_others_come_last(fleet: tuple[Machine, Machine]) -> None:

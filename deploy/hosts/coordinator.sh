@@ -11,6 +11,9 @@
 #    that finds it finds all.
 # 3. Root changes nothing below a folder of trainer's: a symlink there would lead it to any file of this machine. So
 #    those parts are made as trainer, and what root goes by (`released`) stands where trainer cannot write.
+# 4. Nor does root run what trainer may have changed. requirements.txt is installed as trainer, since a package that is
+#    built runs its code. .venv is trainer's before that, and root runs nothing of it any more (`installed`). No file of
+#    the release is setuid: workers' root unpacks it as its own.
 set -euo pipefail
 root=/opt/elastic-trainer
 kept=/var/lib/elastic-trainer          # the same path on workers: it is the run's folder there too
@@ -51,13 +54,16 @@ if [[ ! -f $etc/released ]]; then
     printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
     # A coordinator that takes another's place goes on with its diary.
     as_trainer aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
-    export PYTHON=python3.11 XDG_CACHE_HOME=/var/cache
-    wheels=$XDG_CACHE_HOME/elastic-trainer/wheels
-    aws s3 sync --only-show-errors "$store/wheels/" "$wheels"       # building Horovod takes minutes: once is enough
-    "$root/deploy/install.sh"
-    aws s3 sync --only-show-errors --exclude '*lock' "$wheels" "$store/wheels/"
+    if [[ ! -f $etc/installed ]]; then
+        wheels=/var/cache/elastic-trainer/wheels
+        aws s3 sync --only-show-errors "$store/wheels/" "$wheels"   # building Horovod takes minutes: once is enough
+        PYTHON=python3.11 XDG_CACHE_HOME=/var/cache "$root/deploy/install.sh"
+        aws s3 sync --only-show-errors --exclude '*lock' "$wheels" "$store/wheels/"
+        if [[ -f $root/job/requirements.txt ]]; then chown -hR trainer:trainer "$root/.venv"; fi
+        touch "$etc/installed"
+    fi
     if [[ -f $root/job/requirements.txt ]]; then
-        "$root/.venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+        as_trainer "$root/.venv/bin/python" -m pip install --disable-pip-version-check --no-input \
             --constraint "$root/deploy/constraints.txt" --requirement "$root/job/requirements.txt" || {
             printf 'coordinator: requirements.txt cannot be installed with deploy/constraints.txt. %s\n' \
                 "Mend it and run deploy/push.sh $BUCKET $FLEET FOLDER, then apply -replace=aws_instance.coordinator." >&2
@@ -69,7 +75,7 @@ if [[ ! -f $etc/released ]]; then
     printf "SLOTS='%s'\n" "$SLOTS" >"$root/run.env"
     archive=$(mktemp /var/tmp/release.XXXXXX)
     trap 'rm -f "$archive"' EXIT
-    tar --create --zstd --file "$archive" --directory "$root" .
+    tar --create --mode=ug-s --zstd --file "$archive" --directory "$root" .
     as_trainer cat "$home/.ssh/id_ed25519.pub" | copy - "$boot/coordinator.pub"
     copy "$etc/agent.key" "$boot/agent.key"
     copy "$archive" "$boot/release.tar.zst"
