@@ -2,8 +2,11 @@
 #   docker build -t elastic-trainer .
 # For NVIDIA GPUs, with NCCL:
 #   docker build -t elastic-trainer:cuda . \
-#       --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
-#       --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
+#       --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92 \
+#       --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
+# The digests are of the indexes of all platforms. apt's packages are the newest of the base's release: sbom.cdx.json in
+# the image names what it holds.
+#   docker run --rm elastic-trainer cat sbom.cdx.json
 # Pip's plain torch brings CUDA's libraries on x86-64. A CPU image without those GBs needs an index that has CPU builds:
 #   --build-arg TORCH_SPEC=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=<that index>
 #
@@ -12,8 +15,8 @@
 #   docker run --rm elastic-trainer elastic-trainer --help
 # To be a host for horovodrun, a container also runs sshd (/usr/sbin/sshd -D -p 2222 -h <key> works for any user).
 
-ARG BUILD_BASE=python:3.11.14-slim-bookworm
-ARG BASE=python:3.11.14-slim-bookworm
+ARG BUILD_BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
+ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BUILD_BASE} AS build
 # What install.sh asks for and cannot bring. Versions come with the pinned base, whose distribution differs by base.
@@ -24,7 +27,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
-COPY deploy deploy
+COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
 # The sources come last, so that a change in them costs no install; empty packages stand in for them here.
 RUN mkdir -p elastic_trainer/edge elastic_trainer/examples discovery state \
     && touch elastic_trainer/__init__.py elastic_trainer/edge/__init__.py elastic_trainer/examples/__init__.py \
@@ -50,6 +53,8 @@ COPY horovodrun_elastic.sh ./
 COPY elastic_trainer elastic_trainer
 COPY discovery discovery
 COPY state state
+COPY deploy/licences.txt deploy/sbom.py deploy/
+RUN .venv/bin/python -B deploy/sbom.py >sbom.cdx.json
 ENV PATH=/opt/elastic-trainer/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -8,7 +8,10 @@
 # 1. A second call does nothing and costs milliseconds: a stamp in .venv holds a hash of what decides its contents.
 # 2. What is missing on the machine is said before anything is done, all of it at once.
 # 3. Horovod is built once per torch, Python and platform. Its wheel is kept in the user's cache, where it appears whole.
-# 4. Two calls at once wait for each other. Neither root nor ssh is needed. Everything said goes to stderr.
+# 4. pip runs with --require-hashes and takes the wheels of hashes.txt alone: to build a package runs its code. Not
+#    listed, because install.sh does not know the index: a torch for one processor (2.13.0+cu126) and what it brings.
+#    The hash that its index says is taken, and that is said. So it is with files that lie on this machine.
+# 5. Two calls at once wait for each other. Neither root nor ssh is needed. Everything said goes to stderr.
 #
 # Environment:
 #   ELASTIC_TRAINER_VENV   where the virtual environment goes (.venv at the project root)
@@ -27,6 +30,8 @@ venv=${ELASTIC_TRAINER_VENV:-$root/.venv}
 cache=~/.cache
 cache=${XDG_CACHE_HOME:-$cache}/elastic-trainer/wheels
 constraints=$root/deploy/constraints.txt
+constraints_nvidia=$root/deploy/constraints-nvidia.txt
+hashes=$root/deploy/hashes.txt
 
 horovod=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
@@ -48,7 +53,8 @@ esac
 fingerprint() {
     {
         printf '%s\n' "$root" "$venv"
-        cat "$venv/pyvenv.cfg" "$constraints" "$root/setup.cfg" "$root/pyproject.toml" "$root/deploy/install.sh"
+        cat "$venv/pyvenv.cfg" "$constraints" "$constraints_nvidia" "$hashes" "$root"/deploy/{hashes.py,install.sh} \
+            "$root"/{setup.cfg,pyproject.toml}
     } | sha256sum
 }
 
@@ -172,11 +178,33 @@ run() {
 
 pip() { run "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-pip install --constraint "$constraints" pip setuptools
+# Installs what hashes.py prints, and nothing else.
+install_listed() {
+    "$python" "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" || die "nothing of this was installed"
+    if grep -q . "$venv/wanted.txt"; then
+        pip install --no-deps --require-hashes --requirement "$venv/wanted.txt"
+    fi
+}
+
+# Writes what pip would install for these words to plan.json, for install_listed. pip can have hashes required only for
+# all that it installs, of pinned versions, so what is not installed yet is asked first.
+plan() { pip install --dry-run --only-binary :all: --report "$venv/plan.json" "${pins[@]}" "$@"; }
+
+pins=(--constraint "$constraints")
+install_listed pins pip setuptools
 # First and alone, by its plain spec: next to other packages pip would be free to look for another build.
 spec=${TORCH_SPEC:-torch==2.13.0}
 say "installing $spec"
-pip install --constraint "$constraints" "$spec"
+plan --no-deps "$spec"
+install_listed plan "$venv/plan.json"
+torch=$("$python" -c 'from importlib.metadata import version; print(version("torch"))')
+brought=()
+case $torch in
+    *+*) brought=(as-said) ;;          # of another index, which says what it brings
+    *) pins+=(--constraint "$constraints_nvidia") ;;
+esac
+plan "torch==$torch"
+install_listed plan "$venv/plan.json" "${brought[@]}"
 
 # ---- 4. Horovod ----
 
@@ -217,7 +245,7 @@ cmake_for_horovod() {   # the machine's, if Horovod can use it: 3.13 or newer, b
         3.[0-9].* | 3.1[0-2].*) ;;
         3.*) command -v cmake; return ;;
     esac
-    pip install --constraint "$constraints" cmake
+    install_listed pins cmake
     printf '%s\n' "$venv/bin/cmake"
 }
 
@@ -528,12 +556,15 @@ exec 9>&-
 # ---- 5. the rest ----
 
 say "installing the project and what it needs"
-pip install --constraint "$constraints" --no-build-isolation --editable "${root}[$extras]"
+plan --no-build-isolation --editable "${root}[$extras]"
+install_listed plan "$venv/plan.json"
+pip install --no-deps --no-build-isolation --editable "$root"
 rm -rf "$root/elastic_trainer.egg-info"    # left by the build; with it our metadata would be found twice
 # import horovod.torch alone only prints that there is no library.
 "$python" -c 'from horovod.torch.mpi_ops import gloo_built; assert gloo_built()' >>"$log" 2>&1 ||
     { tail -n 25 "$log" >&2; die "the kept Horovod cannot be loaded. Delete $kept and run this again."; }
 pip check
+rm -f "$venv"/{plan.json,wanted.txt}
 
 printf '%s\n%s\n' "$(fingerprint)" "$spec" >"$venv/.installed-$extras"
 say "done: $venv"

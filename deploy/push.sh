@@ -9,7 +9,7 @@ set -euo pipefail
 bucket=$1 name=$2 folder=${3-}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ours=(discovery elastic_trainer state horovodrun_elastic.sh setup.cfg pyproject.toml LICENSE deploy/constraints.txt
-    deploy/install.sh deploy/hosts)
+    deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/hosts)
 named_at_most=20
 code=$(mktemp -d)
 trap 'rm -rf "$code"' EXIT

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""The SHA-256 and the licence of what deploy/install.sh takes from a package index: hashes.txt, licences.txt.
+
+    python deploy/hashes.py renew             write both anew, after a change of constraints.txt
+    python deploy/hashes.py pins NAME…        print these of constraints.txt, with their hashes
+    python deploy/hashes.py plan PLAN.json [as-said]
+                                              print what `pip install --report` would install, with hashes
+
+constraints.txt → here → hashes.txt → here → install.sh (`pip install --require-hashes`)
+
+What always holds:
+1. One line of hashes.txt is one wheel, in sha256sum's format: `<sha256>  <file name>`.
+2. For each Python and processor below, the best wheel for glibc 2.28 is listed (torch needs 2.28).
+   Sources are not listed: to build one runs its code before anything is checked. Horovod is built
+   from source, and its hash stands in install.sh.
+3. A file from the network that is not listed is refused, with one exception: a torch that was built
+   for one processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know.
+   For it, and for what it brings (`as-said`), the hash that its index says is taken.
+4. A file that lies on this machine (file:, as pip's own settings name it) is taken as it is: whoever
+   can write there and set pip up is this machine's owner.
+5. What is taken by 3's exception or by 4 without being listed is said.
+
+renew asks the index that pip is configured for, and downloads metadata alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+HERE = Path(__file__).resolve().parent
+CONSTRAINTS = (HERE / "constraints.txt", HERE / "constraints-nvidia.txt")
+HASHES, LICENCES = HERE / "hashes.txt", HERE / "licences.txt"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PROCESSORS = ("x86_64", "aarch64")
+BUILT_FROM_SOURCE = {"horovod": "Apache 2.0"}
+"""With the licence that its metadata says."""
+SHORT = 60
+"""Characters. A longer field is the licence's text."""
+SAYS_NOTHING = "Dual License"
+"""python-dateutil's field; its classifiers name both."""
+
+
+class Wanted(NamedTuple):
+    """A file that pip would install."""
+
+    pin: str
+    digest: str = ""
+    """As its index says; "" where the index says none."""
+    is_here: bool = False
+    """It lies on this machine."""
+
+
+# ---- reading ----
+
+
+def constraints() -> str:
+    """Return what names the versions."""
+    return "".join(path.read_text() for path in CONSTRAINTS)
+
+
+def pinned(text: str, python: str) -> list[str]:
+    """Return the `name==version` of constraints for one Python."""
+    wanted = []
+    for line in text.splitlines():
+        pin, _, marker = line.partition("#")[0].partition(";")
+        if pin.strip() and _is_for(marker, python):
+            wanted.append(pin.strip())
+    return wanted
+
+
+def _is_for(marker: str, python: str) -> bool:
+    if not marker.strip():
+        return True
+    found = re.fullmatch(r'\s*python_version (>=|<) "3\.(\d+)"\s*', marker)
+    assert found, f"constraints.txt has a marker that is not understood here: {marker}"
+    minor, bound = int(python.split(".")[1]), int(found[2])
+    return minor >= bound if found[1] == ">=" else minor < bound
+
+
+def listed(text: str) -> dict[str, list[str]]:
+    """Return hashes.txt's hashes by `name==version`."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        digest, file = line.split()
+        found.setdefault(_pin(*file.split("-")[:2]), []).append(digest)
+    return found
+
+
+def _pin(name: str, version: str) -> str:
+    return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
+
+
+# ---- deciding ----
+
+
+def requirements(wanted: Iterable[Wanted], hashes: dict[str, list[str]], as_said: bool = False) -> list[str]:
+    """Return lines for `pip install --require-hashes`.
+
+    as_said: a torch of another index brings these. Raises SystemExit with what is not listed.
+    """
+    lines, refused, told = [], [], []
+    for pin, digest, is_here in wanted:
+        known = hashes.get(pin, [])
+        is_others = not known and (as_said or re.match(r"torch==.*\+", pin))
+        if digest and digest not in known and (is_here or is_others):
+            known = [*known, digest]
+            told.append(pin)
+        lines.append(" ".join([pin, *(f"--hash=sha256:{one}" for one in known)]))
+        if not known:
+            refused.append(pin)
+    if refused:
+        raise SystemExit(f"deploy/hashes.txt has no hash of {', '.join(refused)}. Name the version in "
+                         f"deploy/constraints.txt, and run deploy/hashes.py renew.")
+    if told:
+        print(f"install: deploy/hashes.txt has no hash of {', '.join(told)}. Its index is trusted for it.",
+              file=sys.stderr)
+    return lines
+
+
+def planned(report: Mapping[str, Any]) -> Iterator[Wanted]:
+    """Yield what pip would install; not this project, which is a folder."""
+    for item in report["install"]:
+        info = item["download_info"]
+        if "archive_info" in info:
+            yield Wanted(_pin(item["metadata"]["name"], item["metadata"]["version"]),
+                         info["archive_info"].get("hashes", {}).get("sha256", ""),
+                         info["url"].startswith("file:"))
+
+
+def licence(metadata: Mapping[str, Any]) -> str:
+    """Return what a package's metadata, as JSON, says of its licence; "" for nothing."""
+    field = str(metadata.get("license") or "").replace(SAYS_NOTHING, "")
+    names = [line.split(" :: ")[-1] for line in metadata.get("classifier", []) if line.startswith("License :: ")]
+    return str(metadata.get("license_expression") or (field if len(field) < SHORT else "") or ", ".join(names))
+
+
+# ---- renewing ----
+
+
+def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]]:
+    """Return what pip would install of these; tells of which there is no wheel."""
+    tags = [*(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
+            "manylinux1"]
+    while True:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--dry-run",
+             "--ignore-installed", "--no-deps", "--only-binary=:all:", "--target=nowhere",
+             "--implementation=cp", f"--python-version={python}",
+             *(f"--platform={tag}_{processor}" for tag in tags), "--report=-",
+             *(pin.replace("==", "===") for pin in pins)],  # 2.13.0+cpu is ==2.13.0, and may lie here
+            capture_output=True, text=True)
+        if done.returncode == 0:
+            return list(json.loads(done.stdout)["install"])
+        lacking = re.findall(r"No matching distribution found for (\S+)", done.stderr.replace("===", "=="))
+        if not lacking:
+            raise SystemExit(done.stderr)
+        pins = [pin for pin in pins if pin not in lacking]
+        print(f"no wheel of {', '.join(lacking)} for Python {python} on {processor}", file=sys.stderr)
+
+
+def kept(old: str, text: str) -> dict[str, str]:
+    """Return what another index has of the pinned torch: nobody here can ask for it."""
+    (torch,) = re.findall(r"^torch==(\S+)$", text, re.M)
+    lines = (line.split() for line in old.splitlines())
+    return {name: digest for digest, name in lines if name.startswith(f"torch-{torch}+")}
+
+
+def renew() -> None:
+    """Write hashes.txt and licences.txt."""
+    text = constraints()
+    found = kept(HASHES.read_text(), text) if HASHES.exists() else {}
+    licences = {}
+    for python in PYTHONS:
+        pins = []
+        for pin in pinned(text, python):
+            if said := BUILT_FROM_SOURCE.get(pin.split("==")[0]):
+                licences[pin] = said
+            else:
+                pins.append(pin)
+        for processor in PROCESSORS:
+            for item in offered(pins, python, processor):
+                info, metadata = item["download_info"], item["metadata"]
+                found[unquote(info["url"].rpartition("/")[2])] = info["archive_info"]["hashes"]["sha256"]
+                licences[_pin(metadata["name"], metadata["version"].partition("+")[0])] = licence(metadata)
+    lines = sorted((name.lower(), f"{digest}  {name}\n") for name, digest in found.items())
+    HASHES.write_text("".join(line for _, line in lines))
+    LICENCES.write_text("".join(f"{pin}  {said or 'says none'}\n" for pin, said in sorted(licences.items())))
+
+
+def main() -> None:
+    """Run one command."""
+    command, *words = sys.argv[1:] or ["help"]
+    if command == "renew":
+        renew()
+    elif command == "pins":
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        wanted = [Wanted(pin) for pin in pinned(constraints(), here) if pin.split("==")[0] in words]
+        print(*requirements(wanted, listed(HASHES.read_text())), sep="\n")
+    elif command == "plan":
+        file, *as_said = words
+        plan = planned(json.loads(Path(file).read_text()))
+        print(*requirements(plan, listed(HASHES.read_text()), as_said == ["as-said"]), sep="\n")
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

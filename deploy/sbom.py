@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""What an image is made of: a CycloneDX 1.6 document (JSON), on stdout.
+
+    python deploy/sbom.py >sbom.cdx.json       with the Python whose packages are meant
+
+dpkg, /usr/share/doc/*/copyright, Python's packages → here → sbom.cdx.json in the image (Dockerfile)
+
+What always holds:
+1. Each installed package of Debian's or Ubuntu's and each Python package is one component, with its
+   version, its purl and the licences that it says. The same machine gives the same bytes.
+2. What packages contain of others' is not listed, and the document says so (`compositions`): torch's
+   wheel brings MKL and OpenMP, Horovod's source gloo. A base image's own files outside dpkg are
+   listed only if they are Python.
+
+Source: cyclonedx.org/docs/1.6/json; purl types deb and pypi: github.com/package-url/purl-spec.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from hashes import BUILT_FROM_SOURCE, licence
+
+OURS = "elastic-trainer"
+FIELDS = ("${db:Status-Abbrev}", "${Package}", "${Version}", "${Architecture}")
+
+
+def component(kind: str, name: str, version: str, purl: str, licences: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a component; the purl is its name within the document."""
+    known = {"licenses": licences} if licences else {}
+    return {"type": kind, "bom-ref": purl, "name": name, "version": version, "purl": purl} | known
+
+
+def of_pypi(name: str, version: str) -> str:
+    """Return the purl of a Python package."""
+    return f"pkg:pypi/{re.sub('[-_.]+', '-', name).lower()}@{quote(version)}"
+
+
+def of_python() -> Iterator[dict[str, Any]]:
+    """Yield the packages that this Python finds."""
+    for found in importlib.metadata.distributions():
+        said = found.metadata.json
+        text = licence(said)
+        as_said = {"expression": text} if said.get("license_expression") else {"license": {"name": text}}
+        name, purl = str(said["name"]), of_pypi(str(said["name"]), found.version)
+        one = component("library", name, found.version, purl, [as_said] if text else [])
+        if name in BUILT_FROM_SOURCE:
+            one["pedigree"] = {"notes": "Built from source, which deploy/install.sh changes."}
+        yield one
+
+
+def of_dpkg(system: dict[str, str], doc: Path = Path("/usr/share/doc")) -> Iterator[dict[str, Any]]:
+    """Yield the packages that dpkg has installed."""
+    listed = subprocess.run(["dpkg-query", "--show", f"--showformat={' '.join(FIELDS)}\n"], capture_output=True,
+                            text=True, check=True)
+    for line in listed.stdout.splitlines():
+        status, *rest = line.split()
+        if status != "ii":
+            continue
+        name, version, architecture = rest
+        purl = (f"pkg:deb/{system['ID']}/{quote(name)}@{quote(version)}?arch={architecture}"
+                f"&distro={system['ID']}-{system['VERSION_ID']}")
+        yield component("library", name, version, purl, [
+            {"license": {"name": one}} for one in licences_of(doc / name / "copyright")])
+
+
+def licences_of(file: Path) -> list[str]:
+    """Return the licences that a copyright file names, if it is one that machines can read."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    return sorted(set(re.findall(r"^License: *(\S.*?) *$", text, re.M))) if text.startswith("Format:") else []
+
+
+def document() -> dict[str, Any]:
+    """Return what this Python and this machine hold."""
+    system = platform.freedesktop_os_release()
+    python = platform.python_version()
+    found = {one["bom-ref"]: one for one in (*of_python(), *of_dpkg(system))}
+    ours = of_pypi(OURS, importlib.metadata.version(OURS))
+    found["python"] = component("platform", platform.python_implementation(), python, f"pkg:generic/python@{python}",
+                                [{"expression": "PSF-2.0"}])
+    subject = found.pop(ours) | {"type": "application"}
+    return {
+        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "metadata": {"component": subject},
+        "components": [
+            {"type": "operating-system", "bom-ref": "system", "name": system["ID"], "version": system["VERSION_ID"]},
+            *sorted(found.values(), key=lambda one: str(one["bom-ref"]))],
+        "compositions": [{"aggregate": "incomplete", "assemblies": [ours]}],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(document(), indent=1))

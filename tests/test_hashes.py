@@ -1,0 +1,258 @@
+"""The supply chain: what is installed is taken by its hash, its licence is known, an image says what it holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+sys.path.insert(0, str(DEPLOY))
+import hashes  # noqa: E402
+import sbom  # noqa: E402
+from hashes import Wanted  # noqa: E402
+
+sys.path.pop(0)
+
+LISTED = (DEPLOY / "hashes.txt").read_text()
+LICENCES = dict(line.split("  ") for line in (DEPLOY / "licences.txt").read_text().splitlines())
+LINE = re.compile(r"[0-9a-f]{64}  [A-Za-z0-9_.+]+-[A-Za-z0-9_.+]+(-[A-Za-z0-9_.]+){3}\.whl")
+X, Y = "a" * 64, "b" * 64
+
+
+
+
+def all_pins() -> set[str]:
+    """Return every `name==version` of constraints.txt."""
+    return set().union(*(pins_for(python) for python in hashes.PYTHONS))
+
+
+def pins_for(python: str) -> set[str]:
+    return {hashes._pin(*pin.split("==")) for pin in hashes.pinned(hashes.constraints(), python)}
+
+
+def installed() -> Iterator[importlib.metadata.Distribution]:
+    """Yield the packages of this environment but ours, if deploy/install.sh has made it."""
+    if not (Path(sys.prefix) / "install.log").exists():
+        pytest.skip(f"{sys.prefix} was not made by deploy/install.sh.")
+    folders = [path for path in sys.path if path.startswith(sys.prefix)]
+    for one in importlib.metadata.distributions(path=folders):
+        if one.metadata["Name"] != "elastic-trainer":
+            yield one
+
+
+def pin_of(one: importlib.metadata.Distribution) -> str:
+    return str(hashes._pin(one.metadata["Name"], one.version.partition("+")[0]))
+
+
+# --- hashes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("python", hashes.PYTHONS)
+def test_every_pinned_package_has_a_hash(python: str) -> None:
+    """But for Horovod: install.sh has its source's."""
+    known = hashes.listed(LISTED)
+    assert pins_for(python) - known.keys() == {"horovod==0.28.1"}
+    assert re.search("^horovod_sha256=[0-9a-f]{64}$", (DEPLOY / "install.sh").read_text(), re.M)
+
+
+def test_the_list_has_only_what_is_pinned() -> None:
+    """In sha256sum's format, sorted, wheels alone; a torch for one processor is a version of the pinned one."""
+    lines = LISTED.splitlines()
+    assert [line for line in lines if not LINE.fullmatch(line)] == []
+    assert sorted(lines, key=lambda line: line[66:].lower()) == lines
+    assert {pin.partition("+")[0] for pin in hashes.listed(LISTED)} <= all_pins()
+
+
+def test_what_is_installed_here_is_pinned() -> None:
+    """What comes along with something else included."""
+    assert {pin_of(one) for one in installed()} <= pins_for(f"3.{sys.version_info[1]}")
+
+
+def test_what_has_no_hash_is_refused_by_name() -> None:
+    """A package, or a version of one, that nobody has looked at."""
+    known = {"numpy==2.4.6": [X, Y]}
+    assert hashes.requirements([Wanted("numpy==2.4.6", Y)], known) == [
+        f"numpy==2.4.6 --hash=sha256:{X} --hash=sha256:{Y}"]
+    with pytest.raises(SystemExit, match=r"no hash of evil==1, numpy==2\.4\.7\. Name the version in"):
+        hashes.requirements(
+            [Wanted("numpy==2.4.6", X), Wanted("evil==1", X), Wanted("numpy==2.4.7", X)], known)
+
+
+def test_another_file_of_a_listed_version_is_refused_though_the_index_vouches_for_it() -> None:
+    """Also beside a torch of another index."""
+    known = {"numpy==2.4.6": [Y]}
+    for as_said in (False, True):
+        lines = hashes.requirements([Wanted("numpy==2.4.6", X)], known, as_said)
+        assert lines == [f"numpy==2.4.6 --hash=sha256:{Y}"]
+
+
+def test_a_torch_of_another_index_is_taken_as_that_says_and_that_is_said(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """And, when they are asked for, what it brings. Nothing else is."""
+    torch, brought = Wanted("torch==2.13.0+cu126", X), Wanted("nvidia-cublas-cu12==12.6.4.1", X)
+    assert hashes.requirements([torch], {}) == [f"{torch.pin} --hash=sha256:{X}"]
+    assert hashes.requirements([brought], {}, as_said=True) == [f"{brought.pin} --hash=sha256:{X}"]
+    said = capsys.readouterr().err
+    assert torch.pin in said and brought.pin in said
+    for wanted, as_said in ((brought, False), (Wanted("torch==2.14.0", X), False), (Wanted(torch.pin), True)):
+        with pytest.raises(SystemExit, match=f"no hash of {re.escape(wanted.pin)}"):
+            hashes.requirements([wanted], {}, as_said)
+
+
+def test_a_file_that_lies_on_this_machine_is_taken_and_said_when_it_is_another(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever can set pip up owns the machine. A listed file is taken in silence."""
+    assert hashes.requirements([Wanted("numpy==2.4.6", Y, True)], {"numpy==2.4.6": [Y]}) == [
+        f"numpy==2.4.6 --hash=sha256:{Y}"]
+    assert capsys.readouterr().err == ""
+    assert hashes.requirements([Wanted("numpy==2.4.6", X, True)], {"numpy==2.4.6": [Y]}) == [
+        f"numpy==2.4.6 --hash=sha256:{Y} --hash=sha256:{X}"]
+    assert "no hash of numpy==2.4.6. Its index is trusted" in capsys.readouterr().err
+
+
+def test_a_plan_of_pips_says_what_is_here_and_leaves_this_project_out() -> None:
+    """As pip writes it (`--report`)."""
+    def item(name: str, **info: object) -> dict[str, object]:
+        return {"metadata": {"name": name, "version": "1.0"}, "download_info": info}
+
+    far = item("A_b", url="https://x/a.whl", archive_info={"hashes": {"sha256": X}})
+    here = item("c", url="file:///x/c.whl", archive_info={"hashes": {"sha256": Y}})
+    ours = item("elastic-trainer", url="file:///x", dir_info={"editable": True})
+    assert list(hashes.planned({"install": [far, here, ours]})) == [
+        Wanted("a-b==1.0", X), Wanted("c==1.0", Y, True)]
+
+
+def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
+    """What install.sh hands to pip is enforced by pip: a changed file of a pinned version is not installed."""
+    wanted = hashes.requirements([Wanted("six==1.17.0")], {"six==1.17.0": [X]})
+    (tmp_path / "wanted.txt").write_text("\n".join(wanted))
+    wheel = tmp_path / "six-1.17.0-py2.py3-none-any.whl"
+    wheel.write_bytes(b"not what was looked at")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links", tmp_path, "--no-deps",
+         "--require-hashes", "--target", tmp_path / "there", "--requirement", tmp_path / "wanted.txt"],
+        capture_output=True, text=True)
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "there").exists()
+
+
+def test_no_index_is_asked_but_by_hash() -> None:
+    """install.sh calls pip for files of an index only through install_listed, or with a file of hashes."""
+    text = (DEPLOY / "install.sh").read_text()
+    calls = re.findall(r"^\s*pip (?:install|download|wheel).*(?:\\\n.*)*", text, re.M)
+    free = [call.strip() for call in calls if "--require-hashes" not in call and "--dry-run" not in call
+            and "--no-deps" not in call]
+    assert free == [] and len(calls) >= 5
+
+
+def test_what_the_plain_torch_brings_binds_no_other_build() -> None:
+    """pip would take an older or another torch to meet it: it stands in a file of its own."""
+    everywhere, nvidia = (path.read_text() for path in hashes.CONSTRAINTS)
+    assert re.findall(r"^(?:nvidia-|cuda-|triton==).*", everywhere, re.M) == []
+    assert re.findall(r"^(?!nvidia-|cuda-|triton==)\w.*", nvidia, re.M) == []
+
+
+# --- licences --------------------------------------------------------------------------------------------------------
+
+
+def test_the_licence_of_every_pinned_package_is_listed() -> None:
+    """Of nothing else. One says none: cuda-toolkit holds nothing but the names of NVIDIA's other packages."""
+    assert LICENCES.keys() == all_pins()
+    assert [pin for pin, said in LICENCES.items() if said in ("", "says none")] == ["cuda-toolkit==13.0.3.0"]
+
+
+def test_the_listed_licences_are_those_that_the_packages_say() -> None:
+    """As far as they are installed here."""
+    assert {pin_of(one): LICENCES[pin_of(one)] for one in installed()} == {
+        pin_of(one): hashes.licence(one.metadata.json) for one in installed()}
+
+
+@pytest.mark.parametrize(("metadata", "said"), [
+    ({"license_expression": "MIT", "license": "text"}, "MIT"),
+    ({"license": "BSD-3-Clause", "classifier": ["License :: OSI Approved :: BSD License"]}, "BSD-3-Clause"),
+    ({"license": "Permission is hereby granted " * 9, "classifier": ["License :: OSI Approved :: MIT License"]},
+     "MIT License"),
+    ({"license": "Dual License", "classifier": ["License :: OSI Approved :: BSD License", "License :: X"]},
+     "BSD License, X"),
+    ({"classifier": ["Programming Language :: C"]}, ""),
+])
+def test_a_licence_is_what_the_metadata_says_first(metadata: dict[str, object], said: str) -> None:
+    """The expression, then a short field, then the classifiers; a field may hold the whole text."""
+    assert hashes.licence(metadata) == said
+
+
+# --- the image -------------------------------------------------------------------------------------------------------
+
+
+def test_every_base_image_is_named_by_its_digest() -> None:
+    """In arguments, in examples, and in FROM."""
+    text = (ROOT / "Dockerfile").read_text()
+    named = re.findall(r"(?:ARG |--build-arg )(?:BUILD_)?BASE=(\S+)|^FROM (\S+)", text, re.M)
+    named = [one or other for one, other in named]
+    bare = [one for one in named if not re.fullmatch(r"[a-z/]+:[\w.-]+@sha256:[0-9a-f]{64}", one)]
+    assert bare == ["${BUILD_BASE}", "${BASE}"] and len(named) == 6
+
+
+def test_the_image_has_what_it_is_installed_from() -> None:
+    """What COPY names of deploy passes .dockerignore, and install.sh reads nothing else there."""
+    text, sent = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().split()
+    copied = {word for line in re.findall("^COPY (.+)", text, re.M) for word in line.split()[:-1]
+              if "deploy/" in word}
+    assert {f"!{one}" for one in copied} == {one for one in sent if "deploy/" in one}
+    read = set(re.findall(r"\$root/deploy/([\w.-]+)", (DEPLOY / "install.sh").read_text()))
+    assert {f"deploy/{one}" for one in read} <= copied
+
+
+def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
+    """With purl and version, each once. tests/image holds an image's document against the schema."""
+    if not shutil.which("dpkg-query"):
+        pytest.skip("dpkg-query is not on this machine.")
+    if not any(one.metadata["Name"] == "elastic-trainer" for one in importlib.metadata.distributions()):
+        pytest.skip("elastic-trainer runs from a clone here and is not installed.")
+    made = subprocess.run([sys.executable, "-B", DEPLOY / "sbom.py"], capture_output=True, text=True, check=True)
+    document = json.loads(made.stdout)
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
+    assert document["metadata"]["component"]["purl"].startswith("pkg:pypi/elastic-trainer@")
+    named = [one["bom-ref"] for one in document["components"]]
+    assert len(set(named)) == len(named)
+    assert set(named) >= {sbom.of_pypi(one.metadata["Name"], one.version) for one in installed()}
+    states = subprocess.run(["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}\n"], capture_output=True,
+                            text=True, check=True).stdout.splitlines()
+    assert sum(one.startswith("pkg:deb/") for one in named) == states.count("ii ")
+    assert [one["name"] for one in document["components"]
+            if "pypi" in one["bom-ref"] and "licenses" not in one] == []
+
+
+def test_a_copyright_file_tells_licences_only_if_it_is_made_for_machines(tmp_path: Path) -> None:
+    """Debian's format (DEP 5); each licence once. Others are prose."""
+    file = tmp_path / "copyright"
+    assert sbom.licences_of(file) == []
+    file.write_text("Format: https://x\n\nLicense: MIT\n\nFiles: a\nLicense: GPL-2+ \n\nLicense: MIT\n text\n")
+    assert sbom.licences_of(file) == ["GPL-2+", "MIT"]
+    file.write_text("This is free.\nLicense: see below\n")
+    assert sbom.licences_of(file) == []
+
+
+# --- the bucket ------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_names_every_object_of_the_bucket_that_machines_read_or_write() -> None:
+    """In the table that says what becomes code: folders, and the files of a coordinator's own folder."""
+    readme = (DEPLOY / "README.md").read_text()
+    table = readme.partition("## What in the bucket becomes code")[2].partition("\n## ")[0]
+    scripts = "".join(path.read_text() for path in (DEPLOY / "hosts").glob("*.sh"))
+    policy = (DEPLOY / "terraform/fleet/iam.tf").read_text()
+    objects = set(re.findall(r"(?:\$store|\$BUCKET/\$FLEET)/([a-z][\w.]*)", scripts))
+    objects |= set(re.findall(r"local\.run}/([a-z][\w.]*)", policy))
+    objects |= {f"boot/<coordinator>/{one}" for one in re.findall(r"\$boot/([\w.]+)", scripts)}
+    assert {"code.tar.gz", "wheels", "boot/<coordinator>/release.tar.zst"} <= objects
+    assert {one for one in objects if f"`NAME/{one}" not in table} == set()
