@@ -59,6 +59,8 @@ REQUEST_S = 5.0
 """How long a question has to arrive, and its answer to be taken."""
 ANSWERS_AT_ONCE = 16
 """So many questions with the key are answered at a time; there is one poller."""
+MAX_TEXT = 300
+"""Characters of a reason, or of what a worker does, that the poller takes over from an agent."""
 SIGNATURE, NONCE = "X-Elastic-Signature", "X-Elastic-Nonce"
 MOST_WORKERS, MOST_NAME = 256, 120
 """So many workers are told to the poller, and so many characters of a name: its answer stays below MAX_BYTES."""
@@ -331,16 +333,25 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
         says = json.loads(body)
         off = float(says["time"]) - (asked + clock()) / 2
         is_off = abs(off) > CLOCK_S and says["state"] == "ready"
-        return Health(state="sick" if is_off else str(says["state"]),
-                      why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"]), deadline=says["deadline"],
+        return Health(state="sick" if is_off else str(says["state"])[:MAX_TEXT],
+                      why=f"its clock is {off:+.0f} s off" if is_off else str(says["why"])[:MAX_TEXT],
+                      deadline=None if says["deadline"] is None else _checked_time(says["deadline"]),
                       for_good=bool(says["for_good"]), life=str(says["life"]), is_clock_off=is_off,
                       rebalance=bool(says["rebalance"]), refused=int(says["refused"]),
-                      facts={"workers": [str(worker["doing"]) for worker in says["workers"]],
+                      facts={"workers": [str(worker["doing"])[:MAX_TEXT] for worker in says["workers"]],
                              "standby": int(says["standby"])})
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, ArithmeticError,
+            RecursionError) as error:
         if isinstance(error, AgentUnreachable):
             raise
         raise AgentUnreachable(f"the agent at {address} cannot be reached: {error!r}") from error
+
+
+def _checked_time(seconds: Any) -> float:
+    """Return seconds since 1970. Raises ValueError, TypeError."""
+    if not 0 <= float(seconds) < 2.0**33:
+        raise ValueError("a time that is none")
+    return float(seconds)
 
 
 def _get(address: str, headers: dict[str, str], timeout_s: float) -> tuple[int, http.client.HTTPMessage, bytes]:

@@ -184,8 +184,7 @@ def refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
 def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], options: argparse.Namespace,
            is_demo: bool) -> int:
     from elastic_trainer.attempts import supervise
-    from elastic_trainer.report import print_summary, summarize
-    from elastic_trainer.segments import Reader
+    from elastic_trainer.report import print_summary, summarize_log
     from elastic_trainer.standby import local_standbys
     from elastic_trainer.watch import Watch
 
@@ -207,7 +206,7 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
     if exit_code not in (0, 130) and is_demo:
         print(f"the last lines of {log_path}:", *end_of(log_path).splitlines()[-25:], sep="\n",
               file=sys.stderr)
-    result = summarize(Reader(run_dir).events(to_the_end=True))
+    result = summarize_log(run_dir)
     print_summary(result)
     if is_demo:
         print(*last_words(log_path), sep="\n")
@@ -313,12 +312,10 @@ def _watch(run_dir: Path) -> int:
 
 def _report(run_dir: Path) -> int:
     from elastic_trainer.picture import Film
-    from elastic_trainer.report import print_summary, summarize
-    from elastic_trainer.segments import Reader
+    from elastic_trainer.report import print_summary, summarize_log
 
     film = Film()
-    events = film.shoot(Reader(run_dir).events(to_the_end=True))
-    print_summary(summarize(events))
+    print_summary(summarize_log(run_dir, film.shoot))
     print(*film.draw(), sep="\n")
     return 0
 

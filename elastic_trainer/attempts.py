@@ -29,7 +29,7 @@ from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.courier import new_run_id
 from elastic_trainer.events import Events
-from elastic_trainer.past import Follower, Past
+from elastic_trainer.past import COUNTED_BY, Follower, Past
 from elastic_trainer.report import write_result
 from elastic_trainer.segments import compress
 from elastic_trainer.state.modes import make_folder, private
@@ -122,10 +122,11 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                             "ELASTIC_TRAINER_RUN_ID": run_id,
                             "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
                             "ELASTIC_TRAINER_HAD_HOSTS": str(int(told.has_had_hosts)),
+                            "ELASTIC_TRAINER_NEWEST_STEP": str(told.newest_step),
                             "ELASTIC_TRAINER_RESUME_STEP": str(told.newest_checkpoint),
                             "ELASTIC_TRAINER_LOST_ATTEMPTS": str(told.lost_attempts),
                             "ELASTIC_TRAINER_RUN_S": f"{told.observed_s:.1f}"}
-        events.emit("attempt.started", attempt=attempt)
+        events.emit("attempt.started", attempt=attempt, **COUNTED_BY)
         process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
                                    start_new_session=True,  # Ctrl-C is ours to pass on, once

@@ -8,25 +8,39 @@ What always holds:
 2. A line is written once, however often it is sent: lines are numbered, and each courier has a name of its own.
 3. A worker can write of itself only, in this attempt, and nothing that driver and supervisor say; one that is given up,
    not at all: its late lines would stand behind its successor's.
+4. What a worker sends is an event that readers can read (schema.py). A line that is none is refused: the driver counts it,
+   the courier says so on stderr and goes on with the next one.
+5. A worker may send LINES_PER_S lines and BYTES_PER_S bytes, and BURST_S times as much at once. The courier waits with a
+   line that is too early.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
+import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Launch
+from elastic_trainer.schema import MAX_LINE_BYTES, flaw, parse_object
 from elastic_trainer.state.modes import write_text
 from elastic_trainer.wire import DriverClient, DriverUnreachable, WordRefused
 
 RUN_ID_FILE = ".run-id"
 RETRY_S = 0.02
+MAX_SHOWN = 500
+"""Characters of a refused line that are shown."""
+LINES_PER_S = 500.0
+"""A worker writes one line a step, and 10,000 a day for its world's changes. One that waits for each answer sends 500."""
+BYTES_PER_S = 256.0 * 1024
+BURST_S = 20.0
+"""How many seconds' worth of both may come at once: the tracebacks of a broken generation."""
+COURIERS = 16
+"""How many couriers of one worker are remembered: each life of its process has one."""
 WORKERS_EVENTS = ("worker.", "state.", "job.", "run.finished")
 
 
@@ -71,44 +85,108 @@ class Courier:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 number, line = self._waiting[0]
             try:
-                self._client.ask({"worker": self.worker, "courier": self._name, "number": number, "line": line})
+                answer = self._client.ask({"worker": self.worker, "courier": self._name, "number": number, "line": line})
             except DriverUnreachable:
                 time.sleep(RETRY_S)
                 continue
+            if answer.get("early"):
+                time.sleep(RETRY_S)
+                continue
+            if why := answer.get("refused"):
+                print(f"elastic-trainer: the driver has refused a line of the event log ({why}): {line[:MAX_SHOWN]}",
+                      file=sys.stderr, flush=True)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
 
 
+class LineRefused(WordRefused):
+    """A line that is no event of its worker's. The text says why, without any of the line."""
+
+
+class TooEarly(WordRefused):
+    """A line that exceeds what its worker may send now."""
+
+
+class Allowance:
+    """A token bucket: `per_s` a second, and BURST_S times as much at once."""
+
+    def __init__(self, per_s: float, now: float):
+        self.per_s, self.most = per_s, BURST_S * per_s
+        self._left, self._since = self.most, now
+
+    def left(self, now: float) -> float:
+        """Return how much may come now."""
+        self._left = min(self.most, self._left + self.per_s * max(0.0, now - self._since))
+        self._since = now
+        return self._left
+
+    def take(self, amount: float) -> None:
+        """Note that `amount` has come."""
+        self._left -= amount
+
+
+class _Writer:
+    """One worker at the desk."""
+
+    def __init__(self, now: float):
+        self.lines, self.bytes = Allowance(LINES_PER_S, now), Allowance(BYTES_PER_S, now)
+        self.written: dict[str, int] = {}
+        """The number of each courier's newest line that is written."""
+
+
 class Desk:
     """The driver's end: which line of which courier is written already, and which may not be. For one thread at a time."""
 
-    def __init__(self, write: Callable[[str], None], attempt: int):
-        self._write, self._attempt = write, attempt
-        self._written: dict[str, int] = {}
+    def __init__(self, write: Callable[[str], None], attempt: int, clock: Callable[[], float] = time.monotonic):
+        self._write, self._attempt, self._clock = write, attempt, clock
+        self._writers: dict[str, _Writer] = {}
+        self.refused: Counter[str] = Counter()
+        """How many lines of each living worker were refused."""
 
     def take(self, words: dict[str, Any]) -> None:
-        """Write a worker's line, once. Raises WordRefused for one that is no event of this worker's."""
+        """Write a worker's line, once. Raises LineRefused, TooEarly."""
         worker, line = str(words["worker"]), str(words["line"])
         courier, number = str(words["courier"]), int(words["number"])
-        if not is_own(line, worker, self._attempt):
-            raise WordRefused(f"a line that is no event of {worker}'s")
-        if number > self._written.get(courier, 0):
-            self._write(line)
-            self._written[courier] = number
+        now = self._clock()
+        writer = self._writers.setdefault(worker, _Writer(now))
+        if number <= writer.written.get(courier, 0):
+            return
+        if writer.lines.left(now) < 1 or writer.bytes.left(now) < len(line):
+            raise TooEarly("more lines than a worker may send")
+        writer.lines.take(1)
+        writer.bytes.take(len(line))
+        if wrong := flaw_of_line(line, worker, self._attempt):
+            self.refused[worker] += 1
+            raise LineRefused(f"a line that is no event of its worker's: {wrong}")
+        self._write(line)
+        writer.written.pop(courier, None)
+        writer.written[courier] = number
+        while len(writer.written) > COURIERS:
+            del writer.written[next(iter(writer.written))]
+
+    def forget(self, worker: str) -> int:
+        """Forget a worker that is gone. Returns how many of its lines were refused."""
+        self._writers.pop(worker, None)
+        return self.refused.pop(worker, 0)
 
 
-def is_own(line: str, worker: str, attempt: int) -> bool:
-    """True if a line is one event that this worker can tell of: the supervisor acts on what driver and supervisor say."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return False
-    if not isinstance(event, dict) or "\n" in line:
-        return False
-    name, time_ = event.get("event"), event.get("time")
-    return (isinstance(name, str) and name.startswith(WORKERS_EVENTS) and isinstance(time_, float)
-            and event.get("worker") == worker and event.get("attempt") == attempt)
+def flaw_of_line(line: str, worker: str, attempt: int) -> str:
+    """Describe what is wrong with a line that is not one event which this worker can tell of; "" if nothing is.
+
+    The supervisor acts on what driver and supervisor say.
+    """
+    if len(line) > MAX_LINE_BYTES or not line.isascii() or "\n" in line:
+        return "it is too long, or no line of ASCII"
+    event = parse_object(line)
+    if event is None:
+        return "it is no JSON object"
+    if wrong := flaw(event):
+        return wrong
+    if not event["event"].startswith(WORKERS_EVENTS):
+        return "no worker tells of this"
+    is_own = event.get("worker") == worker and event.get("attempt") == attempt
+    return "" if is_own else "it is another worker's or attempt's"
 
 
 def new_run_id(run_dir: Path, run_id: str) -> None:

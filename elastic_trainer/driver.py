@@ -71,7 +71,7 @@ from elastic_trainer.config import (
     ConfigError,
     Limits,
 )
-from elastic_trainer.courier import Desk
+from elastic_trainer.courier import Desk, LineRefused, TooEarly
 from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
 from elastic_trainer.edge.strangers import Strangers
 from elastic_trainer.events import Events
@@ -80,7 +80,9 @@ from elastic_trainer.membership import Action, Differ, End, Form, Membership, Ph
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
 from elastic_trainer.plain import plain_output
+from elastic_trainer.reached import Reached
 from elastic_trainer.rendezvous import Rendezvous
+from elastic_trainer.schema import HOST_NAME, flaw_of_words
 from elastic_trainer.shim import through_shim
 from elastic_trainer.wire import CONNECTIONS_EACH, WordRefused, WordServer
 
@@ -120,9 +122,6 @@ LAST_LINE_CHARACTERS = 1000
 """Of each of a worker's last lines so much is kept: a frame of faulthandler has fewer."""
 LAST_OUTPUT_S = 2.0
 """How long the last lines of workers that are gone may take; a process that one has left behind may hold its output."""
-HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
-
-
 DISCOVERY_FAILS = (ValueError, OSError, subprocess.SubprocessError)
 """What asking the discovery raises when it does not answer, or answers with anything but a list of hosts."""
 
@@ -370,6 +369,7 @@ class MendedDriver:
         self.said_built = False
         self.clock_doubts: dict[str, int] = {}
         """How many words in a row of each worker's were by another clock."""
+        self.reached = Reached(*(int(env.get(f"ELASTIC_TRAINER_{name}", "0")) for name in ("NEWEST_STEP", "RESUME_STEP")))
         self.desk = Desk(events.write, int(events.bound.get("attempt", 1)))
 
     # --- the outside -------------------------------------------------------------------------------------------------
@@ -391,6 +391,7 @@ class MendedDriver:
                 if self.ended:
                     break
                 self._turn()
+                self._say_reached()
                 self.changed.wait(0.1)
             self._tell_strangers(time.monotonic())
         return self._stop_all()
@@ -492,14 +493,14 @@ class MendedDriver:
     # --- words ---------------------------------------------------------------------------------------------------------
 
     def _answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
-        """Take a worker's word and answer when there is news for it, or after `hold_s`."""
+        """Take a worker's word and answer when there is news for it, or after `hold_s`. Raises WordRefused."""
+        if wrong := flaw_of_words(words):
+            raise WordRefused(f"a word that makes no sense: {wrong}")
         name = str(words["worker"])
         if "line" in words:
             with self.changed:
                 worker = self.membership.workers.get(name)
-                if worker and worker.phase is not Phase.GONE:
-                    self.desk.take(words)
-            return {}
+                return self._take_line(words, address) if worker and worker.phase is not Phase.GONE else {}
         with self.changed:
             now = time.monotonic()
             worker = self.membership.workers.get(name)
@@ -511,7 +512,8 @@ class MendedDriver:
                 name, int(words["count"]), now, phase=words["phase"], generation=words["generation"],
                 accepted=words.get("accepted", 0), holds_state=bool(words.get("holds_state")),
                 drains=bool(words.get("drains")), step=words.get("step", 0), error=words.get("error", ""),
-                unreachable=words.get("unreachable", ()), arithmetic=Arithmetic.from_words(words.get("arithmetic")))
+                unreachable=words.get("unreachable", ()), arithmetic=Arithmetic.from_words(words.get("arithmetic")),
+                published=words.get("published", -1))
             if is_new and words.get("machine"):
                 self.membership.machine_failed(name, words["machine"])
             if is_new:  # a word played back from elsewhere must not make that place a member's
@@ -539,6 +541,17 @@ class MendedDriver:
                     return told
                 self.news.wait(left)
 
+    def _take_line(self, words: dict[str, Any], address: str) -> dict[str, Any]:
+        """Write a worker's line into the event log. An honest worker must not wait for ever with a line that is refused."""
+        try:
+            self.desk.take(words)
+        except TooEarly:
+            return {"early": True}
+        except LineRefused as refused:
+            self._refused(address, str(refused))
+            return {"refused": str(refused)}
+        return {}
+
     def _say_odd(self, worker: Worker, silent_s: float, words: dict[str, Any]) -> None:
         """Tell what costs nobody anything yet: a line that comes and goes, a clock that is wrong."""
         limits = self.membership.limits
@@ -548,6 +561,12 @@ class MendedDriver:
         doubts = self.clock_doubts[worker.name] = self.clock_doubts.get(worker.name, 0) + 1 if abs(off_s) > CLOCK_S else 0
         if doubts == 2:  # one alone may have waited for us, while we were frozen
             self.events.emit("driver.clock_differs", worker=worker.name, host=worker.host, off_s=round(off_s, 1))
+
+    def _say_reached(self, *, is_last: bool = False) -> None:
+        """Tell the supervisor how far the run has come, if there is news."""
+        self.reached.hear(*self.membership.reached())
+        if news := self.reached.news(time.monotonic(), is_last=is_last):
+            self.events.emit("driver.step_reached", **news)
 
     def _told(self, name: str) -> dict[str, Any]:
         version, told = self.answers.get(name, (-1, {}))
@@ -654,9 +673,12 @@ class MendedDriver:
         code = process.wait()
         place = process.died_in(code)
         with self.changed:
+            self.reached.hear(*self.membership.reached())  # with this worker's last word
+            refused = self.desk.forget(process.name)
             reason = self.membership.exited(process.name, code, time.monotonic(), place)
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host, pid=process.worker_pid,
-                             exit_code=code, reason=reason, **({"died_in": place} if place else {}))
+                             exit_code=code, reason=reason, **({"died_in": place} if place else {}),
+                             **({"lines_refused": refused} if refused else {}))
             del self.processes[process.name]
             if reason == "differed":
                 self._say_differed(process.host)
@@ -753,6 +775,8 @@ class MendedDriver:
         for thread in self.forwards:  # a traceback is what the user needs most
             thread.join(max(0.0, deadline - time.monotonic()))
         self._tell_strangers(math.inf)
+        with self.changed:
+            self._say_reached(is_last=True)
         self.events.emit("driver.stopped", verdict=self.ended.verdict, detail=self.ended.detail)
         if self.ended.verdict != "finished":
             print(f"elastic-trainer: attempt {self.ended.verdict}: {self.ended.detail}", file=sys.stderr)

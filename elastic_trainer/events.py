@@ -8,7 +8,8 @@ What always holds:
 2. An event is `package.subject_participle`, a literal where it is emitted, so that grep finds it.
 3. Emitting never fails the training: a full disk is said on stderr, once until it takes lines again. A line that was not
    written whole is spoilt alone: the next one begins on a line of its own.
-4. The file is the newest segment of the log (segments.py): each write looks whether it still is, and seals one that is
+4. A line has at most MAX_LINE_BYTES (schema.py): of a longer one long values are shortened, and it says so.
+5. The file is the newest segment of the log (segments.py): each write looks whether it still is, and seals one that is
    large enough.
 """
 
@@ -20,16 +21,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.courier import Courier
+from elastic_trainer.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
 from elastic_trainer.state.modes import make_folder, private
 
 __all__ = ["EVENTS_FILE", "Events", "last_attempt", "newest_attempt", "read_events"]
+
+SHORT_CHARACTERS = (10_000, 1000, 100)
+"""A value of a line that is too long keeps so many characters; fewer where the line still is."""
+SHORT_ITEMS = 100
 
 
 class Events:
@@ -50,7 +56,8 @@ class Events:
         """Write one fact; listeners hear it after it is written."""
         told = {"time": round(time.time(), 4), "event": event, **self.bound, **facts}
         if self.courier or self._fd is not None:
-            self.write(json.dumps(told, default=str))
+            line = json.dumps(told, default=str)
+            self.write(line if len(line) <= MAX_LINE_BYTES else shortened(told))
         for listener in self.listeners:
             listener(event, told)
 
@@ -103,6 +110,26 @@ class Events:
             listener(point, {**self.bound, **facts})
 
 
+def shortened(told: Mapping[str, Any]) -> str:
+    """Return an event's line with its long values cut: the end of a text and the first items of a list stay."""
+    line = ""
+    for most in SHORT_CHARACTERS:
+        line = json.dumps({name: _short(value, most) for name, value in told.items()} | {"shortened": True}, default=str)
+        if len(line) <= MAX_LINE_BYTES:
+            break
+    return line
+
+
+def _short(value: Any, most: int) -> Any:
+    text = json.dumps(value, default=str)
+    if len(text) <= most:
+        return value
+    if isinstance(value, str):
+        return value[-most:]
+    few = value[:SHORT_ITEMS] if isinstance(value, (list, tuple)) else text
+    return few if len(json.dumps(few, default=str)) <= most else text[:most]
+
+
 def _complain(error: str) -> None:
     """Say on stderr that a line was not written. A process's stdout is a protocol (discovery), or the user's."""
     import structlog  # here: it costs a third of a second that every worker would pay at its start
@@ -119,14 +146,17 @@ def _opened(run_dir: Path) -> int:
 
 def last_attempt(events: Iterable[dict[str, Any]]) -> int:
     """Return the number of the run's newest attempt; 0 if there was none."""
-    return max((int(e.get("attempt", 0)) for e in events), default=0)
+    return max((int(e.get("attempt") or 0) for e in events), default=0)
 
 
 def newest_attempt(run_dir: Path) -> int:
-    """Return the same by the log itself. Disk: reads all of it, without the lines' JSON (0.5 s for a million steps)."""
-    number = re.compile(rb'"attempt": (\d+)')  # in a text the quotes would be escaped
-    found = (number.search(line) for line in Reader(run_dir).lines(to_the_end=True))
-    return max((int(match[1]) for match in found if match), default=0)
+    """Return the same by the log itself. Disk: reads all of it, and the JSON of few lines (0.5 s for a million steps)."""
+    number, newest = re.compile(rb'"attempt": (\d{1,10})[,}]'), 0  # in a text the quotes would be escaped
+    for line in Reader(run_dir).lines(to_the_end=True):
+        found = number.search(line)
+        if found and int(found[1]) > newest and (event := parse(line)):
+            newest = max(newest, event.get("attempt") or 0)
+    return newest
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

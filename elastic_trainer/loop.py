@@ -433,7 +433,7 @@ class Trainer:
             driver = self.driver
             driver.write_alone = self._write_while_waiting
             if self.checkpoints:
-                driver.is_saving = self.checkpoints.is_moving
+                driver.is_saving, driver.published = self.checkpoints.is_moving, self.checkpoints.newest
             driver.start(state.has_state, state.committed, self.world.arithmetic)
         try:
             self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
@@ -441,6 +441,8 @@ class Trainer:
         except RunOver as over:
             if over.verdict in ("failed", "interrupted"):
                 self._write_last_words()
+                if isinstance(self.driver, OurDriver):
+                    self.driver.tell_last(state.committed)
             if over.verdict != "finished" or state.committed < job.schedule.steps:
                 raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
         self.driver.finish(state.committed)

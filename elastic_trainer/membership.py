@@ -33,6 +33,7 @@ from typing import Any
 from elastic_trainer.arithmetic import Arithmetic, computes_otherwise, facts_that_differ, most_common
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
 from elastic_trainer.crash import SAME_CRASHES, SameCrashes
+from elastic_trainer.reached import of_most
 
 MAX_BACK_OFF_S = 60.0
 OUT_S, MAX_OUT_S = 600.0, 86400.0
@@ -105,6 +106,8 @@ class Worker:
     """Whom it did not reach when it last tried; None: it has not tried yet."""
     dismissed: bool = False
     step: int = 0
+    published: int = -1
+    """The newest checkpoint that it knows to be published."""
     has_failed_machine: bool = False
     """It has said that its machine has failed, so it leaves as a dead one does."""
     ended_by: str = ""
@@ -120,7 +123,8 @@ class Worker:
         return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"
 
 
-loud = attrgetter(*(f.name for f in fields(Worker) if f.name not in ("heard_at", "started_at", "count", "step")))
+loud = attrgetter(*(f.name for f in fields(Worker) if f.name not in (
+    "heard_at", "started_at", "count", "step", "published")))
 """What decisions rest on, as one value: all that a heartbeat of a worker with no news leaves as it was."""
 
 
@@ -289,14 +293,15 @@ class Membership:
 
     def reported(self, name: str, count: int, now: float, *, phase: str, generation: int, accepted: int = 0,
                  holds_state: bool = False, drains: bool = False, step: int = 0, error: str = "",
-                 unreachable: Sequence[str] | None = (), arithmetic: Arithmetic | None = None) -> bool:
+                 unreachable: Sequence[str] | None = (), arithmetic: Arithmetic | None = None,
+                 published: int = -1) -> bool:
         """Take a worker's own word; False if it is not its newest. One about an older generation changes little."""
         worker = self.workers.get(name)
         if worker is None or worker.phase is Phase.GONE or count <= worker.count:
             return False
         worker.count, worker.heard_at = count, now
         worker.arithmetic = worker.arithmetic or arithmetic
-        worker.step, worker.drains = step, worker.drains or drains
+        worker.step, worker.drains, worker.published = step, worker.drains or drains, published
         if error and not self.user_error and not self._is_let_go(worker):
             self.user_error = error
         if phase == "reviving":
@@ -440,6 +445,12 @@ class Membership:
         holder = self._holder()
         return (notice, self.generation, self.offer and self.offer.round, self.verdict, self.is_finished,
                 holder and holder.name, dict(self.listed), [loud(w) for w in self.workers.values()])
+
+    def reached(self) -> tuple[int, int]:
+        """Return how many steps most living members of the newest generation have finished, and the newest checkpoint
+        that most of them know to be published: no one worker's word counts alone, unless it is alone."""
+        current = self._current()
+        return (of_most(w.step for w in current), of_most(w.published for w in current)) if current else (0, -1)
 
     def _alive(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.phase is not Phase.GONE]

@@ -7,7 +7,12 @@ event log → here → attempts (which number is next, has the run come further,
 What always holds:
 1. It is a pure fold: `read` takes one event. The file is only a short cut: where it is absent, older, damaged or of
    another log it is made anew from the whole log.
-2. Its memory is that of the attempts and of the workers that have not gone: nothing of it grows with the steps.
+2. It rests on events of driver and supervisor alone. How far the run has come is what the driver has heard of most
+   members of the world (driver.step_reached): one worker can neither claim progress nor a checkpoint that is not there.
+   In attempts that no such driver counts (an older version's, plain horovodrun's) the workers' own lines say it: such an
+   attempt's attempt.started has no `counted_by`, and nobody can write lines of an attempt that is over.
+3. What is malformed (schema.py) is left out and counted.
+4. Its memory is that of the attempts and of the workers that have not gone: nothing of it grows with the steps.
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.schema import UNREADABLE, flaw
 from elastic_trainer.segments import Position, Reader, first_line
 from elastic_trainer.state.modes import write_text
 
 PAST_FILE = ".past.json"
-FORMAT = 1
+FORMAT = 2
+OF_DRIVER_AND_SUPERVISOR = ("driver.", "attempt.", "run.started", "run.host_not_reached")
+COUNTED_BY = {"counted_by": "driver"}
+"""The mark in an attempt.started: this attempt's driver tells how far the run has come."""
 
 
 @dataclass
@@ -49,6 +58,10 @@ class Past:
     """Workers that have started and of which nobody has said that they are gone: attempt and name → facts."""
     started: list[list[Any]] = field(default_factory=list)
     """Attempt and name of each worker that the newest attempt has started, as its environment has them."""
+    is_counted: bool = False
+    """The newest attempt's driver tells how far the run has come."""
+    malformed: int = 0
+    """Lines of the log that were left out."""
 
     @property
     def lost_attempts(self) -> int:
@@ -61,26 +74,36 @@ class Past:
 
     def read(self, event: dict[str, Any]) -> None:
         """Take one more event."""
-        attempt, name = int(event.get("attempt", 0)), event["event"]
-        time = event.get("time")
-        if isinstance(time, (int, float)):
-            self.first_time = float(time) if self.first_time is None else self.first_time
-            self.last_time = float(time)
+        name = event["event"]
+        is_theirs = name.startswith(OF_DRIVER_AND_SUPERVISOR)
+        if self.is_counted and not is_theirs:
+            return
+        attempt, time = int(event.get("attempt") or 0), float(event["time"])
+        self.first_time = time if self.first_time is None else self.first_time
+        self.last_time = time
         if attempt > self.attempt:
             self.attempt = attempt
             self.started.clear()
-        if name == "worker.step_committed":
-            if not self.trained or self.trained[-1] != attempt:
-                self.trained.append(attempt)
-            self.newest_step = max(self.newest_step, int(event["step"]) + 1)
+        if name == "attempt.started":
+            self.is_counted = event.get("counted_by") == "driver"
+        elif name == "driver.step_reached":
+            self._reach(attempt, event["steps"], event["checkpoint"])
+        elif name == "worker.step_committed":
+            self._reach(attempt, event["step"] + 1, 0)
         elif name == "state.checkpoint_published":
-            self.newest_checkpoint = max(self.newest_checkpoint, int(event["step"]))
+            self._reach(attempt, 0, event["step"])
         elif name == "attempt.ended" and event["verdict"] in ("finished", "interrupted"):
             self.kept.append(attempt)
         elif name == "driver.host_added":
             self.has_had_hosts = True
         elif name in ("driver.worker_started", "driver.worker_ready", "driver.worker_gone"):
             self._read_worker(name.rpartition("_")[2], attempt, event)
+
+    def _reach(self, attempt: int, steps: int, checkpoint: int) -> None:
+        if steps and (not self.trained or self.trained[-1] != attempt):
+            self.trained.append(attempt)
+        self.newest_step = max(self.newest_step, steps)
+        self.newest_checkpoint = max(self.newest_checkpoint, checkpoint)
 
     def _read_worker(self, what: str, attempt: int, event: dict[str, Any]) -> None:
         worker = str(event.get("worker", ""))
@@ -100,7 +123,9 @@ def past_of(events: Iterable[dict[str, Any]]) -> Past:
     """Return what events say."""
     past = Past()
     for event in events:
-        with suppress(KeyError, TypeError, ValueError):  # a line that makes no sense; verify says so
+        if flaw(event):
+            past.malformed += 1
+        else:
             past.read(event)
     return past
 
@@ -117,9 +142,10 @@ class Follower:
         """Return what the log says by now. Disk: its new lines, and one small file."""
         if self._reader.is_lost():
             self.past, self._reader = Past(), Reader(self.run_dir)
+        before = self._reader.malformed
         for event in self._reader.events():
-            with suppress(KeyError, TypeError, ValueError):
-                self.past.read(event)
+            self.past.read(event)
+        self.past.malformed += self._reader.malformed - before
         _save(self.run_dir, self.past, self._reader.position)
         return self.past
 
@@ -133,7 +159,7 @@ def _load(run_dir: Path) -> tuple[Past, Position] | None:
         if not is_of_this_log or Reader(run_dir, position).is_lost():
             return None
         return Past(**saved["past"]), position
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RecursionError, *UNREADABLE):
         return None
 
 

@@ -38,7 +38,7 @@ class Film:
         match event["event"]:
             case "worker.step_committed" if not event.get("repeated"):
                 self._times.append(time)
-                self._seconds.append(float(event["step_s"]))
+                self._seconds.append(float(event.get("step_s") or 0.0))
                 self._samples.append(int(event["samples"]))
             case "driver.worker_gone" if event.get("reason") in LOST:
                 self._marks.append((time, "x"))

@@ -201,6 +201,7 @@ class OurDriver:
 
     `on_broken` is called from the beats' thread when a member of our generation is gone: it closes the sockets to it.
     `is_saving` says whether a checkpoint moves on its way to the store: then the driver that stops waits for it.
+    `published` says which is the newest checkpoint that this worker knows to be published.
     `write_alone` is called again and again while this worker waits and is to write down what only memory holds.
     """
 
@@ -210,6 +211,7 @@ class OurDriver:
         self.on_broken: Callable[[], None] = lambda: None
         self.write_alone: Callable[[], None] = lambda: None
         self.is_saving: Callable[[], bool] = lambda: False
+        self.published: Callable[[], int] = lambda: -1
         self.generation = 0
         self.meets_at_once = False
         """This worker's Horovod has deploy/install.sh's mend_meeting."""
@@ -243,13 +245,13 @@ class OurDriver:
         return self._count
 
     def _words(self, **changes: Any) -> dict[str, Any]:
-        saves = self.is_saving()
+        saves, published = self.is_saving(), self.published()
         with self._lock:
             self._status.update(changes)
             self._count += 1
             return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), "time": time.time(),
                     "meets_at_once": self.meets_at_once,
-                    "saves": saves, **self._status}
+                    "saves": saves, "published": published, **self._status}
 
     def _beat(self) -> None:
         assert self.launch.driver is not None
@@ -390,6 +392,11 @@ class OurDriver:
     def fail_machine(self, step: int, shard: int, kind: str, text: str) -> None:
         """Report that this machine has failed in a shard of a step (-1: in none), and that this worker leaves."""
         self._tell(machine={"step": step, "shard": shard, "kind": kind, "text": text[-MAX_ERROR_CHARACTERS:]})
+
+    def tell_last(self, step: int) -> None:
+        """Say how far this worker has come before it leaves an attempt that is over: its next beat may come too late."""
+        if not self._lost:
+            self._tell(step=step)
 
     def finish(self, step: int) -> None:
         """Report that the last vote has passed."""

@@ -21,13 +21,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.plain import plain
+from elastic_trainer.schema import UNREADABLE
 from elastic_trainer.segments import Reader
 from elastic_trainer.state.modes import write_text
 from elastic_trainer.step_table import StepTable
@@ -96,11 +97,21 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
     }
 
 
+def summarize_log(run_dir: str | Path, through: Callable[[Iterable[Event]], Iterable[Event]] = iter) -> dict[str, Any]:
+    """Return the content of result.json of a run's event log, read once; `through` sees the events, too.
+
+    skipped_lines: torn and malformed ones, which were left out.
+    """
+    log = Reader(Path(run_dir))
+    result = summarize(through(log.events(to_the_end=True)))
+    return result | {"skipped_lines": log.malformed}
+
+
 def write_result(run_dir: str | Path) -> dict[str, Any]:
     """Write the run's result.json whole, and return its content. A disk that does not take it is said: all of it can be
     made again from the diary, and a finished run has not failed for it."""
     folder = Path(run_dir)
-    result = summarize(Reader(folder).events(to_the_end=True))
+    result = summarize_log(folder)
     temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
     try:
         write_text(temporary, json.dumps(result, indent=2) + "\n")
@@ -117,9 +128,10 @@ def take_back_result(run_dir: str | Path, steps: int) -> None:
     """Write result.json again if it says that the run finished, but not with so many steps: it was made longer."""
     try:
         result = json.loads(Path(run_dir, RESULT_FILE).read_text())
-    except (FileNotFoundError, ValueError):
+        is_of_another_length = result.get("finished") and result.get("steps") != steps
+    except (FileNotFoundError, RecursionError, *UNREADABLE):
         return
-    if result.get("finished") and result.get("steps") != steps:
+    if is_of_another_length:
         write_result(run_dir)
 
 
@@ -154,6 +166,8 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("pauses", f"{len(pauses)}, the longest {max(pauses):.2f} s" if pauses else "none"),
         ("steps done again", f"{result['steps_redone']}"),
     ]
+    if result.get("skipped_lines"):
+        rows.append(("skipped", f"{result['skipped_lines']} lines of the event log, torn or malformed"))
     return (
         rows
         if result["weights_sha256"] is None

@@ -12,7 +12,8 @@ What always holds:
    still believes its old answer (up to 60 s, nfs(5), acdirmax). A reader that has gone on looks back for them, and a
    segment is not compressed before its last line is LATE_S old.
 3. A reader's position is (segment, offset): the offset is that of the text, also where it is compressed. All readers
-   list and read the log by `Reader`, in memory of one line.
+   list and read the log by `Reader`, in memory of one line, of which LONGEST_LINE_BYTES are read at once.
+4. `Reader.events` leaves out what is malformed (schema.py) and counts it.
 
 What it does not do: delete anything. A million steps are 270 MB, and 30 MB compressed.
 """
@@ -22,17 +23,18 @@ from __future__ import annotations
 import fcntl
 import gzip
 import io
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from elastic_trainer.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.state.modes import private
 
 EVENTS_FILE = "events.jsonl"
@@ -44,6 +46,8 @@ COMPRESSION = 3
 
 
 LATE_S = 120.0
+LONGEST_LINE_BYTES = 2 * MAX_LINE_BYTES
+"""A longer line comes in pieces of this size, each of which is malformed."""
 
 
 class Position(NamedTuple):
@@ -114,6 +118,8 @@ class Reader:
 
     def __init__(self, run_dir: Path, position: Position | None = None):
         self.run_dir = run_dir
+        self.malformed = 0
+        """Lines that were left out: torn ones, and events that cannot be read."""
         self._segment, self._offset, before = position or Position()
         self._before = dict(before)
 
@@ -141,13 +147,14 @@ class Reader:
         return self._segment not in sealed
 
     def events(self, *, to_the_end: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the events since the last call; what is no JSON object (a torn line) is left out."""
+        """Yield the events since the last call; what is malformed is left out and counted."""
         for line in self.lines(to_the_end=to_the_end):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
+            event = parse(line)
+            if event is None and line.strip():
+                self.malformed += 1
+                glued = line.rfind(b'{"time"')  # behind the line of a writer that was killed in it
+                event = parse(line[glued:]) if glued > 0 else None
+            if event is not None:
                 yield event
 
     def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
@@ -156,8 +163,9 @@ class Reader:
         while (opened := self._open()) is not None:
             file, is_sealed = opened
             with file:
-                for line in file:
-                    if not line.endswith(b"\n") and not (is_sealed or to_the_end):
+                for line in _pieces(file):
+                    is_open = not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES
+                    if is_open and not (is_sealed or to_the_end):
                         break
                     self._offset += len(line)
                     yield line
@@ -182,7 +190,7 @@ class Reader:
                     continue
             with file:
                 file.seek(offset)
-                for line in file:
+                for line in _pieces(file):
                     if name in self._before:
                         self._before[name] += len(line)
                     yield line
@@ -208,6 +216,11 @@ class Reader:
                 continue
             file.seek(self._offset)
             return file, path is not None
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Return the lines of a file; of a line that is too long, its pieces."""
+    return iter(partial(file.readline, LONGEST_LINE_BYTES), b"")
 
 
 def _decompressed(path: Path) -> BinaryIO:

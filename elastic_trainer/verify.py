@@ -42,6 +42,7 @@ import numpy as np
 from elastic_trainer.config import ConfigError
 from elastic_trainer.report import RESULT_FILE
 from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.schema import UNREADABLE, flaw
 from elastic_trainer.segments import Reader, has_events
 from elastic_trainer.step_table import StepTable
 
@@ -55,6 +56,7 @@ SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "seed", *LENGTH_KEYS)
 DIGEST_CHUNK_SAMPLES = 2**20
 DUE_CHUNK_SAMPLES = 2**16
 """What the steps of so many samples were due is computed at once: one call a step took 40 µs, which is 40 s for 10^6."""
+MOST_SENTENCES, MOST_CHARACTERS = 10_000, 1000
 DUE_CHUNKS = 4
 """So many chunks are remembered: a start from a checkpoint goes back a few."""
 
@@ -116,7 +118,7 @@ def verify(run_dir: str | Path) -> Verdict:
         said = [(result["steps"], result["samples"], result["weights_sha256"])] if result["finished"] else []
     except FileNotFoundError:
         said = []
-    except (ValueError, KeyError, TypeError) as error:
+    except (RecursionError, *UNREADABLE) as error:
         said, wrong = [], [*wrong, f"{RESULT_FILE} makes no sense: {type(error).__name__} {error}."]
     told = verdict.finishes[-1:] if verdict.finished else verdict.finishes  # an older one, of a run that was made longer
     wrong += [f"{RESULT_FILE} says that the run finished with {steps} steps, {samples} samples and weights {weights}, but "
@@ -130,8 +132,12 @@ def read_lines(run_dir: str | Path, having: bytes = b"") -> Iterator[Line]:
     A writer killed in a line leaves no line end, so the next event stands on the same line: it counts as two.
     """
     for number, raw in enumerate(Reader(Path(run_dir)).lines(to_the_end=True), start=1):
-        if having in raw:
-            yield from _parse(number, raw)
+        if having not in raw:
+            continue
+        if (event := _parse_event(raw)) is not None:
+            yield number, event
+        else:
+            yield from _torn(number, raw)
 
 
 def judge(lines: Iterable[Line], restored: set[tuple[int, int]] | None = None) -> Verdict:
@@ -147,10 +153,12 @@ def judge(lines: Iterable[Line], restored: set[tuple[int, int]] | None = None) -
             history.resolve_torn(event)
         if event is None:
             history.torn()
+        elif wrong := flaw(event):
+            history.malformed(event, wrong)
         elif event["event"] in _READERS:
             try:
                 _READERS[event["event"]](history, event)
-            except (KeyError, TypeError, ValueError) as error:
+            except UNREADABLE as error:
                 history.violate(f"{event['event']} makes no sense: {type(error).__name__} {error}.")
     history.resolve_torn_at_end()
     return history.verdict()
@@ -206,6 +214,10 @@ class _History:
     number: int = 0
     violations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    more_violations: int = 0
+    more_notes: int = 0
+    left_out: int = 0
+    """Malformed events of kinds that prove nothing."""
 
     attempt: int | None = None
     life: int = 0
@@ -243,10 +255,26 @@ class _History:
     redone: set[tuple[int, int | None, int]] = field(default_factory=set)  # attempt, the generation that broke, step
 
     def violate(self, sentence: str) -> None:
-        self.violations.append(f"line {self.number}: {sentence}")
+        self._say(self.violations, len(self.violations), f"line {self.number}: {sentence}")
 
     def note(self, sentence: str) -> None:
-        self.notes.append(f"line {self.number}: {sentence}")
+        self._say(self.notes, len(self.notes), f"line {self.number}: {sentence}")
+
+    def _say(self, said: list[str], at: int, sentence: str) -> None:
+        """Put a sentence in its place; the first MOST_SENTENCES of a kind are kept, the others are counted."""
+        if len(said) < MOST_SENTENCES:
+            said.insert(at, sentence[:MOST_CHARACTERS])
+        elif said is self.violations:
+            self.more_violations += 1
+        else:
+            self.more_notes += 1
+
+    def malformed(self, event: Event, wrong: str) -> None:
+        """Leave out an event that cannot be read; it is a violation if it is of a kind that proves something."""
+        if event["event"] in _READERS or event["event"] == "state.checkpoint_restored":
+            self.violate(f"{event['event']} makes no sense: {wrong}. What it said is lost.")
+        else:
+            self.left_out += 1
 
     def torn(self) -> None:
         """Take a torn line: what it costs is known when its attempt ends."""
@@ -269,11 +297,11 @@ class _History:
     def _judge_torn(self, is_last: bool) -> None:
         for number, violations, notes, has_finished in self.open_torn:  # in its place among the sentences
             if is_last and not has_finished:
-                self.notes.insert(notes, f"line {number}: torn, the last of an attempt that did not finish. Its writer "
-                                         f"was killed.")
+                self._say(self.notes, notes, f"line {number}: torn, the last of an attempt that did not finish. Its "
+                                             f"writer was killed.")
             else:
-                self.violations.insert(violations, f"line {number}: torn, and not the last of an attempt that did not "
-                                                   f"finish. What it said is lost.")
+                self._say(self.violations, violations, f"line {number}: torn, and not the last of an attempt that did "
+                                                       f"not finish. What it said is lost.")
         self.open_torn.clear()
 
     def run_started(self, event: Event) -> None:
@@ -281,7 +309,7 @@ class _History:
         self.announced.clear()
 
     def attempt_started(self, event: Event) -> None:
-        attempt, newest = int(event["attempt"]), max(self.announced, default=0)
+        attempt, newest = event["attempt"], max(self.announced, default=0)
         if attempt <= newest:
             self.violate(f"attempt {attempt} starts after attempt {newest}. Two lineages of one run.")
         self.announced.add(attempt)
@@ -294,7 +322,7 @@ class _History:
     def generation_formed(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        formed = int(event["generation"])
+        formed = event["generation"]
         if self.formed is not None and formed <= self.formed:
             self.violate(f"the driver formed generation {formed} after {self.formed}. Two lineages.")
         self.formed = formed
@@ -325,13 +353,13 @@ class _History:
     def generation_started(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        generation, step, size = int(event["generation"]), int(event["step"]), int(event["size"])
+        generation, step, size = event["generation"], event["step"], event["size"]
         if self.generation is not None and generation <= self.generation:
             self.violate(f"generation {generation} starts after generation {self.generation}. Two lineages.")
         if step > self.next + 1:  # one more is fine: the repeated line that follows may be that step's first
             self.violate(f"starts at step {step}, but step {self.next} never came.")
         # The only one who knew that a step was finished may have died behind its line: to the others it is in flight.
-        is_in_flight = step == self.next - 1 and (int(event["attempt"]), self.generation, step) in self.redone
+        is_in_flight = step == self.next - 1 and (event["attempt"], self.generation, step) in self.redone
         if step < self.next and self.has_generation and not is_in_flight:
             self.violate(f"goes back to step {step} within an attempt where step {self.next} is due.")
         elif (step < self.next and not is_in_flight) or event["source"] != "memory":
@@ -345,17 +373,17 @@ class _History:
     def step_redone(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        step = int(event["step"])
+        step = event["step"]
         if step not in (self.next - 1, self.next, self.next + 1):
             self.violate(f"step {step} is done again, but step {self.next} was in flight.")
-        self.redone.add((int(event["attempt"]), self.generation, step))  # the one that tells it may break before it trains
+        self.redone.add((event["attempt"], self.generation, step))  # the one that tells it may break before it trains
 
     def step_committed(self, event: Event) -> None:
         if not self._is_of_this_attempt(event):
             return
-        step = _Step(int(event["step"]), self.number, self.life, int(event["generation"]), int(event["samples"]),
-                     int(event["digest"]), float(event["loss"]))
-        self._check_world(step, int(event["size"]))
+        step = _Step(event["step"], self.number, self.life, event["generation"], event["samples"], event["digest"],
+                     event["loss"])
+        self._check_world(step, event["size"])
         self._check_samples(step)
         if not event.get("repeated"):
             self._check_first(step)
@@ -371,7 +399,7 @@ class _History:
         self.next = step.step + 1
 
     def checkpoint_published(self, event: Event) -> None:
-        step = int(event["step"])
+        step = event["step"]
         if self.attempt is not None and event["attempt"] != self.attempt and self.has_generation:
             self.note(f"attempt {event['attempt']}, which is over, published step {step}: not counted.")
             return
@@ -387,7 +415,7 @@ class _History:
         if self.schedule is not None and event["steps"] != self.schedule.steps:
             self.violate(f"{said}, but {self.schedule.steps} steps were due.")
         last = self.kept.get(self.next - 1)
-        if last is not None and not _is_about(float(event["loss"]), last.loss):
+        if last is not None and not _is_about(event["loss"], last.loss):
             self.violate(f"{said}, but its loss {event['loss']} is {last.loss} in line {last.line}.")
         self.finishes.append((event["steps"], event["samples"], event["weights_sha256"]))
         if self.weights is None:
@@ -399,6 +427,10 @@ class _History:
     def verdict(self) -> Verdict:
         steps_due = None if self.schedule is None else self.schedule.steps
         violations, notes = list(self.violations), list(self.notes)
+        violations += [f"{self.more_violations} more, which are not listed."] if self.more_violations else []
+        notes += [f"{self.more_notes} more, which are not listed."] if self.more_notes else []
+        if self.left_out:
+            notes.append(f"{_count(self.left_out, 'malformed event')} of kinds that prove nothing: left out.")
         whole, broken = self._whole_epochs()
         for epoch in broken:
             violations.append(f"the digests of epoch {epoch} do not add up to the whole dataset's.")
@@ -426,7 +458,7 @@ class _History:
 
     def _is_of_this_attempt(self, event: Event) -> bool:
         """Say so, and violate for an older one; a newer one begins here when no launcher announced it."""
-        attempt = int(event["attempt"])
+        attempt = event["attempt"]
         if self.attempt is None or attempt > self.attempt:
             self._leave_attempt(attempt)
         elif attempt < self.attempt:
@@ -588,14 +620,13 @@ _READERS = {
 }
 
 
-def _parse(number: int, raw: bytes) -> Iterable[Line]:
-    event = _parse_event(raw)
-    if event is None and not raw.strip():
+def _torn(number: int, raw: bytes) -> Iterable[Line]:
+    """Return a torn line, and the event that is glued to it; nothing for an empty line."""
+    if not raw.strip():
         return
-    if event is None:
-        yield number, None
-        glued = raw.rfind(b'{"time"')
-        event = _parse_event(raw[glued:]) if glued > 0 else None
+    yield number, None
+    glued = raw.rfind(b'{"time"')
+    event = _parse_event(raw[glued:]) if glued > 0 else None
     if event is not None:
         yield number, event
 
@@ -603,7 +634,7 @@ def _parse(number: int, raw: bytes) -> Iterable[Line]:
 def _parse_event(raw: bytes) -> Event | None:
     try:
         event = json.loads(raw.decode())  # to look for another encoding takes as long as half of the parsing
-    except ValueError:  # also where it is no UTF-8
+    except (ValueError, RecursionError):  # also where it is no UTF-8
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 

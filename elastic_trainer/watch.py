@@ -33,6 +33,7 @@ from rich.text import Text
 from elastic_trainer.config import ConfigError
 from elastic_trainer.plain import plain
 from elastic_trainer.schedule import Schedule
+from elastic_trainer.schema import UNREADABLE
 from elastic_trainer.segments import Reader
 
 REFRESH_S = 0.25
@@ -75,6 +76,8 @@ class Picture:
     workers: Mapping[str, Living] = field(default_factory=dict)
     refusal: str = ""
     """Why AWS gives the fleet no more machines, while it does not."""
+    skipped: int = 0
+    """Lines of the event log that were left out, torn or malformed."""
     recent: tuple[str, ...] = ()
 
     @property
@@ -110,7 +113,7 @@ def fold(picture: Picture, event: Event) -> Picture:
     try:
         picture = _FOLDS.get(event["event"], lambda same, _: same)(picture, event)
         words = in_words(event, picture)
-    except (KeyError, TypeError, ValueError):
+    except UNREADABLE:
         return picture
     if words is None:
         return picture
@@ -253,7 +256,7 @@ class Watch:
             for event in self._log.events():
                 before, picture = picture, fold(picture, event)
                 self._news += picture.recent[-1:] if picture.recent is not before.recent else []
-            self.picture = picture
+            self.picture = replace(picture, skipped=self._log.malformed)
             show()
             if is_last:
                 return
@@ -385,6 +388,7 @@ def _facts(picture: Picture) -> list[tuple[str, str]]:
         ("ETA", "-" if eta_s is None else f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}"),
         ("generation", f"{picture.generation}"),
         ("attempt", f"{picture.attempt}"),
+        *([("skipped lines", f"{picture.skipped}")] if picture.skipped else []),
     ]
 
 

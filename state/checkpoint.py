@@ -321,6 +321,10 @@ class Checkpoints:
                 self.failures, self._last_parts = self.failures + 1, {}
                 self.emit("state.checkpoint_failed", step=step, error=f"its record was not there after {UPLOAD_S:.0f} s")
 
+    def newest(self) -> int:
+        """Return the newest step that this worker knows to be published; -1 if none. Any thread may ask."""
+        return self.newest_step
+
     def know(self, published: int) -> None:
         """Take over what rank 0 knows to be published."""
         if published > self.newest_step or self.published_at is None:
@@ -659,6 +663,8 @@ class Checkpoints:
             tail = self.log.tail()
         except (Damaged, FileNotFoundError, StoreUnavailable):
             return False
+        if tail.lineage == lineage:
+            self.newest_step = max(self.newest_step, tail.step)
         return tail.lineage == lineage and tail.step >= step
 
     def _room_for(self, sequence: int, state: ElasticState, peers: Peers) -> tuple[Record, list[Part], Packed]:

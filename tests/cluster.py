@@ -23,6 +23,8 @@ from faults import Plan
 
 from elastic_trainer.attempts import is_worker
 from elastic_trainer.events import EVENTS_FILE
+from elastic_trainer.schema import flaw, parse_object
+from elastic_trainer.segments import Reader
 from elastic_trainer.verify import verify
 
 TESTS = Path(__file__).resolve().parent
@@ -242,6 +244,13 @@ class Cluster:
         return "\n".join(["the story:", *told[-40:], "the output:",
                           *(log.read_text(errors="replace").splitlines()[-30:] if log.exists() else [])])
 
+    def malformed(self) -> list[str]:
+        """Return the flaws of the run's events, and the driver's reasons to refuse what workers have sent."""
+        lines = [event for line in Reader(self.run_dir).lines() if (event := parse_object(line))]
+        refused = [e["reason"] for e in self.events("driver.stranger_refused")]
+        return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [
+            reason for reason in refused if "a word that" in reason or "a line that" in reason]
+
     def assert_nothing_lost(self, twin: str, *, victims: int, revived: bool = False) -> dict[str, Any]:
         """Assert the three laws: every planned fault fired, no healthy worker died, same bits, each sample once."""
         assert len(self.fired()) == len(self.plan.faults), f"{self.plan.faults} fired: {self.fired()}; {self.story()}"
@@ -250,6 +259,7 @@ class Cluster:
         assert all(e["where"] == "init" for e in revivals), self.story()
         assert revived or not revivals, self.story()
         assert not self.events("worker.weights_differ_as_built"), self.story()
+        assert not self.malformed(), f"events that no reader takes: {self.malformed()}"
         verdict = verify(self.run_dir)
         assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

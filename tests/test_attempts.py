@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from netlab import wait_for
+from test_malformed import MALFORMED
 
 from elastic_trainer import remote
 from elastic_trainer.attempts import (
@@ -80,20 +81,21 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
 
 
 def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
-    names = {"step": "worker.step_committed", "checkpoint": "state.checkpoint_published"}
-    return [{"event": names[what], "step": step} for what, step in facts]
+    """Return what the driver tells of finished steps and published checkpoints."""
+    nothing = {"time": 1.0, "event": "driver.step_reached", "attempt": 1, "steps": 0, "checkpoint": 0}
+    return [nothing | {what: number} for what, number in facts]
 
 
 @pytest.mark.parametrize(("more", "is_progress"), [
     ([], False),
-    ([("step", step) for step in range(40, 50)], False),
-    ([("step", step) for step in range(40, 51)], True),
-    ([("step", 40), ("checkpoint", 40)], False),
-    ([("step", step) for step in range(40, 46)] + [("checkpoint", 45)], True),
+    ([("steps", steps) for steps in range(41, 51)], False),
+    ([("steps", steps) for steps in range(41, 52)], True),
+    ([("steps", 41), ("checkpoint", 40)], False),
+    ([("steps", steps) for steps in range(41, 47)] + [("checkpoint", 45)], True),
 ])
 def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is_progress: bool) -> None:
     """A death that always comes at step 50, with a checkpoint of step 40, is not retried for ever."""
-    before = told(*(("step", step) for step in range(50)), ("checkpoint", 40))
+    before = told(*(("steps", steps) for steps in range(1, 51)), ("checkpoint", 40))
     past = past_of(before)
     assert has_progressed((past.newest_step, past.newest_checkpoint), past_of(before + told(*more))) is is_progress
 
@@ -172,6 +174,18 @@ def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, sign
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is False
 
 
+def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path, signals: None) -> None:
+    """One `state.checkpoint_published` without its step had ended every later start of the run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{line}\n" for line in MALFORMED.values()))
+    with open(tmp_path / "output", "wb") as output:
+        command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
+        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    told = [e["event"] for e in read_events(tmp_path / "run")]
+    assert told[:2] == ["run.started", "attempt.started"] and told[-1] == "attempt.ended"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped_lines"] == len(MALFORMED)
+
+
 RAISES = """
 import torch
 from elastic_trainer import train
@@ -187,7 +201,7 @@ def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_re
         tmp_path: Path, signals: None, has_trained: bool) -> None:
     """At once, with the traceback; in a run that has trained before it may be the host's fault, and is tried again."""
     if has_trained:
-        Events(tmp_path / "run", attempt=1).emit("state.checkpoint_published", step=3)
+        Events(tmp_path / "run", attempt=1).emit("driver.step_reached", steps=3, checkpoint=3)
     started = f'open("started", "a").write("x")\nos.path.getsize("started") > 1 and os.kill({os.getpid()}, 15)'
     command = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)]
     with open(tmp_path / "output", "wb") as output:

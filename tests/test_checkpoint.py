@@ -1280,8 +1280,9 @@ def test_a_checkpoint_is_due_when_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
     """Also the one that never came to say how it ended; not one that was stopped, finished, or never did a step."""
-    events = [{"event": "worker.step_committed", "attempt": attempt} for attempt in (1, 1, 2, 3, 4)] + [
-        {"event": "attempt.ended", "attempt": attempt, "verdict": verdict} for attempt, verdict in (
+    reached = {"time": 1.0, "event": "driver.step_reached", "checkpoint": 0}
+    events = [reached | {"attempt": attempt, "steps": attempt} for attempt in (1, 1, 2, 3, 4)] + [
+        {"time": 1.0, "event": "attempt.ended", "attempt": attempt, "verdict": verdict} for attempt, verdict in (
             (1, "failed"), (2, "interrupted"), (3, "finished"), (5, "failed"))]
     assert past_of(events).lost_attempts == 2  # 1 and 4
     assert past_of([]).lost_attempts == 0

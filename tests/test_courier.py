@@ -20,6 +20,7 @@ from elastic_trainer.wire import WordRefused, WordServer
 
 KEY = b"the key of this run"
 DEADLINE_S = 10.0
+STEP = {"step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
 
 
 class Office:
@@ -42,7 +43,7 @@ class Office:
 
 
 def line(event: str = "worker.step_committed", **facts: Any) -> str:
-    return json.dumps({"time": 1.5, "event": event, "worker": "a/0/1", "attempt": 1, **facts})
+    return json.dumps({"time": 1.5, "event": event, "worker": "a/0/1", "attempt": 1, **STEP, **facts})
 
 
 def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
@@ -51,7 +52,7 @@ def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
     office.lose = 3
     events = Events(None, courier=Courier(office.launch), run="run", worker="a/0/1", attempt=1)
     for number in range(20):
-        events.emit("worker.step_committed", step=number)
+        events.emit("worker.step_committed", **STEP | {"step": number})
     events.flush()
     office.server.shutdown()
     assert [json.loads(line)["step"] for line in office.lines] == list(range(20))

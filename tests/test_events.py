@@ -18,7 +18,7 @@ events = Events(Path(sys.argv[1]), run="run")
 events.emit("before")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(40):
-    events.emit("worker.step_committed", step=number)
+    events.emit("worker.step_told", step=number)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 events.emit("after", step=41)
 events.emit("after", step=42)
@@ -31,7 +31,7 @@ def test_a_full_disk_costs_the_lines_that_found_it_full(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr.count("events.write_failed") == 1  # stdout may be a protocol
     told = read_events(tmp_path)
-    steps = [event["step"] for event in told if event["event"] == "worker.step_committed"]
+    steps = [event["step"] for event in told if event["event"] == "worker.step_told"]
     assert told[0]["event"] == "before" and 3 < len(steps) < 40 and steps == list(range(len(steps)))
     assert [event["step"] for event in told if event["event"] == "after"] == [41, 42]
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -42,5 +42,5 @@ def test_a_line_is_whole_in_the_diary_before_its_listeners_hear_it(tmp_path: Pat
     """They act on what stands there."""
     events, heard = Events(tmp_path, attempt=3), list[object]()
     events.listeners.append(lambda event, facts: heard.append((read_events(tmp_path)[-1], facts)))
-    events.emit("driver.worker_ready", worker="a/0/1")
+    events.emit("driver.worker_ready", worker="a/0/1", pid=1)
     assert heard and heard[0][0] == heard[0][1] and heard[0][1]["attempt"] == 3  # type: ignore[index]

@@ -36,11 +36,12 @@ def test_a_reader_gets_each_whole_line_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = Reader(tmp_path)
     assert list(log.events()) == []
-    path.write_text('{"event": "a"}\n{"event"')
-    assert list(log.events()) == [{"event": "a"}]
+    a, b, c = ({"time": 1.0, "event": name} for name in "abc")
+    path.write_text(json.dumps(a) + '\n{"event"')
+    assert list(log.events()) == [a]
     with path.open("a") as file:
-        file.write(': "b"}\n{"ev\n[]\n{"event": "c"}\n')
-    assert list(log.events()) == [{"event": "b"}, {"event": "c"}]
+        file.write(': "b", "time": 1.0}\n{"ev\n[]\n' + json.dumps(c) + "\n")
+    assert list(log.events()) == [b, c] and log.malformed == 2
     assert list(log.events()) == []
 
 
@@ -91,7 +92,7 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
         seal(tmp_path, 1)
         events.emit("after")
         assert [e["event"] for e in log.events()] == ["before", "after"]
-        late.write(b'{"event": "late"}\n')
+        late.write(b'{"time": 1, "event": "late"}\n')
         late.flush()
         assert [e["event"] for e in log.events()] == ["late"]
         assert list(log.events()) == []
@@ -123,8 +124,8 @@ def test_a_segment_that_another_host_has_just_sealed_is_not_sealed_again(tmp_pat
     events.emit("before")
     OldAnswers(tmp_path, monkeypatch)
     (tmp_path / "events.jsonl").rename(tmp_path / "events-000001.jsonl")  # by another host
-    (tmp_path / "events.jsonl").write_text('{"event": "after"}\n')
-    seal(tmp_path, 25)
+    (tmp_path / "events.jsonl").write_text('{"time": 1, "event": "after"}\n')
+    seal(tmp_path, 40)
     assert {n: p.name for n, p in segments(tmp_path).items()} == {1: "events-000001.jsonl"}
     assert [e["event"] for e in read_events(tmp_path)] == ["before", "after"]
 
@@ -158,7 +159,7 @@ def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_pa
     with open(tmp_path / "events.jsonl", "ab") as late:
         seal(tmp_path, 1)
         assert [e["event"] for e in log.events()] == ["before"]
-        late.write(b'{"event": "late"}\n')
+        late.write(b'{"time": 1, "event": "late"}\n')
     assert compress(tmp_path, late_s=0.0)
     log = Reader(tmp_path, log.position)
     assert [e["event"] for e in log.events()] == ["late"]
@@ -195,14 +196,14 @@ def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path, segment
 def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_path: Path) -> None:
     """Also one of another process, by what was saved; the lines before are not needed any more."""
     events = Events(tmp_path, segment_bytes=300)
-    for step in range(50):
-        events.emit("worker.step_committed", attempt=1, step=step)
+    for steps in range(1, 51):
+        events.emit("driver.step_reached", attempt=1, steps=steps, checkpoint=0)
     assert Follower(tmp_path).read().newest_step == 50
     compress(tmp_path, late_s=0.0)
     for path in list(segments(tmp_path).values())[1:]:
         path.write_bytes(b"")  # whoever reads it fails, or knows nothing of it
     events.emit("attempt.started", attempt=2)
-    events.emit("worker.step_committed", attempt=2, step=50)
+    events.emit("driver.step_reached", attempt=2, steps=51, checkpoint=0)
     past = Follower(tmp_path).read()
     assert (past.newest_step, past.attempt, past.lost_attempts) == (51, 2, 2)
 
