@@ -13,7 +13,7 @@ from elastic_trainer.discovery.ec2 import HOST_NAMES, AutoScalingGroup, CloudUna
 from elastic_trainer.discovery.group import keep
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.notices import ENDPOINT, Metadata
-from elastic_trainer.discovery.poll import Poller, once
+from elastic_trainer.discovery.poll import Poller, once, printable
 
 AGENT_PORT = 7411
 
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
                supply=cloud.supply, agent_port=options.agent_port if options.key_file else None).run()
         return 0
     except (CloudUnavailable, ValueError, OSError) as error:
-        print(f"discovery: {error}", file=sys.stderr)
+        print(f"discovery: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

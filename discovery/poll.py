@@ -201,7 +201,7 @@ class Poller:
         if isinstance(supply, str):
             if is_known:
                 sys.stderr.write(f"discovery: nobody knows now whether AWS refuses machines; what was known stands: "
-                                 f"{supply}\n")
+                                 f"{printable(supply)}\n")
         elif supply is not None:
             self._told, events = tell(supply, self._told, self.clock())
             for event, facts in events:
@@ -313,7 +313,7 @@ class Poller:
         """Say it on stderr, once until all is well again."""
         if what not in self._complaints:
             self._complaints.add(what)
-            sys.stderr.write(f"discovery: {what}\n")
+            sys.stderr.write(f"discovery: {printable(what)}\n")
 
     def table(self, decision: Decision) -> dict[str, Any]:
         """Return what `elastic-trainer hosts` shows."""
@@ -350,6 +350,11 @@ def append_event(file: Path | None, event: str, **facts: Any) -> None:
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, for a terminal: clouds and agents have written parts of it."""
+    return "".join(it if it.isprintable() or it == "\n" else it.encode("unicode_escape").decode() for it in text)
 
 
 def _opened(events_file: Path) -> int:

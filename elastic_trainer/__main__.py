@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.plain import plain, plain_output, plain_text
 from elastic_trainer.state.modes import make_folder, private, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             return _hosts(chosen.hosts_file)
         return _look(chosen.run_dir, {"verify": _verify, "watch": _watch, "report": _report}[chosen.command])
     except ConfigError as error:
-        print(f"elastic-trainer: {error}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
         return 2
 
 
@@ -204,13 +205,13 @@ def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], opt
         if is_demo:
             watch.stop()
     if exit_code not in (0, 130) and is_demo:
-        print(f"the last lines of {log_path}:", *end_of(log_path).splitlines()[-25:], sep="\n",
+        print(f"the last lines of {log_path}:", *map(plain_output, end_of(log_path).splitlines()[-25:]), sep="\n",
               file=sys.stderr)
     result = summarize_log(run_dir)
     print_summary(result)
     if is_demo:
-        print(*last_words(log_path), sep="\n")
-    print("weights", result["weights_sha256"])
+        print(*map(plain_output, last_words(log_path)), sep="\n")
+    print("weights", plain(result["weights_sha256"]))
     return exit_code
 
 
@@ -236,8 +237,9 @@ def _prove(store: str) -> None:
     except StoreRefused as error:
         raise ConfigError(str(error)) from error
     except StoreUnavailable as error:
-        print(f"elastic-trainer: {error}", "The run starts, and its workers ask the store again and again. If it will "
-              "never answer press Ctrl-C, and correct --store or AWS's variables.", sep="\n", file=sys.stderr, flush=True)
+        print(f"elastic-trainer: {plain_text(error)}",
+              "The run starts, and its workers ask the store again and again. If it will never answer press Ctrl-C, "
+              "and correct --store or AWS's variables.", sep="\n", file=sys.stderr, flush=True)
 
 
 def end_of(path: Path) -> str:
@@ -287,7 +289,7 @@ def _verify(run_dir: Path) -> int:
     except FileNotFoundError as error:
         raise ConfigError(f"{run_dir} has no events.jsonl, so nothing is proved. Name a run's folder, e.g. "
                           f"runs/NAME.") from error
-    print(*verdict.sentences(), sep="\n")
+    print(*map(plain, verdict.sentences()), sep="\n")
     return 0 if verdict.is_proved else 1
 
 

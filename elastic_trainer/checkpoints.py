@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.plain import plain
 from elastic_trainer.state.checkpoint import (
     collect_rubbish,
     empty_payload,
@@ -57,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
         log = CommitLog(store)
         tail = log.newest_whole()
         for damage in log.passed_over:
-            print(f"DAMAGED: {damage}", file=sys.stderr)
+            print(f"DAMAGED: {plain(damage)}", file=sys.stderr)
         for name in log.strange:
-            print(f"DAMAGED: nobody can have written so late a record as {name}", file=sys.stderr)
+            print(f"DAMAGED: nobody can have written so late a record as {plain(name)}", file=sys.stderr)
         if not tail.kept:
             raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
         match options.action:
@@ -88,6 +89,7 @@ def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
 def _ls(log: CommitLog, tail: Record) -> int:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("step", "written (UTC)", "bytes", "parts", "attempt's lineage", "record")
     for sequence in sorted(tail.kept):
@@ -98,7 +100,7 @@ def _ls(log: CommitLog, tail: Record) -> int:
                      record.lineage]
         except (Damaged, FileNotFoundError) as error:
             facts = ["damaged", "", "", str(error)]
-        table.add_row(str(tail.kept[sequence]), *map(str, facts), str(sequence))
+        table.add_row(str(tail.kept[sequence]), *(Text(plain(fact)) for fact in facts), str(sequence))
     Console().print(table)
     return 0
 
@@ -132,7 +134,7 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
                 print(f"step {tail.kept[sequence]}: no longer kept")
                 continue
             bad += 1
-            print(f"DAMAGED: step {tail.kept[sequence]}: {error}")
+            print(f"DAMAGED: step {tail.kept[sequence]}: {plain(error)}")
     return 1 if bad else 0
 
 
@@ -176,9 +178,9 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
                 target.write(piece)
     print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
     if texts:
-        print(f"as JSON in the file's metadata, because it is no tensor: {', '.join(sorted(texts))}")
+        print(f"as JSON in the file's metadata, because it is no tensor: {plain(', '.join(sorted(texts)))}")
     if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
-        print(f"left out, because safetensors cannot hold tensors in containers: {', '.join(lost)}")
+        print(f"left out, because safetensors cannot hold tensors in containers: {plain(', '.join(lost))}")
     return 0
 
 

@@ -79,7 +79,7 @@ from elastic_trainer.lines import lines_of
 from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
-from elastic_trainer.plain import plain_output
+from elastic_trainer.plain import plain_output, plain_text
 from elastic_trainer.reached import Reached
 from elastic_trainer.rendezvous import Rendezvous
 from elastic_trainer.schema import HOST_NAME, flaw_of_words
@@ -779,7 +779,7 @@ class MendedDriver:
             self._say_reached(is_last=True)
         self.events.emit("driver.stopped", verdict=self.ended.verdict, detail=self.ended.detail)
         if self.ended.verdict != "finished":
-            print(f"elastic-trainer: attempt {self.ended.verdict}: {self.ended.detail}", file=sys.stderr)
+            print(f"elastic-trainer: attempt {self.ended.verdict}: {plain_text(self.ended.detail)}", file=sys.stderr)
         return {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR}.get(self.ended.verdict, 1)
 
 
@@ -829,13 +829,13 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = ["horovodrun", *(sys.argv[1:] if argv is None else argv)]
         launch.run_commandline()
     except (DiscoveryUnavailable, HostsUnreachable) as error:
-        print(f"elastic-trainer: {error}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
         return EXIT_NO_HOSTS
     except WaitedTooLong as error:
-        print(f"elastic-trainer: {error}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
         return 1
     except (ConfigError, ValueError) as error:
-        print(f"elastic-trainer: {error}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
         return 2
     return code
 

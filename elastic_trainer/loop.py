@@ -69,6 +69,7 @@ from elastic_trainer.place import (
     PlainDriver,
     RunOver,
 )
+from elastic_trainer.plain import plain_text
 from elastic_trainer.reduce import (
     MOST_CHANGE,
     ExactReducer,
@@ -295,7 +296,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
         sys.exit(EXIT_DIFFERS)
     except RunOver as over:
         events.emit("worker.stopped", verdict=over.verdict, detail=over.detail)
-        print(f"elastic-trainer: {over}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(over)}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
     except KeyboardInterrupt:
         raise

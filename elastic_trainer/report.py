@@ -139,13 +139,14 @@ def print_summary(result: Mapping[str, Any], console: Console | None = None) -> 
     """Print what summarize() returned as a table for a person."""
     from rich.console import Console  # here, because every worker imports this module and none prints
     from rich.table import Table
+    from rich.text import Text
 
     console = console or Console()
-    table = Table(title=f"run {result['run']}", show_header=False, title_justify="left")
+    table = Table(title=Text(plain(f"run {result['run']}")), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for label, text in summary_rows(result):
-        table.add_row(label, text)
+        table.add_row(label, Text(plain(text)))
     console.print(table)
 
 
@@ -364,8 +365,9 @@ def print_hosts(fleet: dict[str, Any]) -> None:
         workers = ", ".join(f"{count} at {doing}" if doing.startswith("step") else f"{count} {doing}"
                             for doing, count in sorted(Counter(host["workers"] or ()).items()))
         standby = "" if host["standby"] is None else str(host["standby"])
-        table.add_row(host["name"], host["type"], str(host["slots"]), cloud, agent, workers, standby, notice, since,
-                      "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
+        row = (host["name"], host["type"], host["slots"], cloud, agent, workers, standby, notice, since,
+               "in" if host["is_in"] else "out", host["why"] if not host["is_in"] else host["agent_why"])
+        table.add_row(*(Text(plain(cell)) for cell in row))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     if (age_s := time.time() - fleet["time"]) > POLLER_GONE_S:

@@ -59,6 +59,7 @@ from typing import IO, Any, NoReturn
 from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
 from elastic_trainer.crash import FAULTHANDLER
 from elastic_trainer.events import Events
+from elastic_trainer.plain import plain_text
 from elastic_trainer.segments import Reader
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 
@@ -527,7 +528,7 @@ class Service:
         self.not_before = now + min(MAX_BACK_OFF_S, 2.0 ** min(self.failures, 9))
         self.events.emit("standby.failed", pid=pid, state=state, reason=more or "its keeper was killed")
         print(f"elastic-trainer: a standby of `{shlex.join(self.command)}` has failed while {state}: "
-              f"{more or 'its keeper was killed'}", file=sys.stderr, flush=True)
+              f"{plain_text(more) or 'its keeper was killed'}", file=sys.stderr, flush=True)
 
 
 def wait_until_training(log: Reader) -> None:

@@ -37,6 +37,8 @@ from elastic_trainer.schema import UNREADABLE
 from elastic_trainer.segments import Reader
 
 REFRESH_S = 0.25
+MAX_WORDS = 1000
+"""Characters of one event that are shown: the text of an error may have 50,000."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 SPEED_STEPS = 20
@@ -118,7 +120,7 @@ def fold(picture: Picture, event: Event) -> Picture:
     if words is None:
         return picture
     clock = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-    return replace(picture, recent=(*picture.recent, f"{clock} {words}")[-RECENT_EVENTS:])
+    return replace(picture, recent=(*picture.recent, f"{clock} {plain(words)[:MAX_WORDS]}")[-RECENT_EVENTS:])
 
 
 def in_words(event: Event, picture: Picture) -> str | None:
@@ -196,7 +198,7 @@ def plain_line(picture: Picture) -> str:
     facts = [f"{name} {value}" for name, value in _facts(picture)]
     kill = f"; try it: {picture.kill_command}" if picture.kill_command and picture.phase == "training" else ""
     refusal = f"; {picture.refusal}" if picture.refusal else ""
-    return f"run {picture.run}, {picture.phase}: {', '.join(facts)}{refusal}{kill}"
+    return plain(f"run {picture.run}, {picture.phase}: {', '.join(facts)}{refusal}{kill}")
 
 
 def panel(picture: Picture) -> Panel:
@@ -209,7 +211,7 @@ def panel(picture: Picture) -> Panel:
     recent = [Text(words) for words in picture.recent]
     kill = [Text(f"try it: {picture.kill_command}", style="yellow")] if picture.kill_command else []
     refusal = [Text(picture.refusal, style="red")] if picture.refusal else []
-    title = f"{picture.run}: {picture.phase}"
+    title = Text(plain(f"{picture.run}: {picture.phase}"))
     return Panel(Group(bar, table, *refusal, Text(), *recent, Text(), *kill), title=title, title_align="left")
 
 
