@@ -5,7 +5,8 @@
 
 terraform, or boto3 → moto's server → here → names and addresses of machines, for the lab to be those machines
 
-moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by address, not by id; its S3
+moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by address, not by id, and no
+machine says what DNS names it was asked for (NOT_SAID), which terraform takes for a reason to make another one; its S3
 obeys what a bucket's policy denies and reads no condition, so that the fleet's bucket is another one, without a policy.
 """
 
@@ -27,10 +28,15 @@ from terraform import Root, provider, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
+OTHER_IMAGE = "ami-076f415166b04f5fe"
+IMAGE_GB = 100
 NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
 CODE = f"{NAME}/code.tar.gz"
 VARIABLES = {"region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8, "image_id": IMAGE,
-             "zones": ["us-east-1a", "us-east-1b"], "command": ["python", "it's \"mine\".py", "${x}"]}
+             "zones": ["us-east-1e", "us-east-1a"], "command": ["python", "it's \"mine\".py", "${x}"],
+             "environment": {"MODE": "${x}='y'"},
+             "secrets": {"TOKEN": "/mine/token", "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}}
+NOT_SAID = {"private_dns_name_options"}
 OF_BUCKET = {"region": VARIABLES["region"], "bucket": BUCKET}
 AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
        "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -68,6 +74,7 @@ class Cloud:
             self.ec2, self.scaling = self.client("ec2"), self.client("autoscaling")
             self.client("s3").create_bucket(Bucket=OPEN_BUCKET)
             self.client("s3").put_object(Bucket=OPEN_BUCKET, Key=CODE, Body=b"code")
+            self.ec2.create_tags(Resources=[IMAGE], Tags=[{"Key": "GB", "Value": str(IMAGE_GB)}])  # moto_server.py
             self.others = self._things()
             try:
                 provider()
@@ -121,6 +128,14 @@ class Cloud:
         command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME}, self.folder)
         (self.folder / "runs" / NAME).mkdir(parents=True, exist_ok=True)
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
+
+    def plan_refused(self, **values: str) -> str:
+        """Return what terraform says of a plan that it refuses, with some variables in other words."""
+        return self._fleet.plan_refused(**values)
+
+    def planned(self, **values: str) -> dict[str, dict[str, Any]]:
+        """Return what an `apply` would change now, by address, with some variables in other words."""
+        return self._fleet.planned(**values)
 
     def plan_refused_without_code(self) -> str:
         """Return what terraform says of a plan while no code is in the bucket."""

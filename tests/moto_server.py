@@ -2,7 +2,8 @@
 
     VENV/bin/python tests/moto_server.py -H 127.0.0.1 -p 5000       in moto's own environment
 
-moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the server's process.
+moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the server's process. All of
+its images have 15 GB; by `give_sizes` one that is tagged with another size has that.
 """
 
 from __future__ import annotations
@@ -67,9 +68,26 @@ def give_spot() -> None:
     FakeAutoScalingGroup.replace_autoscaling_group_instances = replace_with_spot
 
 
+def give_sizes() -> None:
+    """Let an image have as many GB as its tag GB says."""
+    from moto.ec2.models.amis import Ami  # type: ignore[import-not-found]
+
+    plain = Ami.block_device_mappings.fget
+
+    def sized(image: Any) -> list[dict[str, Any]]:
+        disks: list[dict[str, Any]] = plain(image)
+        for tag in image.get_tags():
+            if tag["key"] == "GB":
+                disks[0]["Ebs"]["VolumeSize"] = int(tag["value"])
+        return disks
+
+    Ami.block_device_mappings = property(sized)
+
+
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: its names are not moto's
     from moto.server import main  # type: ignore[import-not-found]
 
     give_spot()
+    give_sizes()
     main()

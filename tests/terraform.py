@@ -103,11 +103,17 @@ class Root:
         """Apply it with one resource made anew, up to another one that follows from it; returns what terraform said."""
         return self._terraform("apply", f"-replace={address}", f"-target={up_to}", *QUIETLY)
 
-    def plan_refused(self) -> str:
-        """Plan what must be refused; returns what terraform said."""
-        done = self._run("plan", "-refresh=false", "-input=false", "-no-color")
+    def planned(self, **values: str) -> dict[str, dict[str, Any]]:
+        """Return what an `apply` would change now, by address, as `terraform show -json` tells it."""
+        self._terraform("plan", "-out=test.plan", "-input=false", "-no-color", *_others(values))
+        changes = json.loads(self._terraform("show", "-json", "test.plan"))["resource_changes"]
+        return {one["address"]: one["change"] for one in changes if one["change"]["actions"] not in (["no-op"], ["read"])}
+
+    def plan_refused(self, **values: str) -> str:
+        """Plan what must be refused, with some variables in other words; returns what terraform said, on one line."""
+        done = self._run("plan", "-refresh=false", "-input=false", "-no-color", *_others(values))
         assert done.returncode != 0, done.stdout
-        return done.stderr
+        return " ".join(done.stderr.replace("│", " ").split())
 
     def destroy(self) -> str:
         """Destroy what `apply` made, or the part that it made before it failed; returns what terraform said."""
@@ -135,6 +141,10 @@ class Root:
             "TF_REATTACH_PROVIDERS": self._attach}
         return subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
                               timeout=LIMIT_S)
+
+
+def _others(values: Mapping[str, str]) -> list[str]:
+    return [f"-var={name}={value}" for name, value in values.items()]
 
 
 def rendered(template: Path, **values: Any) -> str:

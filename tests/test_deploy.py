@@ -7,10 +7,12 @@ that write down how they were called in place of those that would change this ma
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
 import pwd
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import boto3
 import netlab
 import pytest
 import yaml
@@ -36,6 +39,7 @@ WRONG = WRONG_OF_BUCKET | {
     "name": "Mine", "command": [], "torch_spec": "torch", "pip_extra_index_url": "https://me:word@index", "min_workers": 3,
     "max_workers": 1, "slots": 0, "instance_types": [], "zones": ["us-east-1a", "us-east-1a"],
     "spot_allocation_strategy": "cheapest", "image_id": "al2023", "worker_disk_gb": 8, "data_buckets": ["s3://data"],
+    "environment": {"PATH": "/bin"}, "secrets": {"TOKEN": "a value: hf_x"}, "secrets_keys": ["alias/mine"],
     "coordinator_type": "m6i", "admin_cidr": "0.0.0.0/0", "network": "10.0.0.0/8"}
 BY_WHICH_OTHERS_ARE_MEASURED = {"workers": 0, "admin_public_key": "AAAA"}
 
@@ -139,7 +143,7 @@ def test_terraform_takes_only_the_provider_that_is_locked(root: str, tmp_path: P
 def actions_of(document: str) -> set[str]:
     (body,) = re.findall(rf'^data "aws_iam_policy_document" "{document}" {{\n(.*?)^}}', (FLEET / "iam.tf").read_text(),
                          re.M | re.S)
-    return set(re.findall(r'"((?:s3|ec2|autoscaling|sts|iam)[\w-]*:\w[\w*]*)"', body))
+    return set(re.findall(r'"((?:s3|ec2|autoscaling|sts|iam|ssm|secretsmanager|kms)[\w-]*:\w[\w*]*)"', body))
 
 
 def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it() -> None:
@@ -155,6 +159,8 @@ def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it
     assert len(names) >= 4
     assert {a for a in actions_of("coordinator") if not a.startswith("s3:")} == names | {"autoscaling:SetDesiredCapacity"}
     assert all(action.startswith("s3:") for action in actions_of("workers") | actions_of("checkpoints"))
+    assert actions_of("secrets") - {"kms:ViaService"} == {
+        "ssm:GetParameter", "secretsmanager:GetSecretValue", "kms:Decrypt"}
 
 
 # --- user data -------------------------------------------------------------------------------------------------------
@@ -166,15 +172,16 @@ def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | Non
     settings = {"ROLE": "coordinator", "FLEET": "mine", "PACKAGES": "a b"}
     try:
         text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(), admin_key=admin_key,
-                        words=["sh", "-c", "echo: '${x}' %{y} # \"z\""], settings=settings)
+                        files={"command": "sh\n-c\necho: '${x}' %{y} # \"z\"\n", "secrets": ""}, settings=settings)
     except Unavailable as error:
         pytest.skip(str(error))
     files = user_data(text)
+    assert "/etc/elastic-trainer/secrets" not in files  # there are none
     assert files["/etc/elastic-trainer/command"] == "sh\n-c\necho: '${x}' %{y} # \"z\"\n"
     assert files["/etc/elastic-trainer/fleet.env"] == "FLEET='mine'\nPACKAGES='a b'\nROLE='coordinator'\n"
     users = {user["name"]: user for user in yaml.safe_load(text)["users"]}
     assert ("ec2-user" in users) == (admin_key is not None)
-    text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(), admin_key=admin_key, words=[],
+    text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(), admin_key=admin_key, files={},
                     settings=settings)
     assert "/etc/elastic-trainer/command" not in user_data(text)
     if admin_key:
@@ -239,7 +246,7 @@ class Machine:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.root / "etc/ssh/ssh_host_ed25519_key"],
                        check=True)
         self.program("aws", AWS)
-        for name in ("dnf", "systemctl", "swapoff", "sshd", *([] if trainer else ["chown"])):
+        for name in ("dnf", "systemctl", "systemd-tmpfiles", "swapoff", "sshd", *([] if trainer else ["chown"])):
             self.program(name, RECORD)
         if trainer:
             shutil.chown(self.root / "home", trainer)
@@ -364,7 +371,7 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(fleet: tuple
     assert trusted.startswith("restrict ssh-ed25519 ") and trusted.split()[2] in (
         coordinator.root / "home/.ssh/id_ed25519.pub").read_text()
     order = worker.called()
-    assert order.index("mine/hosts/") < order.index("systemctl enable --now --no-block elastic-agent.service")
+    assert order.index("mine/hosts/") < order.index("elastic-agent.service")
     assert "ADDRESS='10.0.0.7'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
 
 
@@ -628,6 +635,129 @@ def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -
     assert said["--run"] == "mine" and said["--store"] == "s3://b/mine/checkpoints" and said["--min-np"] == "2"
 
 
+SECRET = "it's\ttoken=="
+PARAMETERS = """#!/bin/bash
+echo "aws $*" >>CALLS
+case " $* " in
+    *" ssm get-parameter "*" --name /mine/token --with-decryption "*) printf '%s\\n' VALUE ;;
+    *" ssm "*) echo ParameterNotFound >&2; exit 254 ;;
+esac
+"""
+
+
+def with_secrets(machine: Machine, **parameters: str) -> None:
+    """Give a booted machine the user's variables, and a Parameter Store with one parameter."""
+    root = machine.root / "opt/elastic-trainer"
+    (root / "environment").write_text("MODE=${x}='y'\n")
+    (root / "secrets").write_text("".join(f"{name}={parameter}\n" for name, parameter in parameters.items()))
+    aws = PARAMETERS.replace("CALLS", str(machine.calls)).replace("VALUE", shlex.quote(SECRET))
+    machine.program("aws", aws)
+    for folder in (root / ".venv/bin", machine.root / "bin"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "env").write_text(f'#!/bin/sh\necho "env $*" >>{machine.calls}\nexec /usr/bin/env "$@"\n')
+        (folder / "env").chmod(0o755)
+
+
+def test_a_secret_is_in_the_commands_variables_and_nowhere_else(fleet: tuple[Machine, Machine]) -> None:
+    """By its parameter's name; not on a command line, not in a file, not in what is said."""
+    for machine, role, program in zip(
+            fleet, ("coordinator", "worker"), ("horovodrun_elastic.sh", ".venv/bin/python"), strict=True):
+        (machine.root / "var/lib/elastic-trainer/hosts").touch()
+        with_secrets(machine, TOKEN="/mine/token")
+        path = machine.root / "opt/elastic-trainer" / program
+        path.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n/usr/bin/env -0\n')
+        path.chmod(0o755)
+        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer", BUCKET="b", NP="4",
+                           MIN_NP="2", SLOTS="2", ROLE=role, OTHER="not passed on")
+        said = done.stdout.split("\0")
+        assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(said), done.stderr
+        assert not any(word.startswith("OTHER=") for word in said)
+        assert machine.called().count("env --unset=_ ") == 1
+        assert "token==" not in machine.called() + done.stderr
+        assert not any(b"token==" in file.read_bytes() for file in machine.root.rglob("*")
+                       if file.is_file() and file.name != "aws")
+
+
+def test_a_secret_that_cannot_be_read_is_told_by_its_names_and_nothing_is_started(fleet: tuple[Machine, Machine]) -> None:
+    """The next start of the unit tries again, so many times as for any other fault."""
+    coordinator, _ = fleet
+    (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
+    with_secrets(coordinator, TOKEN="/mine/other")
+    done = coordinator.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer", BUCKET="b", NP="4",
+                           MIN_NP="2", ROLE="coordinator")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1. Create" in done.stderr
+
+
+JOURNAL = r"""#!/bin/bash
+case "$*" in *--boot=-1*) boot={before} ;; *) boot={now} ;; esac
+line=$(<{root}/$boot) || exit 1
+case "$*" in
+    *--output=json*) printf '{{"__CURSOR":"s=1;i=%s;b=%s;m=2","MESSAGE":"x"}}\n' "$line" "$boot" ;;
+    *) printf '%s\n' "$line" ;;
+esac
+"""
+"""What a machine has said in two boots."""
+
+
+def test_what_a_machine_said_before_its_last_boot_goes_to_the_bucket_too_and_once(
+        fleet: tuple[Machine, Machine]) -> None:
+    """One object for each boot, by its id; one that has said nothing more does not go again."""
+    machine, before, now = fleet[1], "a" * 32, "b" * 32
+    machine.program("journalctl", JOURNAL.format(before=before, now=now, root=machine.root))
+    state = machine.root / "var/lib/elastic-logs"
+    state.mkdir()
+
+    def sent() -> list[str]:
+        machine.calls.write_text("")
+        done = machine.run("logs.sh", BUCKET="b", FLEET="mine", ROLE_ID="AROA2", STATE_DIRECTORY=str(state))
+        assert done.returncode == 0, done.stderr
+        return [line.split("/")[-1] for line in machine.called().splitlines()]
+
+    def says(boot: str) -> bytes:
+        file = machine.store / "b/mine/logs" / f"AROA2:{WORKER}" / f"{boot}.txt.gz"
+        return gzip.decompress(file.read_bytes())
+
+    (machine.root / now).write_text("first")
+    assert sent() == [f"{now}.txt.gz"] and sent() == []
+    (machine.root / before).write_text("last words")
+    (machine.root / now).write_text("second")
+    assert sent() == [f"{before}.txt.gz", f"{now}.txt.gz"] and sent() == []
+    assert says(before) == b"last words\n" and says(now) == b"second\n"
+
+
+# --- what the README says --------------------------------------------------------------------------------------------
+
+RATES = {"c6i.2xlarge": {"s": 61, "r": 0}, "m6i.2xlarge": {"s": 55, "r": 4}}
+ADVISOR = {"ranges": [{"index": 0, "label": "<5%"}, {"index": 4, "label": ">20%"}],
+           "spot_advisor": {"eu-central-1": {"Linux": RATES}}}
+"""As much of AWS's list as the command reads, in its form."""
+
+
+def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
+    """As they stand in the README; what `aws` is asked for are its operations, with parameters that they have."""
+    text = (DEPLOY / "README.md").read_text()
+    section = text.split("## Choose types\n")[1].split("\n## ")[0]
+    commands = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line)
+    (tmp_path / "list.json").write_text(json.dumps(ADVISOR))
+    for name, body in (("curl", f"cat {tmp_path}/list.json"), ("aws", f'printf "%s\\n" "$@" -- >>{tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["bash", "-euc", commands], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "c6i.2xlarge taken back: <5% saves: 61%\n" in done.stdout and "r6i.2xlarge not offered\n" in done.stdout
+    asked = [call.split() for call in (tmp_path / "asked").read_text().split("--\n") if call]
+    operations = {re.sub(r"(?:^|-)(\w)", lambda m: m[1].upper(), words[1]): words for words in asked}
+    assert operations.keys() == {"GetSpotPlacementScores", "DescribeSpotPriceHistory"}
+    model = boto3.client("ec2", region_name="us-east-1").meta.service_model
+    for operation, words in operations.items():
+        members = model.operation_model(operation).input_shape.members
+        has = {re.sub(r"([a-z])([A-Z])", r"\1-\2", name).lower() for name in members}
+        given = {word[2:] for word in words if re.fullmatch("--[a-z-]+", word)} - {"region", "query", "output"}
+        assert given and given <= has
+
+
 # --- what stands in files --------------------------------------------------------------------------------------------
 
 
@@ -636,7 +766,7 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not on this machine.")
     units = {path.name: path.read_text() for path in HOSTS.glob("elastic-*.[st]*")} | units_in_user_data()
-    assert len(units) == 11
+    assert len(units) == 14
     for name, text in units.items():
         for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable), ("/opt/elastic-trainer", str(ROOT)),
                             ("/usr/local/sbin/elastic-boot", str(HOSTS / "boot.sh"))):

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import s3_servers
-from cloud import AWS, BUCKET, OPEN_BUCKET, Cloud
+from cloud import AWS, BUCKET, IMAGE_GB, NOT_SAID, OPEN_BUCKET, OTHER_IMAGE, Cloud
 from faulty_proxy import FaultyProxy
 from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, command_of, knock, overheard
 from terraform import DEPLOY, no_secret_in, user_data
@@ -55,7 +55,7 @@ def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
         pytest.skip(cloud.why_not_terraform)
     fleet_is_as_wanted(cloud)
     for role in ("coordinator", "workers"):
-        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-{role}", PolicyName=role)["PolicyDocument"]
+        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
         nothing_is_open(policy, role)
     no_secret_in(cloud.state())
 
@@ -78,9 +78,80 @@ def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cl
     """Before a machine is rented that would have nothing to run."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
-    said = " ".join(cloud.plan_refused_without_code().replace("│", " ").split())
+    said = cloud.plan_refused_without_code()
     assert f"s3://{OPEN_BUCKET}/mine/code.tar.gz is not there" in said
     assert f"Run: deploy/push.sh {OPEN_BUCKET} mine" in said
+
+
+def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None:
+    """Not simply in the first one (us-east-1e has no m6i); where none does, the plan says so, with the zones that do."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    (coordinator,) = (i for i in cloud.instances() if i["InstanceId"] == cloud.outputs["coordinator"])
+    assert coordinator["Placement"]["AvailabilityZone"] == "us-east-1a"
+    said = cloud.plan_refused(zones='["us-east-1e"]')
+    assert "No zone of us-east-1e offers m6i.large. Set coordinator_type, or zones to" in said
+    assert "some of: us-east-1a, us-east-1b," in said
+
+
+def test_every_disk_has_at_least_its_images_size(cloud: Cloud) -> None:
+    """EC2 refuses less, and the coordinator builds torch beside what is on the image."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    of_coordinator = {"Name": "attachment.instance-id", "Values": [cloud.outputs["coordinator"]]}
+    (disk,) = cloud.ec2.describe_volumes(Filters=[of_coordinator])["Volumes"]
+    assert disk["Size"] == IMAGE_GB + 40
+    (version,) = cloud.ec2.describe_launch_template_versions(
+        LaunchTemplateId=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]["LaunchTemplateId"],
+        Versions=["$Latest"])["LaunchTemplateVersions"]
+    assert version["LaunchTemplateData"]["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == IMAGE_GB
+
+
+def test_the_names_in_iam_carry_the_region(cloud: Cloud) -> None:
+    """IAM has one set of names for all regions: a run of the same name in another one could not be applied."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    iam = cloud.client("iam")
+    names = {role["RoleName"] for role in iam.list_roles()["Roles"]} | {
+        profile["InstanceProfileName"] for profile in iam.list_instance_profiles()["InstanceProfiles"]}
+    assert names == {"mine-us-east-1-coordinator", "mine-us-east-1-workers"}
+
+
+def test_a_stopped_coordinator_stays_at_the_next_apply(cloud: Cloud) -> None:
+    """Also with a newer image, other zones and settings meanwhile; its keys and its run's diary are on its disk."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    cloud.ec2.stop_instances(InstanceIds=[cloud.outputs["coordinator"]])
+    others = {"zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2", "command": '["true"]'}
+    try:
+        for values in (dict[str, str](), others | {"image_id": OTHER_IMAGE}):
+            change = cloud.planned(**values).get("aws_instance.coordinator", {})
+            assert {path[0] for path in change.get("replace_paths", [])} <= NOT_SAID
+    finally:
+        cloud.ec2.start_instances(InstanceIds=[cloud.outputs["coordinator"]])
+
+
+def test_secrets_are_read_by_the_machines_by_name_and_by_nobody_elses(cloud: Cloud) -> None:
+    """Both roles may read those parameters and no other; workers by a way of the network's own."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    for role in ("coordinator", "workers"):
+        policy = cloud.client("iam").get_role_policy(
+            RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
+        policy = json.loads(policy) if isinstance(policy, str) else policy
+        allowed = {action: statement["Resource"] for statement in policy["Statement"]
+                   for action in [statement["Action"]] if isinstance(action, str)}
+        parameters = [resource.split(":parameter")[1] for resource in allowed["ssm:GetParameter"]]
+        assert sorted(parameters) == ["/aws/reference/secretsmanager/hub/token", "/mine/token"]
+        assert allowed["secretsmanager:GetSecretValue"].endswith(":secret:hub/token-??????")
+        assert "kms:Decrypt" not in allowed
+    ways = cloud.ec2.describe_vpc_endpoints()["VpcEndpoints"]
+    (way,) = (w for w in ways if w["ServiceName"] == "com.amazonaws.us-east-1.ssm")
+    assert way["VpcEndpointType"] == "Interface" and way["PrivateDnsEnabled"] and len(way["SubnetIds"]) == 1
+    plan = cloud.planned(secrets="{}")
+    assert "TOKEN is in environment and in secrets." in cloud.plan_refused(environment='{"TOKEN" = "x"}')
+    for address in ("aws_vpc_endpoint.ssm[0]", "aws_security_group.ssm[0]"):
+        assert plan[address]["actions"] == ["delete"]
 
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:
@@ -124,6 +195,9 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
     given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"], Attribute="userData")["UserData"]["Value"]
     files = user_data(base64.b64decode(given).decode())
     assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
+    assert files["/etc/elastic-trainer/environment"] == "MODE=${x}='y'\n"
+    assert files["/etc/elastic-trainer/secrets"] == (
+        "OTHER_TOKEN=/aws/reference/secretsmanager/hub/token\nTOKEN=/mine/token\n")
     no_secret_in(json.dumps(outputs))
     worker = user_data(base64.b64decode(template["UserData"]).decode())
     assert f":{outputs['coordinator']}/release.tar.zst" in worker["/etc/elastic-trainer/fleet.env"]

@@ -31,7 +31,8 @@ printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.$(basename "$0")
 RUN = f"""#!/bin/bash
 # A run: it has a worker, and ends with the code in {KEPT}/exit_code, or when it is told to.
 echo "$$ $(id -un) $(ulimit -n) $(env | cut -d= -f1 | sort | tr '\\n' ' ')" >>{KEPT}/lives
-trap 'exit 130' TERM
+echo "a run begins"
+trap 'echo "a run ends"; exit 130' TERM
 sleep 100000 & echo $! >>{KEPT}/workers
 if [[ -f {KEPT}/exit_code ]]; then exit "$(<{KEPT}/exit_code)"; fi
 wait
@@ -262,6 +263,29 @@ def test_a_boot_that_hangs_is_ended_and_says_so(machine: Booted) -> None:
     unmade(machine, f'cp -f {KEPT}/said {KEPT}/said.before || true; exec sleep 100000\n')
     assert called(machine, "dnf").count("install") == 5
     assert "This try has failed (exit code 143)" in machine.read(f"{KEPT}/said.before")
+
+
+def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(machine: Booted) -> None:
+    """As trainer, from the real journal; when the machine goes down, after the run has ended."""
+    machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
+    take = f'case "$*" in *txt.gz) gzip -d >{KEPT}/log.new; mv {KEPT}/log.new {KEPT}/log ;; esac\n'
+    machine.write("/usr/local/bin/aws", CALLED + take, 0o755)
+    machine.write("/etc/systemd/system/elastic-logs.timer.d/quick.conf",
+                  "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n")
+    machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf", "[Unit]\nStartLimitIntervalSec=0\n")
+    persistent = (ROOT / "deploy/hosts/machine.sh").read_text().split("# What it says before a crash")[1].split("\n# ")[0]
+    machine.run("bash", "-euc", "#" + persistent)
+    machine.run("journalctl", "--flush")  # as systemd does at boot
+    machine.systemctl("daemon-reload")
+    machine.systemctl("start", "elastic-last-logs.service", "elastic-trainer.service", "elastic-logs.timer")
+    machine.wait_for("log", lambda: "a run begins" in machine.read(f"{KEPT}/log"))
+    boot = machine.read("/proc/sys/kernel/random/boot_id").strip().replace("-", "")
+    to = f"s3://b/mine/logs/AROA1:i-0aaaaaaaaaaaaaaaa/{boot}.txt.gz"
+    assert f"trainer s3 cp --only-show-errors - {to}\n" in called(machine, "aws")
+    machine.systemctl("stop", "elastic-logs.timer", "elastic-logs.service")
+    assert "a run ends" not in machine.read(f"{KEPT}/log")
+    machine.systemctl("stop", "elastic-last-logs.service", "elastic-trainer.service")
+    assert "a run ends" in machine.read(f"{KEPT}/log")
 
 
 def test_the_group_is_looked_after_until_the_run_has_ended(machine: Booted) -> None:

@@ -6,7 +6,7 @@
 #
 # What always holds:
 # 1. Private keys are made here and stay here. In the bucket are public keys, and the key that signs questions to agents,
-#    which every host needs.
+#    which every host needs. Of the user's secrets only their parameters' names are in the release.
 # 2. Keys stand under this machine's own name, which no other machine can write, and the release comes last: a worker
 #    that finds it finds all.
 # 3. Root changes nothing below a folder of trainer's: a symlink there would lead it to any file of this machine. So
@@ -71,7 +71,9 @@ if [[ ! -f $etc/released ]]; then
         }
     fi
     # What the run is: for standbys, which are booted with the same words.
-    install -m 644 "$etc/command" "$root/command"
+    for name in command environment secrets; do
+        if [[ -f $etc/$name ]]; then install -m 644 "$etc/$name" "$root/$name"; else rm -f "$root/$name"; fi
+    done
     printf "SLOTS='%s'\n" "$SLOTS" >"$root/run.env"
     archive=$(mktemp /var/tmp/release.XXXXXX)
     trap 'rm -f "$archive"' EXIT
@@ -84,7 +86,8 @@ fi
 
 # ---- the units ----
 
-install -m 644 "$root"/deploy/hosts/elastic-{poll,group,trainer,ended,diary}.service \
-    "$root"/deploy/hosts/elastic-{group,diary}.timer /etc/systemd/system/
+install -m 644 "$root"/deploy/hosts/elastic-{poll,group,trainer,ended,diary,logs,last-logs}.service \
+    "$root"/deploy/hosts/elastic-{group,diary,logs}.timer /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable --now --no-block elastic-poll.service elastic-group.timer elastic-diary.timer elastic-trainer.service
+systemctl enable --now --no-block elastic-last-logs.service elastic-poll.service elastic-group.timer elastic-diary.timer \
+    elastic-logs.timer elastic-trainer.service

@@ -12,6 +12,16 @@ trainer - memlock unlimited
 trainer - core 0
 EOF
 
+# What it says before a crash is there after it: logs.sh copies the journal.
+install -D -m 644 /dev/stdin /etc/systemd/journald.conf.d/elastic-trainer.conf <<'EOF'
+[Journal]
+Storage=persistent
+SystemMaxUse=500M
+EOF
+mkdir -p /var/log/journal
+systemd-tmpfiles --create --prefix /var/log/journal     # logs.sh, as trainer, may read it
+systemctl restart systemd-journald.service
+
 # The primary interface is called ens5, ens32 or enp39s0, as the instance type has it.
 interface=$("$(dirname "$0")/interface.sh")
 address=$(ip -4 -oneline address show dev "$interface" scope global | awk 'NR == 1 {sub("/.*", "", $4); print $4}')

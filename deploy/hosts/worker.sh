@@ -44,6 +44,7 @@ systemctl reload-or-restart sshd.service
 
 aws s3 cp --only-show-errors /etc/ssh/ssh_host_ed25519_key.pub "$store/hosts/$me"
 
-install -m 644 "$root"/deploy/hosts/elastic-{agent,standby}.service /etc/systemd/system/
+install -m 644 "$root"/deploy/hosts/elastic-{agent,standby,logs,last-logs}.service "$root/deploy/hosts/elastic-logs.timer" \
+    /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable --now --no-block elastic-agent.service elastic-standby.service
+systemctl enable --now --no-block elastic-last-logs.service elastic-agent.service elastic-standby.service elastic-logs.timer

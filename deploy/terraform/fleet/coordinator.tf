@@ -1,4 +1,7 @@
 # The one machine that is not spot. What it needs to resume after a reboot is on its disk; after its loss, in the bucket.
+#
+# What always holds: once it is there, nothing but -replace makes another one (README): no newer image, no setting, no
+# zone, and not that it is stopped.
 
 data "aws_ami" "chosen" {
   most_recent = true
@@ -10,6 +13,16 @@ data "aws_ami" "chosen" {
   }
 }
 
+# Not every zone offers every type: us-east-1e has no m6i.
+data "aws_ec2_instance_type_offerings" "coordinator" {
+  location_type = "availability-zone"
+
+  filter {
+    name   = "instance-type"
+    values = [var.coordinator_type]
+  }
+}
+
 data "aws_s3_objects" "code" {
   bucket   = var.bucket
   prefix   = "${var.name}/code.tar.gz"
@@ -17,6 +30,14 @@ data "aws_s3_objects" "code" {
 }
 
 locals {
+  coordinator_zones = [for zone in local.zones : zone if contains(data.aws_ec2_instance_type_offerings.coordinator.locations, zone)]
+
+  # EC2 refuses a root disk that is smaller than its image's snapshot; that of a Deep Learning image has 35 GB and more.
+  image_gb = max(0, [
+    for disk in data.aws_ami.chosen.block_device_mappings : try(tonumber(disk.ebs.volume_size), 0)
+    if disk.device_name == data.aws_ami.chosen.root_device_name
+  ]...)
+
   # What a machine's role is called by IAM's policies: aws:userid.
   coordinator_identity = "${aws_iam_role.machine["coordinator"].unique_id}:${aws_instance.coordinator.id}"
 
@@ -31,7 +52,7 @@ locals {
 resource "aws_instance" "coordinator" {
   ami                         = data.aws_ami.chosen.id
   instance_type               = var.coordinator_type
-  subnet_id                   = aws_subnet.zone[local.zones[0]].id
+  subnet_id                   = aws_subnet.zone[try(local.coordinator_zones[0], local.zones[0])].id
   vpc_security_group_ids      = [aws_security_group.coordinator.id]
   iam_instance_profile        = aws_iam_instance_profile.machine["coordinator"].name
   associate_public_ip_address = true
@@ -40,7 +61,11 @@ resource "aws_instance" "coordinator" {
   user_data = templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
     boot      = file("${path.module}/../../hosts/boot.sh")
     admin_key = var.admin_public_key
-    words     = var.command
+    files = {
+      command     = join("", [for word in var.command : "${word}\n"])
+      environment = join("", [for name, value in var.environment : "${name}=${value}\n"])
+      secrets     = join("", [for name, parameter in var.secrets : "${name}=${parameter}\n"])
+    }
     settings = merge(local.settings_of_all, {
       ROLE                = "coordinator"
       ROLE_ID             = aws_iam_role.machine["coordinator"].unique_id
@@ -68,7 +93,7 @@ resource "aws_instance" "coordinator" {
 
   root_block_device {
     volume_type = "gp3"
-    volume_size = 60
+    volume_size = max(60, local.image_gb + 40) # torch with CUDA, its wheels, the release and the diary
     encrypted   = true
   }
 
@@ -83,8 +108,19 @@ resource "aws_instance" "coordinator" {
       error_message = "s3://${var.bucket}/${var.name}/code.tar.gz is not there, so the coordinator would have nothing to run. Run: deploy/push.sh ${var.bucket} ${var.name} FOLDER_WITH_YOUR_SCRIPT"
     }
 
-    # A newer image, or another setting, replaces no coordinator in the midst of a run: -replace does (README).
-    ignore_changes = [ami, user_data]
+    precondition {
+      condition     = length(local.coordinator_zones) > 0
+      error_message = "No zone of ${join(", ", local.zones)} offers ${var.coordinator_type}. Set coordinator_type, or zones to some of: ${join(", ", sort(data.aws_ec2_instance_type_offerings.coordinator.locations))}"
+    }
+
+    precondition {
+      condition     = length(setintersection(keys(var.secrets), keys(var.environment))) == 0
+      error_message = "${join(", ", setintersection(keys(var.secrets), keys(var.environment)))} is in environment and in secrets. Take it out of environment: what stands there can be read in user data."
+    }
+
+    # A stopped machine has no public address, by which the provider believes that it never asked for one and replaces
+    # it (hashicorp/terraform-provider-aws#33775).
+    ignore_changes = [ami, user_data, associate_public_ip_address, subnet_id, root_block_device[0].volume_size]
   }
 
   # Also for the end: while machines have something to say, their way to the bucket stays.

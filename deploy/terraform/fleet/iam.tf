@@ -2,10 +2,18 @@
 # there (aws:userid is "<id of the role>:<id of the instance>"), so no machine can speak for another.
 
 locals {
+  account     = "${var.region}:${data.aws_caller_identity.me.account_id}"
   bucket      = "arn:${data.aws_partition.here.partition}:s3:::${var.bucket}"
   run         = "${local.bucket}/${var.name}"
   checkpoints = "${var.name}/checkpoints"
   group       = "${var.name}-workers"
+
+  # A parameter /aws/reference/secretsmanager/NAME is the secret NAME, whose ARN ends with six characters of AWS's.
+  parameters = [for name in values(var.secrets) : "arn:${data.aws_partition.here.partition}:ssm:${local.account}:parameter/${trimprefix(name, "/")}"]
+  secrets = [
+    for name in values(var.secrets) : "arn:${data.aws_partition.here.partition}:secretsmanager:${local.account}:secret:${trimprefix(name, "/aws/reference/secretsmanager/")}-??????"
+    if startswith(name, "/aws/reference/secretsmanager/")
+  ]
 }
 
 data "aws_iam_policy_document" "is_a_machine" {
@@ -21,7 +29,7 @@ data "aws_iam_policy_document" "is_a_machine" {
 
 resource "aws_iam_role" "machine" {
   for_each           = toset(["coordinator", "workers"])
-  name               = "${var.name}-${each.key}"
+  name               = "${var.name}-${var.region}-${each.key}" # IAM has one set of names for all regions
   assume_role_policy = data.aws_iam_policy_document.is_a_machine.json
 }
 
@@ -55,8 +63,45 @@ data "aws_iam_policy_document" "checkpoints" {
   }
 }
 
+# The secrets of the user's command (deploy/hosts/train.sh), each by its name, and no other. AWS's own keys need no
+# permission here: their policies let whoever may read the parameter.
+data "aws_iam_policy_document" "secrets" {
+  dynamic "statement" {
+    for_each = length(local.parameters) > 0 ? [local.parameters] : []
+
+    content {
+      actions   = ["ssm:GetParameter"]
+      resources = statement.value
+    }
+  }
+
+  dynamic "statement" {
+    for_each = length(local.secrets) > 0 ? [local.secrets] : []
+
+    content {
+      actions   = ["secretsmanager:GetSecretValue"]
+      resources = statement.value
+    }
+  }
+
+  dynamic "statement" {
+    for_each = length(var.secrets_keys) > 0 ? [var.secrets_keys] : []
+
+    content {
+      actions   = ["kms:Decrypt"]
+      resources = statement.value
+
+      condition {
+        test     = "StringEquals"
+        variable = "kms:ViaService"
+        values   = ["ssm.${var.region}.amazonaws.com", "secretsmanager.${var.region}.amazonaws.com"]
+      }
+    }
+  }
+}
+
 data "aws_iam_policy_document" "coordinator" {
-  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json]
+  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json]
 
   # discovery/ec2.py. None of these can be confined to some resources.
   statement {
@@ -70,7 +115,7 @@ data "aws_iam_policy_document" "coordinator" {
   # discovery/group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
   statement {
     actions   = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]
-    resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${var.region}:${data.aws_caller_identity.me.account_id}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
+    resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${local.account}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
   }
 
   statement {
@@ -101,7 +146,7 @@ data "aws_iam_policy_document" "coordinator" {
 }
 
 data "aws_iam_policy_document" "workers" {
-  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json]
+  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json]
 
   statement {
     actions   = ["s3:GetObject"]

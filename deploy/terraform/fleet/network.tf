@@ -1,5 +1,6 @@
 # One network with one way out. Workers without a public address have no use of that way: they reach S3 through the
-# endpoint, which costs nothing, and each other.
+# endpoint, which costs nothing, and each other. Secrets (var.secrets) they read through another endpoint, which costs
+# about 7 dollars a month, so that it is there only with secrets.
 
 data "aws_availability_zones" "open" {
   state = "available"
@@ -48,6 +49,43 @@ resource "aws_vpc_endpoint" "s3" {
   route_table_ids = [aws_route_table.fleet.id]
 }
 
+locals {
+  ssm = length(var.secrets) > 0 && !var.worker_internet
+}
+
+# One zone is enough: the coordinator's, without which nobody trains.
+resource "aws_vpc_endpoint" "ssm" {
+  count               = local.ssm ? 1 : 0
+  vpc_id              = aws_vpc.fleet.id
+  service_name        = "com.amazonaws.${var.region}.ssm"
+  vpc_endpoint_type   = "Interface"
+  subnet_ids          = [aws_instance.coordinator.subnet_id]
+  security_group_ids  = [aws_security_group.ssm[0].id]
+  private_dns_enabled = true
+  policy              = data.aws_iam_policy_document.through_ssm[0].json
+}
+
+data "aws_iam_policy_document" "through_ssm" {
+  count = local.ssm ? 1 : 0
+
+  statement {
+    actions   = ["ssm:GetParameter"]
+    resources = local.parameters
+
+    principals {
+      type        = "AWS"
+      identifiers = [for role in aws_iam_role.machine : role.arn]
+    }
+  }
+}
+
+resource "aws_security_group" "ssm" {
+  count       = local.ssm ? 1 : 0
+  name        = "${var.name}-ssm"
+  description = "The Parameter Store, reached by coordinator and workers"
+  vpc_id      = aws_vpc.fleet.id
+}
+
 resource "aws_subnet" "zone" {
   for_each          = { for index, zone in local.zones : zone => index }
   vpc_id            = aws_vpc.fleet.id
@@ -79,7 +117,16 @@ locals {
   https       = [443, 443]
   words       = [1024, 65535] # the driver, its rendezvous, Gloo and NCCL listen on ports that the kernel chooses
 
-  in = merge({
+  # The name ssm.REGION.amazonaws.com is the endpoint's in all of the network, so the coordinator goes there too.
+  in_for_secrets = !local.ssm ? {} : {
+    "secrets: https from workers"         = { at = aws_security_group.ssm[0].id, ports = local.https, group = local.workers }
+    "secrets: https from the coordinator" = { at = aws_security_group.ssm[0].id, ports = local.https, group = local.coordinator }
+  }
+  out_for_secrets = !local.ssm ? {} : {
+    "workers: secrets" = { at = local.workers, ports = local.https, group = aws_security_group.ssm[0].id }
+  }
+
+  in = merge(local.in_for_secrets, {
     "workers: ssh from the coordinator"        = { at = local.workers, ports = local.ssh, group = local.coordinator }
     "workers: the agent, from the coordinator" = { at = local.workers, ports = local.agent, group = local.coordinator }
     "workers: gradients"                       = { at = local.workers, ports = local.words, group = local.workers }
@@ -89,7 +136,7 @@ locals {
   })
 
   # AWS's own DNS, clock and metadata service are reached whatever stands here.
-  out = merge({
+  out = merge(local.out_for_secrets, {
     "coordinator: ssh to workers"       = { at = local.coordinator, ports = local.ssh, group = local.workers }
     "coordinator: the agents"           = { at = local.coordinator, ports = local.agent, group = local.workers }
     "coordinator: APIs, packages"       = { at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0" }

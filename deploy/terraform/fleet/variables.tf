@@ -65,6 +65,46 @@ variable "pip_extra_index_url" {
   }
 }
 
+variable "environment" {
+  type        = map(string)
+  default     = {}
+  description = "Variables of your command, e.g. { WANDB_PROJECT = \"gpt\" }. They stand in user data, so they must hold no secret: see secrets."
+
+  validation {
+    condition = alltrue([
+      for name, value in var.environment : can(regex("^[A-Za-z][A-Za-z0-9_]*$", name)) && can(regex("^[^\n]*$", value)) &&
+      !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name))
+    ]) && length(jsonencode(var.environment)) <= 4096
+    error_message = "environment must have variables' names and values without line breaks, of 4,096 characters in all, and none of HOME, PATH, AWS_REGION, AWS_DEFAULT_REGION, ELASTIC_TRAINER_… and HOROVOD_…, which are the fleet's."
+  }
+}
+
+variable "secrets" {
+  type        = map(string)
+  default     = {}
+  description = "Secret variables of your command, by the name of the SSM parameter that holds each, e.g. { WANDB_API_KEY = \"/gpt/wandb\" }; a secret of Secrets Manager is /aws/reference/secretsmanager/NAME. Terraform never reads a value."
+
+  validation {
+    condition = alltrue([
+      for name, parameter in var.secrets : can(regex("^[A-Za-z][A-Za-z0-9_]*$", name)) &&
+      can(regex("^/?[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", parameter)) &&
+      !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name))
+    ])
+    error_message = "secrets must have the names of variables, not the fleet's own (HOME, PATH, …), and the names of SSM parameters, e.g. { WANDB_API_KEY = \"/gpt/wandb\" }, never a value."
+  }
+}
+
+variable "secrets_keys" {
+  type        = list(string)
+  default     = []
+  description = "ARNs of your own KMS keys by which the secrets are encrypted; AWS's own keys (aws/ssm, aws/secretsmanager) need no entry."
+
+  validation {
+    condition     = alltrue([for key in var.secrets_keys : can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[a-z0-9-]+$", key))])
+    error_message = "secrets_keys must be ARNs of KMS keys, e.g. arn:aws:kms:eu-central-1:111122223333:key/…, not aliases."
+  }
+}
+
 # --- the workers ---
 
 variable "workers" {

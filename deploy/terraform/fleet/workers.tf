@@ -13,7 +13,7 @@ resource "aws_launch_template" "worker" {
   user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
     boot      = file("${path.module}/../../hosts/boot.sh")
     admin_key = null
-    words     = []
+    files     = {}
     settings = merge(local.settings_of_all, {
       ROLE     = "worker"
       ROLE_ID  = aws_iam_role.machine["workers"].unique_id
@@ -49,7 +49,7 @@ resource "aws_launch_template" "worker" {
 
     ebs {
       volume_type           = "gp3"
-      volume_size           = var.worker_disk_gb
+      volume_size           = max(var.worker_disk_gb, local.image_gb)
       encrypted             = true
       delete_on_termination = true
     }
