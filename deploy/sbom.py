@@ -41,7 +41,12 @@ def component(kind: str, name: str, version: str, purl: str, licences: list[dict
 
 def of_pypi(name: str, version: str) -> str:
     """Return the purl of a Python package."""
-    return f"pkg:pypi/{re.sub('[-_.]+', '-', name).lower()}@{quote(version)}"
+    return f"pkg:pypi/{normal(name)}@{quote(version)}"
+
+
+def normal(name: str) -> str:
+    """Return the one spelling of a Python package's name."""
+    return re.sub("[-_.]+", "-", name).lower()
 
 
 def of_python() -> Iterator[dict[str, Any]]:
@@ -50,7 +55,8 @@ def of_python() -> Iterator[dict[str, Any]]:
         said = found.metadata.json
         text = licence(said)
         as_said = {"expression": text} if said.get("license_expression") else {"license": {"name": text}}
-        name, purl = str(said["name"]), of_pypi(str(said["name"]), found.version)
+        name = normal(str(said["name"]))
+        purl = of_pypi(name, found.version)
         one = component("library", name, found.version, purl, [as_said] if text else [])
         if name in BUILT_FROM_SOURCE:
             one["pedigree"] = {"notes": "Built from source, which deploy/install.sh changes."}

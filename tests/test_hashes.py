@@ -225,6 +225,8 @@ def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
     named = [one["bom-ref"] for one in document["components"]]
     assert len(set(named)) == len(named)
     assert set(named) >= {sbom.of_pypi(one.metadata["Name"], one.version) for one in installed()}
+    assert [one["name"] for one in document["components"] if one["bom-ref"].startswith("pkg:pypi/")
+            and not one["purl"].startswith(f"pkg:pypi/{one['name']}@")] == []
     states = subprocess.run(["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}\n"], capture_output=True,
                             text=True, check=True).stdout.splitlines()
     assert sum(one.startswith("pkg:deb/") for one in named) == states.count("ii ")
