@@ -157,7 +157,7 @@ def zones_of(wish: Wish, open_zones: Iterable[str]) -> list[str]:
 def zones(
     wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]] | Unanswered
 ) -> list[Finding]:
-    """Check that each zone has some of the types, and the coordinator's zone its type.
+    """Check that each zone has some of the types, and one of them the coordinator's.
 
     `offers`: the types of each zone.
     """
@@ -192,25 +192,16 @@ def zones(
         nowhere = sorted(wanted - set().union(*(offers.get(zone, set()) for zone in chosen)))
         but = f", but none of them has {_listed(nowhere)}" if nowhere else ""
         found.append(well("zones", f"{_listed(chosen)} offer the types{but}."))
-    for_it = [zone for zone in open_zones if wish.coordinator_type in offers.get(zone, set())]
-    if chosen[0] in for_it:
-        found.append(well("coordinator", f"{chosen[0]} offers {wish.coordinator_type}."))
+    offering = [zone for zone in open_zones if wish.coordinator_type in offers.get(zone, set())]
+    if its := [zone for zone in chosen if zone in offering]:
+        found.append(well("coordinator", f"{its[0]} offers {wish.coordinator_type}."))
     else:
-        first = [
-            *[zone for zone in chosen if zone in for_it],
-            *[zone for zone in chosen if zone not in for_it],
-        ]
-        remedy = (
-            f"Set zones = {_quoted(first)}, or another coordinator_type, {IN_FILE}."
-            if first[0] in for_it
-            else f"Set another coordinator_type {IN_FILE}."
-        )
+        other = f"zones = {_quoted(offering)}, or " if offering else ""
         found.append(
             lacks(
                 "coordinator",
-                f"The coordinator's zone, {chosen[0]}, does not offer coordinator_type = "
-                f'"{wish.coordinator_type}".',
-                remedy,
+                f'{_listed(chosen)} do not offer coordinator_type = "{wish.coordinator_type}".',
+                f"Set {other}another coordinator_type {IN_FILE}.",
             )
         )
     return found
@@ -341,7 +332,7 @@ def _allows(
 
 
 def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind]) -> Finding:
-    """Check that the image is there, fits on the disk, and is for the types' processors."""
+    """Check that the image is there, and is for the types' processors."""
     if isinstance(found, Unanswered) and not found.code.startswith("InvalidAMIID"):
         return unanswered("image", found)
     if found is None or isinstance(found, Unanswered):
@@ -357,13 +348,6 @@ def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind
             f"The image {found.id} is {found.state}.",
             f"Wait, or set another image_id {IN_FILE}.",
         )
-    if found.snapshot_gb > wish.worker_disk_gb:
-        return lacks(
-            "image",
-            f"The image {found.id} needs a disk of {found.snapshot_gb} GB, and worker_disk_gb is "
-            f"{wish.worker_disk_gb}.",
-            f"Set worker_disk_gb = {found.snapshot_gb} or more {IN_FILE}.",
-        )
     named = [*dict.fromkeys([*wish.instance_types, wish.coordinator_type])]
     if unfit := [
         kind
@@ -376,10 +360,10 @@ def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind
             f"{'is' if len(unfit) == 1 else 'are'} for {'/'.join(known[unfit[0]].architectures)}.",
             f"Set image_id, or instance_types and coordinator_type, of one architecture {IN_FILE}.",
         )
+    disk_gb = max(wish.worker_disk_gb, found.snapshot_gb)  # as terraform/fleet/workers.tf has it
     return well(
         "image",
-        f"{found.id} ({found.architecture}, {found.snapshot_gb} GB) fits on "
-        f"{wish.worker_disk_gb} GB.",
+        f"{found.id} ({found.architecture}, {found.snapshot_gb} GB) is on disks of {disk_gb} GB.",
     )
 
 
