@@ -5,8 +5,9 @@ metadata service, disk, memory, GPUs → here → poller (signed JSON over HTTP)
 What always holds:
 1. Once draining, always draining: a notice is never taken back. A stop of this service is for this life only; the next
    one's answers have another `life`.
-2. An answer is signed with the run's key and the asker's nonce; whoever says something without a right signature, or with
-   a nonce that was used, is refused and counted. Nothing is parsed before its signature is checked; no pickle.
+2. An answer is signed with the fleet's key, as an answer to the asker's nonce (edge/seal.py); whoever says something
+   without a right signature, or with a nonce that was used, is refused and counted. Nothing is parsed before its
+   signature is checked; no pickle.
 3. What cannot be found out is not an illness: a machine without a metadata service is ready, and says so in `why`.
 4. A notice is never late because a disk or GPU hangs: health is examined in a thread of its own, and one that hangs is ill.
 5. Only processes of one user count as workers: the agent's own, or another that an agent of root's is told of. Anybody's
@@ -17,8 +18,6 @@ What always holds:
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import http.client
 import io
 import json
@@ -40,6 +39,7 @@ from typing import Any
 from elastic_trainer.discovery.hosts import Health
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.edge.gate import NO_DESCRIPTOR, Asked, Gate, head, refuse
+from elastic_trainer.edge.seal import Kind, is_sealed, seal
 
 WATCH_S = 1.0
 EXAMINE_S = 2.0
@@ -70,11 +70,6 @@ DOING = re.compile("(standby|waiting|step|reviving|finished)( [0-9]+)?")
 
 class AgentUnreachable(ConnectionError):
     """The agent did not answer, or what answers there does not have the run's key."""
-
-
-def sign(key: bytes, nonce: str, body: bytes) -> str:
-    """Return the hex HMAC-SHA256 of nonce and body."""
-    return hmac.new(key, nonce.encode(errors="replace") + b"\n" + body, hashlib.sha256).hexdigest()
 
 
 class Agent:
@@ -295,8 +290,8 @@ class AgentServer:
     def _begin(self, connection: socket.socket, _: str, asked: Asked, __: bytes) -> None:
         """Have a question answered if it is signed and new."""
         nonce = asked.headers.get(NONCE.lower(), "")
-        given = asked.headers.get(SIGNATURE.lower(), "").encode(errors="replace")
-        is_signed = hmac.compare_digest(given, sign(self.key, nonce, b"GET /health").encode())
+        given = asked.headers.get(SIGNATURE.lower(), "")
+        is_signed = is_sealed(given, self.key, Kind.QUESTION, nonce.encode(), b"GET /health")
         if not (f"{asked.method} {asked.path}" == "GET /health" and is_signed and self.is_new(nonce)):
             self.agent.refuse()
             return refuse(connection, 403)
@@ -312,7 +307,7 @@ class AgentServer:
         try:
             connection.settimeout(REQUEST_S)
             body = json.dumps(self.agent.health()).encode()
-            signature = f"{SIGNATURE}: {sign(self.key, nonce, body)}"
+            signature = f"{SIGNATURE}: {seal(self.key, Kind.HEALTH, nonce.encode(), body)}"
             connection.sendall(head(200, "OK", len(body), signature, "Connection: close") + body)
         except OSError:
             pass  # the poller has gone, or no descriptor is free: it asks again
@@ -326,9 +321,9 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
     nonce = secrets.token_hex(8)
     try:
         asked = clock()
-        status, headers, body = _get(address, {NONCE: nonce, SIGNATURE: sign(key, nonce, b"GET /health")}, timeout_s)
-        given = (headers.get(SIGNATURE) or "").encode(errors="replace")
-        if status != 200 or not hmac.compare_digest(given, sign(key, nonce, body).encode()):
+        signature = seal(key, Kind.QUESTION, nonce.encode(), b"GET /health")
+        status, headers, body = _get(address, {NONCE: nonce, SIGNATURE: signature}, timeout_s)
+        if status != 200 or not is_sealed(headers.get(SIGNATURE) or "", key, Kind.HEALTH, nonce.encode(), body):
             raise AgentUnreachable(f"what answers at {address} does not have the run's key ({status})")
         says = json.loads(body)
         off = float(says["time"]) - (asked + clock()) / 2

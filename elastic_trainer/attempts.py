@@ -117,10 +117,8 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         attempt += 1
         told = log.read()
         progress = told.newest_step, told.newest_checkpoint
-        # Every attempt has a key of its own: what an older one's strangers or zombies know is worth nothing now.
         env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
                             "ELASTIC_TRAINER_RUN_ID": run_id,
-                            "ELASTIC_TRAINER_KEY": secrets.token_hex(32),
                             "ELASTIC_TRAINER_HAD_HOSTS": str(int(told.has_had_hosts)),
                             "ELASTIC_TRAINER_NEWEST_STEP": str(told.newest_step),
                             "ELASTIC_TRAINER_RESUME_STEP": str(told.newest_checkpoint),

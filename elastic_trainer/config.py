@@ -96,7 +96,8 @@ class Launch:
     driver: str | None = None
     """host:port of our driver's control plane; None under plain horovodrun or alone."""
     key: bytes = field(default=b"", repr=False)
-    """Signs every word between worker and driver. Never printed, never on a command line."""
+    """Signs every word between this worker and the driver; no other worker has it (edge/seal.py). Never printed, never on a
+    command line."""
     worker: str = ""
     """This worker's name at the driver: unique for each process, `host/slot/number`."""
     host: str = "localhost"

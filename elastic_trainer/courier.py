@@ -59,8 +59,8 @@ class Courier:
 
     def __init__(self, launch: Launch):
         assert launch.driver is not None
-        self.worker, self.patience_s = launch.worker, launch.limits.driver_lost_s
-        self._client = DriverClient(launch.driver, launch.key, timeout_s=launch.limits.driver_lost_s / 2)
+        self.patience_s = launch.limits.driver_lost_s
+        self._client = DriverClient(launch.driver, launch.worker, launch.key, launch.limits.driver_lost_s / 2)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, str]] = deque()
         self._name, self._number = secrets.token_hex(8), 0  # a process that starts anew in place has another one
@@ -85,7 +85,7 @@ class Courier:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 number, line = self._waiting[0]
             try:
-                answer = self._client.ask({"worker": self.worker, "courier": self._name, "number": number, "line": line})
+                answer = self._client.ask({"courier": self._name, "number": number, "line": line})
             except DriverUnreachable:
                 time.sleep(RETRY_S)
                 continue

@@ -73,6 +73,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.courier import Desk, LineRefused, TooEarly
 from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
+from elastic_trainer.edge.seal import worker_key
 from elastic_trainer.edge.strangers import Strangers
 from elastic_trainer.events import Events
 from elastic_trainer.lines import lines_of
@@ -324,7 +325,8 @@ class MendedDriver:
 
     def __init__(self, settings: Any, env: dict[str, str], command: list[str], events: Events):
         self.settings, self.env, self.command, self.events = settings, env, command, events
-        self.key = bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")) or secrets.token_bytes(32)
+        self.key = secrets.token_bytes(32)
+        """Of this attempt: what zombies of an older one know is worth nothing. It is in this process's memory only."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Something has happened: the main thread decides."""
@@ -654,7 +656,7 @@ class MendedDriver:
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "PYTHONUNBUFFERED": "1",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
             "ELASTIC_TRAINER_DRIVER": f"{self.address}:{self.server.server_port}",
-            "ELASTIC_TRAINER_KEY": self.key.hex(), "ELASTIC_TRAINER_WORKER": start.worker}
+            "ELASTIC_TRAINER_KEY": worker_key(self.key, start.worker).hex(), "ELASTIC_TRAINER_WORKER": start.worker}
         try:
             is_remote = not self.is_here[start.host]
             command = through_shim(self.command, env, not is_remote)

@@ -226,7 +226,7 @@ class OurDriver:
         self._lost = False
         self._heard_at = time.monotonic()
         """When the driver answered last, whomever of us."""
-        self._main = DriverClient(launch.driver, launch.key, timeout_s=self.limits.driver_lost_s / 2)
+        self._main = DriverClient(launch.driver, launch.worker, launch.key, timeout_s=self.limits.driver_lost_s / 2)
         self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def start(self, holds_state: bool, step: int, arithmetic: Arithmetic | None = None) -> None:
@@ -249,13 +249,13 @@ class OurDriver:
         with self._lock:
             self._status.update(changes)
             self._count += 1
-            return {"worker": self.launch.worker, "count": self._count, "pid": os.getpid(), "time": time.time(),
+            return {"count": self._count, "pid": os.getpid(), "time": time.time(),
                     "meets_at_once": self.meets_at_once,
                     "saves": saves, "published": published, **self._status}
 
     def _beat(self) -> None:
         assert self.launch.driver is not None
-        client = DriverClient(self.launch.driver, self.launch.key, timeout_s=self.limits.silence_s / 2)
+        client = DriverClient(self.launch.driver, self.launch.worker, self.launch.key, timeout_s=self.limits.silence_s / 2)
         version = ""
         while True:
             words = self._words()
@@ -405,7 +405,7 @@ class OurDriver:
     def revive_soon(self) -> None:
         """Say that this process is about to start anew in place (from whatever thread notices it)."""
         assert self.launch.driver is not None
-        client = DriverClient(self.launch.driver, self.launch.key, timeout_s=0.5)
+        client = DriverClient(self.launch.driver, self.launch.worker, self.launch.key, timeout_s=0.5)
         try:
             client.ask({**self._words(phase="reviving"), "hold_s": 0, "seen": ""})
         except DriverUnreachable:

@@ -78,7 +78,7 @@ def take(command: list[str]) -> socket.socket | None:
     for path in waiting:
         keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keeper.settimeout(ANSWER_S)
-        place = os.memfd_create("place")  # in memory only: it holds the run's key
+        place = os.memfd_create("place")  # in memory only: it holds the worker's key
         try:
             os.write(place, json.dumps(dict(os.environ)).encode())
             keeper.connect(str(path))

@@ -3,25 +3,24 @@
 liveness (worker) → here → edge/gate.py → here → driver
 
 What always holds:
-1. A body is JSON under an HMAC-SHA256 of the run's key, checked before it is parsed; no pickle on either side (F10).
-2. A reply is signed together with the asker's nonce, so an old reply cannot be played back.
-3. A word counts once, and one that comes again from another address is refused.
-4. Who has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no thread (edge/gate.py). Its first
+1. A body is JSON under an HMAC-SHA256 of its worker's key, checked before it is parsed; no pickle on either side (F10).
+2. An answer is signed as an answer, together with the nonce of its question (edge/seal.py): an old answer, another
+   worker's, or the question itself sent back is none.
+3. A worker speaks for itself alone: its key is its own, its name is signed, and a word in another name is refused.
+4. A word is heard once: a nonce that comes again is refused, before a thread begins.
+5. Who has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no thread (edge/gate.py). Its first
    word has at most MOST_FIRST_BYTES: a client with a longer one sends an empty word before it.
-5. The number of connections is bounded, with the key and without, by what the run expects. One more than that closes the
+6. The number of connections is bounded, with the key and without, by what the run expects. One more than that closes the
    one that has been silent for the longest time, of the address that has the most.
-6. Bodies are at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
+7. Bodies are at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
 
 What it does not do: hide the words (they hold no secret: ranks, steps, ports), or protect Gloo's own traffic.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import http.client
 import json
-import secrets
 import socket
 import threading
 import time
@@ -30,6 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_trainer.edge.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
+from elastic_trainer.edge.seal import Kind, Seen, Session, is_sealed, seal, worker_key
 
 MAX_BODY_BYTES = 1 << 20
 MOST_FIRST_BYTES = 4096
@@ -42,35 +42,27 @@ CONNECTIONS_EACH = 4
 """A worker holds three (heartbeats, its main thread, its courier), and opens one more when it starts anew in place."""
 SIGNATURE = "X-Elastic-Signature"
 NONCE = "X-Elastic-Nonce"
+WORKER = "X-Elastic-Worker"
 
 
 class DriverUnreachable(ConnectionError):
-    """The driver did not answer, or what answered does not have the run's key."""
+    """The driver did not answer, or what answered does not have this worker's key."""
 
 
 class WordRefused(Exception):
     """A word that is signed and still not its sender's; the text says why."""
 
 
-def sign(key: bytes, nonce: str, body: bytes) -> str:
-    """Return the hex HMAC-SHA256 of nonce and body."""
-    return hmac.new(key, nonce.encode(errors="replace") + b"\n" + body, hashlib.sha256).hexdigest()
-
-
-def _is_signed(signature: str, key: bytes, nonce: str, body: bytes) -> bool:
-    return hmac.compare_digest(signature.encode(errors="replace"), sign(key, nonce, body).encode())
-
-
 class DriverClient:
-    """One kept-open connection to the driver. Not for use by two threads."""
+    """A worker's kept-open connection to the driver, with the worker's own key. Not for use by two threads."""
 
-    def __init__(self, address: str, key: bytes, timeout_s: float):
+    def __init__(self, address: str, worker: str, key: bytes, timeout_s: float):
         host, _, port = address.rpartition(":")
-        self.address, self.key = address, key
+        self.address, self.worker, self.key, self.session = address, worker, key, Session()
         self._connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
 
     def ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        """Send words and return the driver's. Raises DriverUnreachable.
+        """Send words, with the worker's name, and return the driver's. Raises DriverUnreachable.
 
         A connection that was kept open may have been closed at the other end since: then the words go once more, over
         a new one. That is safe, since every word has a number and counts once.
@@ -84,7 +76,7 @@ class DriverClient:
         return self._ask(words)
 
     def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        body = json.dumps(words).encode()
+        body = json.dumps({"worker": self.worker, **words}).encode()
         try:
             if self._connection.sock is None:
                 self._connection.connect()
@@ -101,14 +93,15 @@ class DriverClient:
             raise DriverUnreachable(f"the driver at {self.address} cannot be reached: {error!r}") from error
 
     def _exchange(self, body: bytes) -> bytes:
-        nonce = secrets.token_hex(8)
-        headers = {NONCE: nonce, SIGNATURE: sign(self.key, nonce, body)}
+        nonce = self.session.nonce()
+        signed = self.worker.encode(), nonce.encode()
+        headers = {WORKER: self.worker, NONCE: nonce, SIGNATURE: seal(self.key, Kind.WORD, *signed, body)}
         self._connection.request("POST", "/word", body, headers)
         response = self._connection.getresponse()
         answer = response.read(MAX_BODY_BYTES)
         if response.status != 200:
             raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
-        if not _is_signed(response.headers.get(SIGNATURE, ""), self.key, nonce, answer):
+        if not is_sealed(response.headers.get(SIGNATURE, ""), self.key, Kind.ANSWER, *signed, answer):
             raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
         return answer
 
@@ -118,7 +111,8 @@ class DriverClient:
 
 
 class WordServer:
-    """The driver's end: hands each signed word to `answer(words, address)`, in a thread for each connection with the key.
+    """The driver's end, with the run's key: hands each signed word to `answer(words, address)`, in a thread for each
+    connection with a worker's key.
 
     `expected` returns the number of connections of all workers that the run may have now.
     """
@@ -126,6 +120,7 @@ class WordServer:
     def __init__(self, bind: str, key: bytes, answer: Callable[[dict[str, Any], str], dict[str, Any]],
                  refused: Callable[[str, str], None], expected: Callable[[], int] = lambda: SPARE):
         self.key, self.answer, self.refused, self.expected = key, answer, refused, expected
+        self.seen = Seen()
         self.served = Crowd()
         """The connections with the key, by address; of each address those first that have been silent the longest."""
         self._lock = threading.Lock()
@@ -148,7 +143,9 @@ class WordServer:
 
     def _begin(self, connection: socket.socket, address: str, asked: Asked, rest: bytes) -> None:
         """Give a connection a thread if its first word is signed."""
-        if why := self._why_refused(asked):
+        worker = asked.headers.get(WORKER.lower(), "")
+        key = worker_key(self.key, worker)
+        if why := self._why_refused(asked, worker, key):
             self.refused(address, why)
             return refuse(connection, 403)
         with self._lock:
@@ -156,15 +153,19 @@ class WordServer:
             if self.served.size > SPARE + self.expected():
                 self._drop_longest_silent()
         try:
-            threading.Thread(target=self._serve, args=(connection, address, asked, rest), daemon=True).start()
+            served = connection, address, worker, key
+            threading.Thread(target=self._serve, args=(*served, asked, rest), daemon=True).start()
         except RuntimeError:  # no thread to be had
             self._end(connection, address)
 
-    def _why_refused(self, asked: Asked) -> str:
+    def _why_refused(self, asked: Asked, worker: str, key: bytes) -> str:
         if asked.method != "POST":
             return "bytes that are no word"
-        signed = asked.headers.get(SIGNATURE.lower(), ""), self.key, asked.headers.get(NONCE.lower(), ""), asked.body
-        return "" if _is_signed(*signed) else "signature does not match"
+        nonce, signature = asked.headers.get(NONCE.lower(), ""), asked.headers.get(SIGNATURE.lower(), "")
+        if not is_sealed(signature, key, Kind.WORD, worker.encode(), nonce.encode(), asked.body):
+            return "signature does not match"
+        with self._lock:
+            return "" if self.seen.is_new(worker, nonce) else "a word that was said before"
 
     def _drop_longest_silent(self) -> None:
         address, connection = self.served.oldest_of_most()
@@ -172,20 +173,23 @@ class WordServer:
         with suppress(OSError):  # its thread reads the end, and closes it
             connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, connection: socket.socket, address: str, asked: Asked | None, rest: bytes) -> None:
-        """Answer the words of one connection to its end."""
+    def _serve(self, connection: socket.socket, address: str, worker: str, key: bytes, asked: Asked | None,
+               rest: bytes) -> None:
+        """Answer the words of one connection, which is one worker's, to its end."""
         received = bytearray(rest)
         try:
             connection.settimeout(IDLE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while asked:
-                answer = json.dumps(self.answer(json.loads(asked.body), address) if asked.body else {}).encode()
-                signed = f"{SIGNATURE}: {sign(self.key, asked.headers.get(NONCE.lower(), ''), answer)}"
-                connection.sendall(head(200, "OK", len(answer), signed) + answer)
+                words = own_words(asked.body, worker) if asked.body else None
+                answer = json.dumps(self.answer(words, address) if words else {}).encode()
+                nonce = asked.headers.get(NONCE.lower(), "")
+                signature = seal(key, Kind.ANSWER, worker.encode(), nonce.encode(), answer)
+                connection.sendall(head(200, "OK", len(answer), f"{SIGNATURE}: {signature}") + answer)
                 with self._lock:
                     self.served.touch(address, connection)
                 asked = next_word(connection, received)
-                if asked and (why := self._why_refused(asked)):
+                if asked and (why := self._why_refused(asked, worker, key)):
                     raise WordRefused(why)
         except (WordRefused, NoRequest) as error:
             self.refused(address, str(error))
@@ -199,6 +203,14 @@ class WordServer:
         with self._lock:
             self.served.remove(address, connection)
         connection.close()
+
+
+def own_words(body: bytes, worker: str) -> dict[str, Any]:
+    """Return what a worker says of itself. Raises WordRefused for what it says in another's name, and ValueError."""
+    words = json.loads(body)
+    if not isinstance(words, dict) or words.get("worker") != worker:
+        raise WordRefused(f"a word of {worker}'s in another name")
+    return words
 
 
 def next_word(connection: socket.socket, received: bytearray) -> Asked | None:

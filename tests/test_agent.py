@@ -49,6 +49,7 @@ from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.edge.gate import SPARE
+from elastic_trainer.edge.seal import Kind, seal
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
@@ -277,7 +278,7 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
     def status(nonce: str) -> int:
         connection = http.client.HTTPConnection(here_and_there[0], int(here_and_there[1]), timeout=5)
         connection.request("GET", "/health", headers={
-            "X-Elastic-Nonce": nonce, "X-Elastic-Signature": agent_module.sign(KEY, nonce, b"GET /health")})
+            "X-Elastic-Nonce": nonce, "X-Elastic-Signature": seal(KEY, Kind.QUESTION, nonce.encode(), b"GET /health")})
         return connection.getresponse().status
 
     assert [status("once"), status("once"), status("another")] == [200, 403, 200]
@@ -290,6 +291,25 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
     assert [server.is_new(nonce) for nonce in "abcbdab"] == [True, True, True, False, True, True, True]
     server.server_close()
     assert len(server._known) == 3
+
+
+def test_a_question_that_is_sent_back_is_no_answer() -> None:
+    """Its signature was right for the same bytes as an answer; the poller must not read a body that no agent has signed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def mirror() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard = b""
+                while b"\r\n\r\n" not in heard:
+                    heard += connection.recv(4096)
+                signature = next(line for line in heard.split(b"\r\n") if line.startswith(b"X-Elastic-Signature"))
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + signature + b"\r\n\r\nGET /health")
+
+        thread = threading.Thread(target=mirror)
+        thread.start()
+        with pytest.raises(AgentUnreachable, match="does not have the run's key"):
+            ask(f"127.0.0.1:{listener.getsockname()[1]}", KEY, PATIENCE_S)
+        thread.join()
 
 
 FEW = 48

@@ -15,6 +15,7 @@ from faults import Plan
 
 from elastic_trainer.config import Launch, Limits
 from elastic_trainer.courier import Courier, Desk, new_run_id, shares_runs
+from elastic_trainer.edge.seal import worker_key
 from elastic_trainer.events import Events, read_events
 from elastic_trainer.wire import WordRefused, WordServer
 
@@ -31,7 +32,7 @@ class Office:
         self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}", key=KEY, worker="a/0/1",
+        self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0))
 
     def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
@@ -123,6 +124,17 @@ def test_a_worker_writes_of_itself_only(bad: str) -> None:
         desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": bad})
     desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": line()})
     assert lines == [line()]
+
+
+def test_a_worker_cannot_silence_its_neighbour() -> None:
+    """It may know the name of its neighbour's courier; a high number under that name hid all of the neighbour's lines."""
+    lines: list[str] = []
+    desk = Desk(lines.append, attempt=1)
+    neighbours = {"worker": "b/0/2", "courier": "x", "number": 10**9, "line": line(worker="b/0/2")}
+    own = {"worker": "a/0/1", "courier": "x", "number": 1, "line": line()}
+    desk.take(neighbours)
+    desk.take(own)
+    assert lines == [neighbours["line"], own["line"]]
 
 
 @pytest.mark.parametrize(("there", "told", "shared"),

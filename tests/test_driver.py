@@ -37,10 +37,12 @@ from elastic_trainer.driver import (
     stop_deadline,
     way_to,
 )
+from elastic_trainer.edge.seal import worker_key
 from elastic_trainer.events import Events
 from elastic_trainer.lines import MAX_LINE_BYTES
 from elastic_trainer.membership import End, Phase, Start, Worker
 from elastic_trainer.place import own_address_towards
+from elastic_trainer.wire import DriverClient, DriverUnreachable, WordServer
 
 DEADLINE_S = 60.0
 SECRET = "5ec4e75ec4e7"
@@ -681,3 +683,67 @@ def test_a_wrong_clock_is_told_once(spoken: Callable[..., list[tuple[str, dict[s
     [(event, facts)] = spoken(0.2, off_s=-240.0)
     assert (event, facts["host"], round(facts["off_s"])) == ("driver.clock_differs", "a", -240)
     assert spoken(0.2, off_s=-240.0) == []
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def starting(ssh: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[MendedDriver, dict[str, str]]]]:
+    """Start a worker on each host; return the driver, and the environment of each worker, by its name."""
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None, ssh_port=None,
+                              ssh_identity_file=None)
+    command = ["sh", "-c", "tr '\\0' '\\n' < /proc/$$/environ > $0/${ELASTIC_TRAINER_WORKER##*/}; echo >> $0/ready; "
+               "exec sleep 1000", str(tmp_path)]
+    driver = MendedDriver(numbers, {"ELASTIC_TRAINER_KEY": "11" * 32, "PATH": os.defpath}, command, Events(None))
+    driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted", "as planned: nothing is decided")
+    driver.server = WordServer(driver.address, driver.key, driver._answer, driver._refused)
+    threading.Thread(target=driver.server.serve_forever, daemon=True).start()
+
+    def start(*hosts: str) -> tuple[MendedDriver, dict[str, str]]:
+        driver.is_here = {host: host != FAR for host in hosts}
+        for number, host in enumerate(hosts):
+            name = f"{host}/0/{number}"
+            driver.membership.hosts_listed(dict.fromkeys(hosts, 1))
+            driver.membership.workers[name] = Worker(name, host, 0, 0.0, 0.0)
+            driver._start(Start(host, 0, name))
+        until(lambda: (tmp_path / "ready").is_file() and (tmp_path / "ready").stat().st_size == len(hosts))
+        return driver, {f"{host}/0/{number}": (tmp_path / str(number)).read_text() for number, host in enumerate(hosts)}
+
+    yield start
+    with driver.changed:
+        for process in driver.processes.values():
+            process.stop(True, 0)
+    until(lambda: not driver.processes)
+    driver.server.shutdown()
+    driver.server.server_close()
+
+
+def test_a_worker_has_its_own_key_and_not_the_runs(starting: Callable[..., Any]) -> None:
+    """Here and over ssh. What its driver was started with says nothing: that is in /proc for each worker on its host."""
+    driver, environments = starting("127.0.0.1", "127.0.0.2", FAR)
+    for name, environment in environments.items():
+        has = {who for who in environments if worker_key(driver.key, who).hex() in environment}
+        assert has == {name} and driver.key.hex() not in environment and "11" * 32 not in environment
+    assert driver.key != bytes.fromhex("11" * 32)
+
+
+def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[..., Any]) -> None:
+    """No heartbeat, no event, no last word: neither its life, nor its death, nor its error is another's to tell."""
+    driver, environments = starting("127.0.0.1", "127.0.0.2")
+    one, other = environments
+    own = bytes.fromhex(environments[one].partition("ELASTIC_TRAINER_KEY=")[2].partition("\n")[0])
+    neighbour = driver.membership.workers[other]
+    neighbour.phase = Phase.STANDBY
+    before = repr(vars(neighbour))
+    address = f"127.0.0.1:{driver.server.server_port}"
+    word = {"count": 1, "phase": "standby", "generation": 0, "error": "it was me"}
+    line = {"courier": "x", "number": 1, "line": "{}"}
+    for said in (word, line, word | {"phase": "reviving"}, word | {"machine": {}}):
+        for who, words in ((other, said), (one, said | {"worker": other})):
+            with pytest.raises(DriverUnreachable, match="403"):
+                DriverClient(address, who, own, DEADLINE_S).ask(words)
+    assert repr(vars(neighbour)) == before and not driver.membership.user_error
+    neighbours = worker_key(driver.key, other)
+    DriverClient(address, other, neighbours, DEADLINE_S).ask({"count": 1, "phase": "standby", "generation": 0})
+    assert neighbour.count == 1

@@ -22,6 +22,7 @@ from elastic_trainer.config import Launch, Limits
 from elastic_trainer.courier import BURST_S, BYTES_PER_S, LINES_PER_S, Courier, Desk, LineRefused, TooEarly
 from elastic_trainer.discovery import agent
 from elastic_trainer.driver import MendedDriver
+from elastic_trainer.edge.seal import Kind, seal, worker_key
 from elastic_trainer.events import Events, last_attempt, newest_attempt, read_events
 from elastic_trainer.membership import Membership, Phase, Worker
 from elastic_trainer.past import COUNTED_BY, Follower, past_of
@@ -350,7 +351,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     driver.desk.take = too_early_at_first  # type: ignore[method-assign]
     server = WordServer("127.0.0.1", KEY, driver._answer, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    courier = Courier(Launch(driver=f"127.0.0.1:{server.server_port}", key=KEY, worker="a/0/1",
+    courier = Courier(Launch(driver=f"127.0.0.1:{server.server_port}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0)))
     courier.take(json.dumps(COMMITTED | {"step": "one"}))
     courier.take(json.dumps(COMMITTED))
@@ -376,7 +377,7 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
 
     def get(address: str, headers: dict[str, str], timeout_s: float) -> tuple[int, dict[str, str], bytes]:
         body = json.dumps(says).encode()
-        return 200, {agent.SIGNATURE: agent.sign(KEY, headers[agent.NONCE], body)}, body
+        return 200, {agent.SIGNATURE: seal(KEY, Kind.HEALTH, headers[agent.NONCE].encode(), body)}, body
 
     monkeypatch.setattr(agent, "_get", get)
     with pytest.raises(agent.AgentUnreachable):

@@ -195,7 +195,7 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         refused = {reason for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")
                    for reason in e["reason"].split("; ")}
     assert knocked >= 12 * WORDS  # sshd, the agent and the worker's door on each host, sshd and two ports of the driver's
-    assert {"signature does not match", "a word of another's, played back", "not a member of this generation",
+    assert {"signature does not match", "a word that was said before", "not a member of this generation",
             "bytes that are no word"} <= refused
     assert not (tmp_path / "executed").exists()
     assert slower["waited_s"] > slower["step_s"] / 2

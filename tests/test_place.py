@@ -17,6 +17,7 @@ import pytest
 from ports import free_port
 
 from elastic_trainer.config import ConfigError, Launch, Limits
+from elastic_trainer.edge.seal import worker_key
 from elastic_trainer.place import (
     Alone,
     Dismissed,
@@ -32,7 +33,8 @@ from elastic_trainer.place import (
 )
 from elastic_trainer.wire import WordServer
 
-KEY = b"the key of this run"
+RUN_KEY = b"the key of this run"
+KEY = worker_key(RUN_KEY, "a/0/1")
 LIMITS = Limits(beat_s=0.02, silence_s=120.0, driver_lost_s=60.0)
 SOON_LOST = replace(LIMITS, driver_lost_s=0.3)
 DEADLINE_S = 60.0
@@ -47,7 +49,7 @@ class Script:
         self.heard: list[Words] = []
         self.news: Words | Callable[[Words], Words] = {}
         self.changed = threading.Condition()
-        self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
+        self.server = WordServer("127.0.0.1", RUN_KEY, self.answer, lambda *_: None)
         self.address = f"127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

@@ -6,6 +6,7 @@ import errno
 import http.client
 import json
 import pickle
+import secrets
 import socket
 import threading
 import time
@@ -21,18 +22,21 @@ from netlab import wait_for
 from ports import free_port
 
 from elastic_trainer.edge.gate import SPARE, NoRequest, request_in
+from elastic_trainer.edge.seal import Kind, Session, seal, worker_key
 from elastic_trainer.wire import (
     MAX_BODY_BYTES,
     NONCE,
     SIGNATURE,
+    WORKER,
     DriverClient,
     DriverUnreachable,
     WordRefused,
     WordServer,
-    sign,
 )
 
 KEY = b"the key of this run"
+NAME = "a/0/1"
+OWN = worker_key(KEY, NAME)
 TIMEOUT_S = 10.0
 
 
@@ -41,6 +45,7 @@ class Ear:
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
+        self.said_by: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.released = threading.Event()
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *said: self.refused.append(said))
@@ -48,6 +53,7 @@ class Ear:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
+        self.said_by.append(words.pop("worker"))
         self.heard.append(words)
         if words.get("refuse"):
             raise WordRefused(words["refuse"])
@@ -55,8 +61,8 @@ class Ear:
             assert self.released.wait(TIMEOUT_S)
         return {"heard": words, "from": address}
 
-    def client(self, key: bytes = KEY) -> DriverClient:
-        return DriverClient(self.address, key, TIMEOUT_S)
+    def client(self, key: bytes = OWN, name: str = NAME) -> DriverClient:
+        return DriverClient(self.address, name, key, TIMEOUT_S)
 
     def close(self) -> None:
         self.released.set()
@@ -87,9 +93,16 @@ def post(body: bytes, **headers: bytes) -> bytes:
     return b"POST /word HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % line for line in lines.items()) + b"\r\n" + body
 
 
-def signed(body: bytes, key: bytes = KEY, nonce: str = "n") -> bytes:
-    """Write a request under a key."""
-    return post(body, **{NONCE: nonce.encode(), SIGNATURE: sign(key, nonce, body).encode()})
+def nonce() -> str:
+    """Return a nonce of a session of its own."""
+    return f"{secrets.token_hex(8)}-1"
+
+
+def signed(body: bytes, key: bytes = OWN, name: str = NAME, said: bytes | None = None, **headers: bytes) -> bytes:
+    """Write a request under a key; `said` is what is signed, where that is not the body."""
+    number = nonce().encode()
+    signature = seal(key, Kind.WORD, name.encode(), number, body if said is None else said).encode()
+    return post(body, **({WORKER: name.encode(), NONCE: number, SIGNATURE: signature} | headers))
 
 
 class Play:
@@ -152,8 +165,16 @@ REFUSED = {
     "unsigned": post(b"{}"),
     "rubbish": post(bytes(range(256))),
     "signed by another": signed(b"{}", key=b"another key"),
-    "signature of other words": post(b'{"a": 1}', **{NONCE: b"n", SIGNATURE: sign(KEY, "n", b"{}").encode()}),
-    "signature of another nonce": post(b"{}", **{NONCE: b"m", SIGNATURE: sign(KEY, "n", b"{}").encode()}),
+    "signature of other words": signed(b'{"a": 1}', said=b"{}"),
+    "signature of another nonce": signed(b"{}", **{NONCE: nonce().encode()}),
+    "signature of another name": signed(b"{}", **{WORKER: b"a/0/2"}),
+    "no name": signed(b"{}", **{WORKER: b""}),
+    "another kind of signature": post(b"{}", **{WORKER: NAME.encode(), NONCE: b"0123456789abcdef-1", SIGNATURE: seal(
+        OWN, Kind.ANSWER, NAME.encode(), b"0123456789abcdef-1", b"{}").encode()}),
+    "a nonce that is none": post(b"{}", **{WORKER: NAME.encode(), NONCE: b"n", SIGNATURE: seal(
+        OWN, Kind.WORD, NAME.encode(), b"n", b"{}").encode()}),
+    "no words": signed(b"[]"),
+    "words in no name": signed(b"{}"),
     "signature that is no ASCII": post(b"{}", **{SIGNATURE: b"\xe9"}),
     "too long": post(b"", Content_Length=str(MAX_BODY_BYTES + 1).encode()),
     "negative length": post(b"", Content_Length=b"-1"),
@@ -204,10 +225,10 @@ def test_nothing_is_executed_when_a_pickle_arrives(ear: Ear, tmp_path: Path, has
 
 def test_an_answer_is_taken_only_by_its_asker_when_it_was_recorded(ear: Ear) -> None:
     """A reply is signed with the asker's nonce: played back to another question it is a stranger's."""
-    recorded = send(ear.address, signed(b'{"n": 1}', nonce="of another question"))
+    recorded = send(ear.address, signed(b'{"worker": "a/0/1", "n": 1}'))
     assert recorded.startswith(b"HTTP/1.1 200 ")
     with Play(recorded) as stranger, pytest.raises(DriverUnreachable, match="does not have this run's key"):
-        DriverClient(stranger.address, KEY, TIMEOUT_S).ask({"n": 1})
+        DriverClient(stranger.address, NAME, OWN, TIMEOUT_S).ask({"n": 1})
 
 
 FALSE_ANSWERS = {
@@ -224,20 +245,20 @@ FALSE_ANSWERS = {
 def test_the_driver_counts_as_unreachable_when_something_else_answers(kind: str) -> None:
     """Whatever listens there without the key is as good as nobody; the worker gets one kind of error."""
     with Play(FALSE_ANSWERS[kind]) as stranger, pytest.raises(DriverUnreachable):
-        DriverClient(stranger.address, KEY, TIMEOUT_S).ask({})
+        DriverClient(stranger.address, NAME, OWN, TIMEOUT_S).ask({})
 
 
 def test_the_driver_counts_as_unreachable_when_nobody_listens() -> None:
     """The error names the address."""
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(DriverUnreachable, match=address):
-        DriverClient(address, KEY, TIMEOUT_S).ask({})
+        DriverClient(address, NAME, OWN, TIMEOUT_S).ask({})
 
 
 def test_the_client_gives_up_when_the_driver_is_frozen() -> None:
     """A connection that nobody serves ends after the client's own time-out."""
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(DriverUnreachable):
-        DriverClient(f"127.0.0.1:{listener.getsockname()[1]}", KEY, timeout_s=0.05).ask({})
+        DriverClient(f"127.0.0.1:{listener.getsockname()[1]}", NAME, OWN, timeout_s=0.05).ask({})
 
 
 def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None:
@@ -256,12 +277,6 @@ def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None
     assert client.ask({"n": 2}) == {"heard": "you"}
 
 
-def test_the_signature_changes_when_anything_signed_does() -> None:
-    """Key, nonce and body are all under it, and a byte cannot move from one to the other."""
-    signatures = {sign(k, n, b) for k in (b"k", b"l") for n in ("n", "nn", "") for b in (b"b", b"nb", b"")}
-    assert len(signatures) == 18
-
-
 def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens() -> None:
     """The listen queue holds them all, so that nobody waits a second for a dropped SYN (F5)."""
     server = WordServer("127.0.0.1", KEY, lambda words, address: words, lambda *_: None)
@@ -269,9 +284,11 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
     for connection in connections:
         connection.connect()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    body = b'{"n": 1}'
+    body = b'{"worker": "a/0/1"}'
     for connection in connections:
-        connection.request("POST", "/word", body, {NONCE: "n", SIGNATURE: sign(KEY, "n", body)})
+        number = nonce()
+        connection.request("POST", "/word", body, {WORKER: NAME, NONCE: number, SIGNATURE: seal(
+            OWN, Kind.WORD, NAME.encode(), number.encode(), body)})
     assert [connection.getresponse().status for connection in connections] == [200] * 200
     for connection in connections:
         connection.close()
@@ -302,9 +319,96 @@ def test_a_word_is_refused_when_the_driver_says_so(ear: Ear) -> None:
 
 def test_nobody_is_a_stranger_who_dies_in_the_middle_of_a_word(ear: Ear) -> None:
     """Its words are short, not wrong; its own death is told elsewhere."""
-    whole = signed(b'{"worker": "a"}')
+    whole = signed(b'{"worker": "a/0/1"}')
     assert send(ear.address, whole[:-3]) == b""
     assert not ear.refused and not ear.heard
+
+
+# --- who says what to whom -------------------------------------------------------------------------------------------
+
+
+def test_a_question_that_is_sent_back_is_no_answer() -> None:
+    """What takes the driver's place needs the key, also to say what the worker has just said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def mirror() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard = bytearray()
+                while not (found := request_in(heard, MAX_BODY_BYTES)):
+                    heard += connection.recv(65536)
+                body, signature = found[0].body, found[0].headers[SIGNATURE.lower()].encode()
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s: %s\r\n\r\n%s" % (
+                    len(body), SIGNATURE.encode(), signature, body))
+
+        thread = threading.Thread(target=mirror)
+        thread.start()
+        with pytest.raises(DriverUnreachable, match="does not have this run's key"):
+            DriverClient(f"127.0.0.1:{listener.getsockname()[1]}", NAME, OWN, TIMEOUT_S).ask({"over": "finished"})
+        thread.join()
+
+
+def test_a_worker_cannot_speak_for_its_neighbour(ear: Ear) -> None:
+    """Its key is for its own name, and its own name is for its own words."""
+    neighbour = "a/1/2"
+    with pytest.raises(DriverUnreachable, match="403"):
+        ear.client(OWN, neighbour).ask({"n": 1})
+    with pytest.raises(DriverUnreachable, match="403"):
+        ear.client().ask({"worker": neighbour, "n": 1})
+    assert ear.client(worker_key(KEY, neighbour), neighbour).ask({"n": 2})["heard"] == {"n": 2}
+    assert ear.heard == [{"n": 2}] and ear.said_by == [neighbour]
+    assert [why for _, why in ear.refused] == ["signature does not match", "a word of a/0/1's in another name"]
+
+
+def test_a_connection_is_one_workers(ear: Ear) -> None:
+    """Who has shown one worker's key on it does not become another one by a second word."""
+    other = worker_key(KEY, "a/1/2")
+    said = send(ear.address, signed(b'{"worker": "a/0/1"}') + signed(b'{"worker": "a/1/2"}', other, "a/1/2"))
+    assert said.startswith(b"HTTP/1.1 200 ") and b" 403 " in said and ear.said_by == [NAME]
+
+
+def test_the_answer_to_one_worker_is_none_to_its_neighbour(ear: Ear) -> None:
+    """Two workers may say the same with the same nonce; each answer is for one of them."""
+    client = ear.client()
+    client.session.name, neighbour = "0" * 16, DriverClient("127.0.0.1:1", "a/1/2", worker_key(KEY, "a/1/2"), TIMEOUT_S)
+    neighbour.session.name = "0" * 16
+    with socket.create_connection(("127.0.0.1", ear.server.server_port), TIMEOUT_S) as connection:
+        number, body = client.session.nonce(), b'{"worker": "a/0/1"}'
+        connection.sendall(post(body, **{WORKER: NAME.encode(), NONCE: number.encode(), SIGNATURE: seal(
+            OWN, Kind.WORD, NAME.encode(), number.encode(), body).encode()}))
+        recorded = connection.recv(65536)
+    assert recorded.startswith(b"HTTP/1.1 200 ")
+    with Play(recorded) as stranger, pytest.raises(DriverUnreachable, match="does not have this run's key"):
+        neighbour.address = stranger.address
+        neighbour._connection.port = int(stranger.address.rpartition(":")[2])
+        neighbour.ask({})
+
+
+@pytest.mark.parametrize("body", [b"", b'{"worker": "a/0/1", "n": 1}'])
+def test_a_word_that_is_played_back_is_refused_and_gets_no_thread(ear: Ear, body: bytes) -> None:
+    """Somebody who has seen it needs no key for that: it was answered, and its connection was kept for 30 s."""
+    word, threads = signed(body), threading.active_count()
+    assert send(ear.address, word).startswith(b"HTTP/1.1 200 ")
+    wait_for("end of its thread", lambda: threading.active_count() <= threads, TIMEOUT_S)
+    for _ in range(20):
+        assert send(ear.address, word).startswith(b"HTTP/1.1 403 ")
+    assert ear.refused == 20 * [("127.0.0.1", "a word that was said before")]
+    assert len(ear.heard) == bool(body) and ear.server.served.size == 0 and threading.active_count() <= threads
+
+
+def test_no_word_is_refused_when_two_of_one_worker_overtake_each_other(ear: Ear) -> None:
+    """A worker that has lost patience asks again over a new connection; the driver may hear that one first."""
+    session = Session()
+    numbers = [session.nonce() for _ in range(6)]
+
+    def say(number: str) -> bytes:
+        body = b'{"worker": "a/0/1", "n": "%s"}' % number.encode()
+        return send(ear.address, post(body, **{WORKER: NAME.encode(), NONCE: number.encode(), SIGNATURE: seal(
+            OWN, Kind.WORD, NAME.encode(), number.encode(), body).encode()}))
+
+    order = [numbers[n] for n in (3, 1, 5, 0, 2, 4)]
+    assert all(say(number).startswith(b"HTTP/1.1 200 ") for number in order)
+    assert all(say(number).startswith(b"HTTP/1.1 403 ") for number in order)
+    assert [words["n"] for words in ear.heard] == order
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------

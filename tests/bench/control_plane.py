@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -27,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Limits
+from elastic_trainer.edge.seal import Kind, Session, seal
 from elastic_trainer.events import read_events
 from elastic_trainer.membership import Membership, Worker
-from elastic_trainer.wire import NONCE, SIGNATURE, sign
+from elastic_trainer.wire import NONCE, SIGNATURE, WORKER
 
 SLOT = 'echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WORKER" > "$0/$$"; exec sleep 100000'
 START_S = 240.0
@@ -43,6 +43,7 @@ class Simulated:
     def __init__(self, driver: str, key: str, name: str):
         self.host, _, port = driver.rpartition(":")
         self.port, self.key, self.name, self.count = int(port), bytes.fromhex(key), name, 0
+        self.session = Session()
         self.words: dict[str, Any] = {"phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
                                       "drains": False, "step": 0, "door": 1, "unreachable": []}
         self.trains = asyncio.Event()
@@ -58,10 +59,11 @@ class Simulated:
         self.count += 1
         word = {"worker": self.name, "count": self.count, "pid": 1, "time": time.time(), **self.words,
                 "hold_s": 0.25, "seen": seen}
-        body, nonce = json.dumps(word).encode(), secrets.token_hex(8)
+        body, nonce = json.dumps(word).encode(), self.session.nonce()
+        signature = seal(self.key, Kind.WORD, self.name.encode(), nonce.encode(), body)
         self.writer.write((f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
-                           f"Content-Length: {len(body)}\r\n{NONCE}: {nonce}\r\n"
-                           f"{SIGNATURE}: {sign(self.key, nonce, body)}\r\n\r\n").encode() + body)
+                           f"Content-Length: {len(body)}\r\n{WORKER}: {self.name}\r\n{NONCE}: {nonce}\r\n"
+                           f"{SIGNATURE}: {signature}\r\n\r\n").encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         assert " 200 " in head.splitlines()[0], head
         length = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
