@@ -3,7 +3,8 @@
     VENV/bin/python tests/moto_server.py -H 127.0.0.1 -p 5000       in moto's own environment
 
 moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the server's process. All of
-its images have 15 GB; by `give_sizes` one that is tagged with another size has that.
+its images have 15 GB; by `give_sizes` one that is tagged with another size has that. A stopped machine says of a public
+address that it has none, where EC2 says nothing of one: `say_nothing_of_addresses` mends that.
 """
 
 from __future__ import annotations
@@ -84,10 +85,19 @@ def give_sizes() -> None:
     Ami.block_device_mappings = property(sized)
 
 
+def say_nothing_of_addresses() -> None:
+    """Let an interface without a public address have no element for one: terraform takes an empty one for an address."""
+    from moto.ec2.models.elastic_network_interfaces import NetworkInterface  # type: ignore[import-not-found]
+
+    said = NetworkInterface.association.fget
+    NetworkInterface.association = property(lambda interface: said(interface) or None)
+
+
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: its names are not moto's
     from moto.server import main  # type: ignore[import-not-found]
 
     give_spot()
     give_sizes()
+    say_nothing_of_addresses()
     main()
