@@ -6,8 +6,8 @@ What always holds:
 1. Once draining, always draining: a notice is never taken back. A stop of this service is for this life only; the next
    one's answers have another `life`.
 2. An answer is signed with the fleet's key, as an answer to the asker's nonce (edge/seal.py); whoever says something
-   without a right signature, or with a nonce that was used, is refused and counted. Nothing is parsed before its
-   signature is checked; no pickle.
+   without a right signature, with a nonce that was used, or for another agent's address, is refused and counted.
+   Nothing is parsed before its signature is checked; no pickle.
 3. What cannot be found out is not an illness: a machine without a metadata service is ready, and says so in `why`.
 4. A notice is never late because a disk or GPU hangs: health is examined in a thread of its own, and one that hangs is ill.
 5. Only processes of one user count as workers: the agent's own, or another that an agent of root's is told of. Anybody's
@@ -291,7 +291,8 @@ class AgentServer:
         """Have a question answered if it is signed and new."""
         nonce = asked.headers.get(NONCE.lower(), "")
         given = asked.headers.get(SIGNATURE.lower(), "")
-        is_signed = is_sealed(given, self.key, Kind.QUESTION, nonce.encode(), b"GET /health")
+        asked_of = _parts(nonce, connection.getsockname()[0])
+        is_signed = is_sealed(given, self.key, Kind.QUESTION, *asked_of)
         if not (f"{asked.method} {asked.path}" == "GET /health" and is_signed and self.is_new(nonce)):
             self.agent.refuse()
             return refuse(connection, 403)
@@ -321,10 +322,10 @@ def ask(address: str, key: bytes, timeout_s: float, clock: Callable[[], float] =
     nonce = secrets.token_hex(8)
     try:
         asked = clock()
-        signature = seal(key, Kind.QUESTION, nonce.encode(), b"GET /health")
-        status, headers, body = _get(address, {NONCE: nonce, SIGNATURE: signature}, timeout_s)
+        status, headers, body = _get(address, key, nonce, timeout_s)
         if status != 200 or not is_sealed(headers.get(SIGNATURE) or "", key, Kind.HEALTH, nonce.encode(), body):
-            raise AgentUnreachable(f"what answers at {address} does not have the run's key ({status})")
+            raise AgentUnreachable(f"what answers at {address} does not have the run's key, or has another address behind "
+                                   f"NAT ({status})")
         says = json.loads(body)
         off = float(says["time"]) - (asked + clock()) / 2
         is_off = abs(off) > CLOCK_S and says["state"] == "ready"
@@ -349,13 +350,21 @@ def _checked_time(seconds: Any) -> float:
     return float(seconds)
 
 
-def _get(address: str, headers: dict[str, str], timeout_s: float) -> tuple[int, http.client.HTTPMessage, bytes]:
+def _parts(nonce: str, agent: str) -> tuple[bytes, ...]:
+    """Return what the signature of a question covers: the IP address of the agent, too. A question that was overheard
+    would be answered by every agent that was not asked it; each knows only the nonces that it has seen itself."""
+    return nonce.encode(), agent.encode(), b"GET /health"
+
+
+def _get(address: str, key: bytes, nonce: str, timeout_s: float) -> tuple[int, http.client.HTTPMessage, bytes]:
     """GET /health of host:port: status, headers and body. Whoever has not answered whole in that time is out of reach:
     http.client bounds only each of its reads. Raises OSError, HTTPException, ValueError, IndexError."""
     host, _, port = address.rpartition(":")
     deadline, said = time.monotonic() + timeout_s, b""
     with socket.create_connection((host, int(port)), timeout_s) as line:
-        line.sendall("\r\n".join(["GET /health HTTP/1.0", *(f"{k}: {v}" for k, v in headers.items()), "", ""]).encode())
+        signature = seal(key, Kind.QUESTION, *_parts(nonce, line.getpeername()[0]))
+        lines = ["GET /health HTTP/1.0", f"{NONCE}: {nonce}", f"{SIGNATURE}: {signature}", "", ""]
+        line.sendall("\r\n".join(lines).encode())
         while len(said) < MAX_BYTES and (piece := line.recv(MAX_BYTES)):
             said += piece
             if (left := deadline - time.monotonic()) <= 0:

@@ -278,7 +278,8 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
     def status(nonce: str) -> int:
         connection = http.client.HTTPConnection(here_and_there[0], int(here_and_there[1]), timeout=5)
         connection.request("GET", "/health", headers={
-            "X-Elastic-Nonce": nonce, "X-Elastic-Signature": seal(KEY, Kind.QUESTION, nonce.encode(), b"GET /health")})
+            "X-Elastic-Nonce": nonce,
+            "X-Elastic-Signature": seal(KEY, Kind.QUESTION, nonce.encode(), here_and_there[0].encode(), b"GET /health")})
         return connection.getresponse().status
 
     assert [status("once"), status("once"), status("another")] == [200, 403, 200]
@@ -291,6 +292,22 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
     assert [server.is_new(nonce) for nonce in "abcbdab"] == [True, True, True, False, True, True, True]
     server.server_close()
     assert len(server._known) == 3
+
+
+def test_refuses_a_question_that_was_asked_another_host(agent: tuple[Agent, str]) -> None:
+    """One that was overheard has a nonce which no other host's agent has seen."""
+    with socket.create_server(("127.0.0.2", 0)) as other, ThreadPoolExecutor() as pool:
+        asking = pool.submit(ask, f"127.0.0.2:{other.getsockname()[1]}", KEY, PATIENCE_S)
+        connection, _ = other.accept()
+        with connection:
+            question = b""
+            while not question.endswith(b"\r\n\r\n"):
+                question += connection.recv(4096)
+        assert isinstance(asking.exception(), AgentUnreachable)
+    host, _, port = agent[1].rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        connection.sendall(question)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 403 ")
 
 
 def test_a_question_that_is_sent_back_is_no_answer() -> None:
