@@ -247,7 +247,8 @@ class Cluster:
     def malformed(self) -> list[str]:
         """Return the flaws of the run's events, and the driver's reasons to refuse what workers have sent."""
         lines = [event for line in Reader(self.run_dir).lines() if (event := parse_object(line))]
-        refused = [e["reason"] for e in self.events("driver.stranger_refused")]
+        refused = [reason for e in self.events("driver.stranger_refused") for reason in e["reason"].split("; ")
+                   if reason != "a word that was said before"]  # that is a stranger's, who has overheard it
         return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [
             reason for reason in refused if "a word that" in reason or "a line that" in reason]
 
