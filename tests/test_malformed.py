@@ -375,9 +375,9 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
     """The poller decides by the deadline, and `hosts` shows it; a long reason is cut."""
     says = HEALTH | {field: value} if field != "state" else {k: v for k, v in HEALTH.items() if k != "state"}
 
-    def get(address: str, headers: dict[str, str], timeout_s: float) -> tuple[int, dict[str, str], bytes]:
+    def get(address: str, key: bytes, nonce: str, timeout_s: float) -> tuple[int, dict[str, str], bytes]:
         body = json.dumps(says).encode()
-        return 200, {agent.SIGNATURE: seal(KEY, Kind.HEALTH, headers[agent.NONCE].encode(), body)}, body
+        return 200, {agent.SIGNATURE: seal(key, Kind.HEALTH, nonce.encode(), body)}, body
 
     monkeypatch.setattr(agent, "_get", get)
     with pytest.raises(agent.AgentUnreachable):
