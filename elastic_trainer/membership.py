@@ -533,6 +533,11 @@ class Membership:
                 actions.append(Stop(worker.name, "host_left", at_once=False))
         return actions
 
+    def _may_hold_state(self, worker: Worker) -> bool:
+        """True if this worker holds the state, or has not said so yet: its last heartbeat may be from before its first step
+        in this generation. It says which when it waits for its next place."""
+        return worker.holds_state or (worker.phase is Phase.TRAINING and worker.generation == self.generation)
+
     def _common_crash(self) -> str:
         """Say of which signal, and where, all workers have died in each slot as often as is no accident; "" if not so.
 
@@ -556,7 +561,7 @@ class Membership:
             return End("failed", f"no worker stands ready, though each host was tried {FAILED_RESTARTS} times or more")
         if self.idle_generations > MAX_IDLE_GENERATIONS:
             return End("failed", f"{self.idle_generations} generations in a row finished no step")
-        if self.state_exists and not any(w.holds_state and not w.dismissed for w in self._alive()):
+        if self.state_exists and not any(self._may_hold_state(w) and not w.dismissed for w in self._alive()):
             return End("failed", "no living worker holds the state any more; the next attempt starts from the checkpoint")
         return None
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,6 @@ LINE = re.compile(r"[0-9a-f]{64}  [A-Za-z0-9_.+]+-[A-Za-z0-9_.+]+(-[A-Za-z0-9_.]
 X, Y = "a" * 64, "b" * 64
 
 
-
-
 def all_pins() -> set[str]:
     """Return every `name==version` of constraints.txt."""
     return set().union(*(pins_for(python) for python in hashes.PYTHONS))
@@ -43,7 +42,7 @@ def installed() -> Iterator[importlib.metadata.Distribution]:
     """Yield the packages of this environment but ours, if deploy/install.sh has made it."""
     if not (Path(sys.prefix) / "install.log").exists():
         pytest.skip(f"{sys.prefix} was not made by deploy/install.sh.")
-    folders = [path for path in sys.path if path.startswith(sys.prefix)]
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]  # sys.path may have setuptools' own copies, too
     for one in importlib.metadata.distributions(path=folders):
         if one.metadata["Name"] != "elastic-trainer":
             yield one

@@ -167,6 +167,43 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
     assert f.world() == ["a", "b", "d", "c"] and f.membership.verdict is None
 
 
+def test_a_run_goes_on_when_a_machine_fails_before_the_others_have_said_that_they_train() -> None:
+    """Their last heartbeat is from before their first step: it does not mean that the state is gone."""
+    f = fleet()
+    while not f.world():
+        f.live()
+    victim, *others = f.membership.members
+    assert not f.membership.state_exists
+    f.state.add(victim)
+    f.say(victim, "training")
+    for other in others:
+        f.say(other, "training")  # it has taken its place
+    f.membership.machine_failed(victim, machine())
+    f.turn()
+    f.membership.exited(victim, 71, f.now)
+    f.turn()
+    assert f.membership.verdict is None
+    f.run(seconds=5.0)
+    assert len(f.world()) == 4 and f.membership.verdict is None
+
+
+def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_not() -> None:
+    """They wait for their next place after the only one that held it is gone."""
+    f = fleet()
+    while not f.world():
+        f.live()
+    victim, *others = f.membership.members
+    f.state.add(victim)
+    f.say(victim, "training")
+    f.membership.exited(victim, -9, f.now)
+    f.turn()
+    assert f.membership.verdict is None
+    for other in others:
+        f.say(other, "waiting")
+    f.turn()
+    assert f.membership.verdict and "no living worker holds the state" in f.membership.verdict.detail
+
+
 @pytest.mark.parametrize(("second", "hosts", "ends"), [
     (machine(), "abcd", True), (machine(13), "abcd", False), (machine(shard=6), "abcd", False),
     (machine(shard=-1), "abcd", False)])

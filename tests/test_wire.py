@@ -534,6 +534,8 @@ def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[
     asked, accept = [], socket.socket.accept
 
     def full(self: socket.socket) -> Any:
+        if self is not ear.server.gate.listener:  # a server of another test's, in this process
+            return accept(self)
         asked.append(self)
         if len(asked) < 4:
             raise OSError(errno.EMFILE, "no descriptor is free, as planned")
