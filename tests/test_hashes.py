@@ -42,7 +42,8 @@ def installed() -> Iterator[importlib.metadata.Distribution]:
     """Yield the packages of this environment but ours, if deploy/install.sh has made it."""
     if not (Path(sys.prefix) / "install.log").exists():
         pytest.skip(f"{sys.prefix} was not made by deploy/install.sh.")
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]  # sys.path may have setuptools' own copies, too
+    # Not sys.path: a test that imports setuptools adds the copies that it brings.
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for one in importlib.metadata.distributions(path=folders):
         if one.metadata["Name"] != "elastic-trainer":
             yield one
