@@ -363,7 +363,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     assert "its step is missing, or no whole number" in told[0][1]["reason"]
 
 
-HEALTH = {"time": time.time(), "state": "ready", "why": "", "deadline": None, "for_good": False, "life": "1",
+HEALTH = {"state": "ready", "why": "", "deadline": None, "for_good": False, "life": "1",
           "rebalance": False, "refused": 0, "workers": [{"doing": "step 7"}], "standby": 0}
 
 
@@ -373,7 +373,8 @@ HEALTH = {"time": time.time(), "state": "ready", "why": "", "deadline": None, "f
     ("state", None)])
 def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller decides by the deadline, and `hosts` shows it; a long reason is cut."""
-    says = HEALTH | {field: value} if field != "state" else {k: v for k, v in HEALTH.items() if k != "state"}
+    well = HEALTH | {"time": time.time()}        # Now: an agent whose clock is a minute off is refused for that.
+    says = well | {field: value} if field != "state" else {k: v for k, v in well.items() if k != "state"}
 
     def get(address: str, key: bytes, nonce: str, timeout_s: float) -> tuple[int, dict[str, str], bytes]:
         body = json.dumps(says).encode()
@@ -382,7 +383,7 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
     monkeypatch.setattr(agent, "_get", get)
     with pytest.raises(agent.AgentUnreachable):
         agent.ask("a:1", KEY, 1.0)
-    says = HEALTH | {"why": "x" * 50_000, "deadline": 1.9e9}
+    says = well | {"why": "x" * 50_000, "deadline": 1.9e9}
     assert agent.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(agent.ask("a:1", KEY, 1.0).why) == agent.MAX_TEXT
 
 
