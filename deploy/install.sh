@@ -35,7 +35,7 @@ hashes=$root/deploy/hashes.txt
 
 horovod=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=5                               # one more when build_horovod() changes: old wheels are then left alone
+recipe=6                               # one more when build_horovod() changes: old wheels are then left alone
 space_needed_mib=6144
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -268,6 +268,7 @@ mend_sources() {
     mend_host_name "$1"
     mend_init "$1/horovod/common/operations.cc"
     mend_meeting "$1"
+    mend_listeners "$1/third_party/gloo/gloo/transport/tcp"
 }
 
 # Its background thread sleeps for the cycle time between two negotiations, also when a tensor arrives in the meantime
@@ -504,6 +505,134 @@ mend_meeting() {
   if (at_once == nullptr || std::string(at_once) != "1") {
     store->Finalize();
   }
+'
+}
+
+# While a world forms each member listens for each of its peers, on a port of its own, and takes the first connection for
+# that peer's (pair.cc, handleListening): whoever else connects takes the peer's place, and the world does not form. Mended,
+# with the variable of mend_meeting, a member accepts once it knows the peer's address, closes what does not come from
+# there, and goes on listening. Who connects does so from the address that it has published: a machine with several
+# networks has several. It also spares who connects a wait of up to 10 ms until the loop has let go of its listener.
+mend_listeners() {
+    replace "$1/pair.h" '  bool is_client_;' '  bool is_client_;
+
+  // Whether the listener accepts only connections from the address of peer_.
+  bool takesPeerOnly_ = false;'
+    replace "$1/pair.cc" 'namespace {
+
+// This reflects' 'namespace {
+
+bool meetsAtOnce() {
+  const char* value = std::getenv("HOROVOD_GLOO_MEET_AT_ONCE");
+  return value != nullptr && std::string(value) == "1";
+}
+
+bool areOfOneMachine(
+    const struct sockaddr_storage& a,
+    const struct sockaddr_storage& b) {
+  if (a.ss_family != b.ss_family) {
+    return false;
+  }
+  if (a.ss_family == AF_INET) {
+    return memcmp(
+               &((const struct sockaddr_in*)&a)->sin_addr,
+               &((const struct sockaddr_in*)&b)->sin_addr,
+               sizeof(struct in_addr)) == 0;
+  }
+  return a.ss_family == AF_INET6 &&
+      memcmp(
+          &((const struct sockaddr_in6*)&a)->sin6_addr,
+          &((const struct sockaddr_in6*)&b)->sin6_addr,
+          sizeof(struct in6_addr)) == 0;
+}
+
+// Else it is of the listener: out of descriptors, or shut down, by which
+// a meeting that nobody waits for any more is ended.
+bool isOfTheConnection(int error) {
+  switch (error) {  // accept(2)
+    case EAGAIN:
+    case EINTR:
+    case ECONNABORTED:
+    case EPERM:
+    case ENETDOWN:
+    case EPROTO:
+    case ENOPROTOOPT:
+    case EHOSTDOWN:
+    case ENONET:
+    case EHOSTUNREACH:
+    case EOPNOTSUPP:
+    case ENETUNREACH:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// This reflects'
+    replace "$1/pair.cc" '  // Register with device so we'"'"'re called when peer connects
+  changeState(LISTENING);' '  if (meetsAtOnce()) {
+    // connect() registers it, when the address of the peer is known. A
+    // connection that is there before would make the loop spin until then.
+    setSocketBlocking(fd_, false);
+    takesPeerOnly_ = true;
+    return;
+  }
+
+  // Register with device so we'"'"'re called when peer connects
+  changeState(LISTENING);'
+    replace "$1/pair.cc" '  if (!is_client_) {
+    waitUntilConnected(lock, true);' '  if (!is_client_) {
+    if (takesPeerOnly_) {
+      changeState(LISTENING);
+      device_->registerDescriptor(fd_, EPOLLIN, this);
+    }
+    waitUntilConnected(lock, true);'
+    replace "$1/pair.cc" '  // First destroy listening socket.
+  device_->unregisterDescriptor(fd_, this);
+  ::close(fd_);' '  // First destroy listening socket.
+  if (!takesPeerOnly_) {
+    device_->unregisterDescriptor(fd_, this);
+  }
+  ::close(fd_);'
+    replace "$1/pair.cc" '  // Connect to peer
+  rv = ::connect(' '  if (takesPeerOnly_) {
+    // Of the address that the peer knows, any port.
+    struct sockaddr_storage own = selfAddr;
+    if (own.ss_family == AF_INET) {
+      ((struct sockaddr_in*)&own)->sin_port = 0;
+    } else {
+      ((struct sockaddr_in6*)&own)->sin6_port = 0;
+    }
+    rv = bind(fd_, (const struct sockaddr*)&own, addrlen);
+    if (rv == -1) {
+      ::close(fd_);
+      fd_ = FD_INVALID;
+      signalAndThrowException(GLOO_ERROR_MSG("bind: ", strerror(errno)));
+    }
+  }
+
+  // Connect to peer
+  rv = ::connect('
+    replace "$1/pair.cc" '  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
+' '  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
+  if (takesPeerOnly_) {
+    if (rv == -1 && isOfTheConnection(errno)) {
+      return;
+    }
+    if (rv != -1 && !areOfOneMachine(addr, peer_.getSockaddr())) {
+      ::close(rv);
+      return;
+    }
+  }
+'
+    replace "$1/pair.cc" '        // it takes care of cleaning up the socket itself.
+        // There is no additional cleanup needed here.
+' '        // it takes care of cleaning up the socket itself. With
+        // takesPeerOnly_ it persists up to Pair::connect.
+        if (fd_ != FD_INVALID) {
+          ::close(fd_);
+          fd_ = FD_INVALID;
+        }
 '
 }
 

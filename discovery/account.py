@@ -26,6 +26,7 @@ from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery import checks
 from elastic_trainer.discovery.checks import Finding, Image, Kind, Running, Unanswered, Wish
+from elastic_trainer.plain import plain
 
 CONFIG = Config(
     retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5, read_timeout=20
@@ -226,12 +227,10 @@ def run() -> int:
     failed = 0
     for finding in findings(wish):
         failed += not finding.is_well
-        print(
-            f"{'ok    ' if finding.is_well else 'FAILED'}  {finding.what}: {finding.fact}",
-            flush=True,
-        )
+        status = "ok    " if finding.is_well else "FAILED"
+        print(f"{status}  {finding.what}: {plain(finding.fact)}", flush=True)
         if finding.remedy:
-            print(f"        {finding.remedy}", flush=True)
+            print(f"        {plain(finding.remedy)}", flush=True)
     if failed:
         print(
             f"{failed} {'check has' if failed == 1 else 'checks have'} failed: an apply would "

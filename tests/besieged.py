@@ -131,6 +131,62 @@ def open_ports(lab: Lab, but: str = "") -> set[Port]:
     return found
 
 
+class FirstComer(threading.Thread):
+    """Connects to each port of the workers' hosts as soon as it is open, from the stranger's host.
+
+    The members of a world that forms listen for each other for milliseconds, on ports that a scan
+    rarely finds in time. This one reads them in /proc.
+    """
+
+    def __init__(self, lab: Lab, stranger: str, hosts: Iterable[str]):
+        super().__init__(daemon=True)
+        self.lab, self.stranger, self.hosts = lab, stranger, list(hosts)
+        self.lines: dict[tuple[str, int], list[socket.socket]] = {}
+        """The connections to each port that was open."""
+        self.over = threading.Event()
+
+    def __enter__(self) -> FirstComer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+        for line in [line for lines in self.lines.values() for line in lines]:
+            line.close()
+
+    def run(self) -> None:
+        """Look every few milliseconds until told to end."""
+        with self.lab.network_of(self.stranger):
+            while not self.over.wait(0.003):
+                for name in self.hosts:
+                    for port in listening(self.lab, name) - {p for h, p in self.lines if h == name}:
+                        self.lines[name, port] = [self._connect(name, port) for _ in range(2)]
+
+    def _connect(self, name: str, port: int) -> socket.socket:
+        line = socket.socket()
+        line.setblocking(False)
+        line.connect_ex((self.lab.address(name), port))
+        return line
+
+    def accepted(self) -> int:
+        """Return to how many ports a connection came about."""
+        found = 0
+        for lines in self.lines.values():
+            with suppress(OSError):
+                found += bool([line.getpeername() for line in lines])
+        return found
+
+
+def listening(lab: Lab, name: str) -> set[int]:
+    """Return the ports on which a host of the lab accepts connections now."""
+    if name not in lab.hosts:
+        return set()
+    rows = Path(f"/proc/{lab.hosts[name].pid}/net/tcp").read_text().splitlines()[1:]
+    return {int(columns[1].rpartition(":")[2], 16) for columns in map(str.split, rows)
+            if columns[3] == STATES["tcp"] and not NOT_REACHABLE.match(columns[1])}
+
+
 # --- what honest ends say -------------------------------------------------------------------------
 
 class Tap(threading.Thread):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -320,6 +321,18 @@ def test_nothing_more_is_asked_with_credentials_that_are_not_taken(
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
     (found,) = findings(WISH)
     assert "no-such-profile" in found.fact
+
+
+def test_what_aws_says_reaches_the_terminal_without_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Endpoints can be anybody's (AWS_ENDPOINT_URL), and a tag or an image's name is free text."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asdict(WISH))))
+    told = [checks.lacks("image", "It is \x1b[2J\x1b]0;gone\x07.", "Run \r this.")]
+    monkeypatch.setattr(account_module, "findings", lambda wish: told)
+    assert account_module.run() == 1
+    said = capsys.readouterr().out
+    assert "It is \\x1b[2J\\x1b]0;gone\\x07." in said and "Run \\r this." in said
 
 
 def test_the_readme_lists_what_the_checks_must_be_allowed() -> None:

@@ -5,11 +5,13 @@ exchange ends when its connections do.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from netlab import wait_for
 
@@ -169,6 +171,28 @@ def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
     said = [member.communicate(timeout=120)[0] for member in members]
     assert all("not met:" in text and "A member of the world is gone" in text for text in said), said
     assert [member.returncode for member in members] == [0, 0, 0]
+
+
+def connect_from(address: str, members: list[subprocess.Popen[str]]) -> list[socket.socket]:
+    """Connect to every port on which one of the members listens, from an address of this machine."""
+    ports = [connection.laddr.port for member in members for connection in psutil.Process(member.pid).net_connections()
+             if connection.status == psutil.CONN_LISTEN]
+    return [socket.create_connection(("127.0.0.1", port), 10.0, (address, 0)) for port in ports]
+
+
+def test_who_connects_while_a_world_forms_takes_no_members_place(store: Rendezvous) -> None:
+    """A stranger is first on each port on which a member waits for another one. (The member took him for its peer, and the
+    world did not form.)"""
+    members = [meeting(store, rank, 4) for rank in range(3)]
+    wait_for("members", lambda: len(store.waiting) == 3, 60.0)
+    strangers = connect_from("127.0.0.66", members)
+    strangers[0].sendall(bytes(48))
+    strangers[1].close()
+    members.append(meeting(store, 3, 4))
+    assert [member.communicate(timeout=120)[0].strip() for member in members] == ["met"] * 4
+    assert len(strangers) == 3 * 3
+    for stranger in strangers:
+        stranger.close()
 
 
 @pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [

@@ -7,7 +7,8 @@ rendezvous; a job trains on all hosts. One more host attacks (tests/hostile.py) 
 are idle, trickle, send too much, replay, mirror, forge, pickle, send random bytes, read nothing,
 reset or shut half of the connection: each way in a turn of its own, then all together. Open ports
 are found in /proc/net of every host; sshd's is left out. Honest questions are asked every 0.2 s.
-With --joins 1 the attack goes on and one more host joins.
+With --joins 1 the attack goes on and one more host joins, while a client that knows each port as
+soon as it is open connects to it first.
 
 - Growth is that of private memory, from before the attack to its peak. The rendezvous lives in the
   driver's process, so mb_rendezvous is the same figure as mb_driver.
@@ -35,7 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
-from besieged import GROWTH_MIB, LATE_S, Siege, Tap  # noqa: E402
+from besieged import GROWTH_MIB, LATE_S, FirstComer, Siege, Tap  # noqa: E402
 from cluster import JOB  # noqa: E402
 from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 
@@ -92,8 +93,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 found = findings(siege)
                 print(json.dumps(found), flush=True)
                 if options.joins:
-                    joined_s = join(lab, fleet, names, f"h{options.hosts + 1}")
-                    found["join_s"] = round(joined_s, 3)
+                    newcomer = f"h{options.hosts + 1}"
+                    with FirstComer(lab, STRANGER, [*names, newcomer]) as first:
+                        found["join_s"] = round(join(lab, fleet, names, newcomer), 3)
+                        found["ports_met_first"] = first.accepted()
+                    found["worlds_broken"] = len(fleet.events("worker.generation_broken"))
+                    found["met"] &= not found["worlds_broken"]
             found["workers_lost"] = len(fleet.lost())
             assert fleet.finish() == 0, fleet.story()
             fleet.assert_nothing_lost(twin(job, folder), victims=found["workers_lost"])
