@@ -29,9 +29,9 @@ WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
 # The sources come last, so that a change in them costs no install; empty packages stand in for them here.
-RUN mkdir -p elastic_trainer/edge elastic_trainer/examples discovery state \
-    && touch elastic_trainer/__init__.py elastic_trainer/edge/__init__.py elastic_trainer/examples/__init__.py \
-    && touch discovery/__init__.py state/__init__.py \
+RUN for name in . examples host launch observe standby training wire world; do \
+        mkdir -p "elastic_trainer/$name" && touch "elastic_trainer/$name/__init__.py"; done \
+    && mkdir discovery state && touch discovery/__init__.py state/__init__.py \
     && ln -s ../discovery ../state elastic_trainer/
 ARG TORCH_SPEC=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL

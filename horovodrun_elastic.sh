@@ -3,7 +3,7 @@
 # ./horovodrun_elastic.sh [options] -- python my_train.py  your own script on local workers
 # ./horovodrun_elastic.sh [horovodrun options] -- python my_train.py
 #
-# Command line → deploy/install.sh → elastic_trainer/__main__.py (attempts) → elastic_trainer/driver.py (horovodrun, mended)
+# Command line → deploy/install.sh → elastic_trainer/__main__.py (attempts) → elastic_trainer/launch/driver.py (horovodrun, mended)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$here/deploy/install.sh"

@@ -38,8 +38,8 @@ from typing import Any
 
 from elastic_trainer.discovery.hosts import Health
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
-from elastic_trainer.edge.gate import NO_DESCRIPTOR, Asked, Gate, head, refuse
-from elastic_trainer.edge.seal import Kind, is_sealed, seal
+from elastic_trainer.wire.gate import NO_DESCRIPTOR, Asked, Gate, head, refuse
+from elastic_trainer.wire.seal import Kind, is_sealed, seal
 
 WATCH_S = 1.0
 EXAMINE_S = 2.0
@@ -65,7 +65,7 @@ SIGNATURE, NONCE = "X-Elastic-Signature", "X-Elastic-Nonce"
 MOST_WORKERS, MOST_NAME = 256, 120
 """So many workers are told to the poller, and so many characters of a name: its answer stays below MAX_BYTES."""
 DOING = re.compile("(standby|waiting|step|reviving|finished)( [0-9]+)?")
-"""What a worker calls itself by what it does (elastic_trainer/place.py has the same words)."""
+"""What a worker calls itself by what it does (elastic_trainer/world/place.py has the same words)."""
 
 
 class AgentUnreachable(ConnectionError):
@@ -244,7 +244,7 @@ def _is_of(entry: Path, user: int) -> bool:
 
 def standby_folder(user: int | None = None) -> Path:
     """Return where a user's standby workers (by default one's own) wait on this machine, one socket each
-    (elastic_trainer/shim.py has the same rule)."""
+    (elastic_trainer/standby/shim.py has the same rule)."""
     uid = os.getuid() if user is None else user
     return Path(os.environ.get("ELASTIC_TRAINER_STANDBY_DIR") or f"/tmp/elastic-trainer-{uid}")
 

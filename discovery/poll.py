@@ -358,7 +358,7 @@ def printable(text: str) -> str:
 
 
 def _opened(events_file: Path) -> int:
-    """Open a run's event log for append: 0600, 0660 in a group's folder (as in state/modes.py)."""
+    """Open a run's event log for append: 0600, 0660 in a group's folder (as in elastic_trainer/host/modes.py)."""
     shared = stat.S_ISGID | stat.S_IWGRP
     is_shared = events_file.parent.stat().st_mode & shared == shared
     is_new = not events_file.exists()

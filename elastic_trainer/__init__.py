@@ -5,15 +5,15 @@ TYPE_CHECKING = False  # type checkers take the name for true; to import typing 
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
-    from elastic_trainer.loop import Result as Result
-    from elastic_trainer.loop import local_rank as local_rank
-    from elastic_trainer.loop import train as train
-    from elastic_trainer.losses import LossNotFinite as LossNotFinite
     from elastic_trainer.schedule import constant as constant
     from elastic_trainer.schedule import cosine as cosine
+    from elastic_trainer.training.loop import Result as Result
+    from elastic_trainer.training.loop import local_rank as local_rank
+    from elastic_trainer.training.loop import train as train
+    from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
 
-_WHERE = {"ConfigError": "config", "Result": "loop", "local_rank": "loop", "train": "loop", "constant": "schedule",
-          "cosine": "schedule", "LossNotFinite": "losses"}
+_WHERE = {"ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.loop", "constant": "schedule",
+          "cosine": "schedule", "local_rank": "training.loop", "train": "training.loop"}
 __all__ = list(_WHERE)
 
 

@@ -24,8 +24,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
-from elastic_trainer.plain import plain, plain_output, plain_text
-from elastic_trainer.state.modes import make_folder, private, write_text
+from elastic_trainer.host.modes import make_folder, private, write_text
+from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("gpt", "digits")
@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ["run"]:
             return run(argv[1:])
         if argv[:1] == ["standby"]:
-            from elastic_trainer import standby
+            from elastic_trainer.standby import keeper as standby
 
             standby.main(argv[1:])
         if argv[:1] == ["checkpoints"]:
-            from elastic_trainer import checkpoints  # here: it imports torch
+            from elastic_trainer.launch import checkpoints  # here: it imports torch
 
             checkpoints.add_commands(for_checkpoints)
             return checkpoints.run(parser.parse_args(argv))
@@ -81,7 +81,7 @@ def _look(run_dir: Path, act: Callable[[Path], int]) -> int:
 
 def run(argv: list[str]) -> int:
     """Train to the end, in as many attempts as it takes; returns the exit code."""
-    from elastic_trainer.local_s3 import local_s3
+    from elastic_trainer.launch.local_s3 import local_s3
 
     ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
@@ -184,10 +184,10 @@ def refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
 
 def _train(run_dir: Path, horovodrun_options: list[str], command: list[str], options: argparse.Namespace,
            is_demo: bool) -> int:
-    from elastic_trainer.attempts import supervise
-    from elastic_trainer.report import print_summary, summarize_log
-    from elastic_trainer.standby import local_standbys
-    from elastic_trainer.watch import Watch
+    from elastic_trainer.launch.attempts import supervise
+    from elastic_trainer.observe.report import print_summary, summarize_log
+    from elastic_trainer.observe.watch import Watch
+    from elastic_trainer.standby.keeper import local_standbys
 
     name = run_dir.name
     started = {"command": command, "horovodrun": horovodrun_options, "reduce": options.reduce or "exact",
@@ -282,7 +282,7 @@ def list_hosts(run_dir: Path, hosts: dict[str, int]) -> str:
 
 
 def _verify(run_dir: Path) -> int:
-    from elastic_trainer.verify import verify
+    from elastic_trainer.observe.verify import verify
 
     try:
         verdict = verify(run_dir)
@@ -294,7 +294,7 @@ def _verify(run_dir: Path) -> int:
 
 
 def _hosts(hosts_file: Path) -> int:
-    from elastic_trainer.report import print_hosts
+    from elastic_trainer.observe.report import print_hosts
 
     table = hosts_file.with_name(hosts_file.name + ".json")
     if not table.is_file():
@@ -306,15 +306,15 @@ def _hosts(hosts_file: Path) -> int:
 
 
 def _watch(run_dir: Path) -> int:
-    from elastic_trainer.watch import watch
+    from elastic_trainer.observe.watch import watch
 
     watch(run_dir)
     return 0
 
 
 def _report(run_dir: Path) -> int:
-    from elastic_trainer.picture import Film
-    from elastic_trainer.report import print_summary, summarize_log
+    from elastic_trainer.observe.picture import Film
+    from elastic_trainer.observe.report import print_summary, summarize_log
 
     film = Film()
     print_summary(summarize_log(run_dir, film.shoot))
@@ -323,7 +323,7 @@ def _report(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    from elastic_trainer.output import outlive_readers
+    from elastic_trainer.host.output import outlive_readers
 
     outlive_readers()
     sys.exit(main())

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from elastic_trainer.state.modes import make_folder, private
+from elastic_trainer.host.modes import make_folder, private
 
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20

@@ -21,11 +21,11 @@ from typing import IO, Any
 
 from faults import Plan
 
-from elastic_trainer.attempts import is_worker
-from elastic_trainer.events import EVENTS_FILE
-from elastic_trainer.schema import flaw, parse_object
-from elastic_trainer.segments import Reader
-from elastic_trainer.verify import verify
+from elastic_trainer.launch.attempts import is_worker
+from elastic_trainer.observe.events import EVENTS_FILE
+from elastic_trainer.observe.schema import flaw, parse_object
+from elastic_trainer.observe.segments import Reader
+from elastic_trainer.observe.verify import verify
 
 TESTS = Path(__file__).resolve().parent
 JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
@@ -149,7 +149,7 @@ class Cluster:
         pid = self.supervisor_pid()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return next(int(pid) for pid in children
-                    if b"elastic_trainer.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+                    if b"elastic_trainer.launch.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def kill_everyone(self) -> None:
         """SIGKILL the supervisor, the driver and all workers, and wait until they are gone."""

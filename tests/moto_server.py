@@ -28,7 +28,7 @@ def moto_server(folder: Path) -> Iterator[str]:
     from s3_servers import Unavailable, process
 
     from elastic_trainer.config import ConfigError
-    from elastic_trainer.local_s3 import installed
+    from elastic_trainer.launch.local_s3 import installed
 
     try:
         python = f"{installed(MOTO)}/python"

@@ -28,7 +28,6 @@ from metadata_server import MetadataServer
 from netlab import wait_for
 from ports import free_port
 
-from elastic_trainer import shim
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery import agent as agent_module
 from elastic_trainer.discovery.agent import (
@@ -48,8 +47,9 @@ from elastic_trainer.discovery.ec2 import CloudUnavailable
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.discovery.poll import Poller
-from elastic_trainer.edge.gate import SPARE
-from elastic_trainer.edge.seal import Kind, seal
+from elastic_trainer.standby import shim
+from elastic_trainer.wire.gate import SPARE
+from elastic_trainer.wire.seal import Kind, seal
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
@@ -629,7 +629,7 @@ def test_what_a_worker_does_is_its_own_word_not_its_children_s() -> None:
     """The word is the short name of its process; a child that it forks (to load data, say) keeps an old one."""
     code = """
 import os, time
-from elastic_trainer.place import show
+from elastic_trainer.world.place import show
 show("training", 41)
 if not os.fork():
     os.write(1, b"loading\\n")
@@ -703,7 +703,7 @@ def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(tmp_path: Path,
 @pytest.mark.parametrize("step", [0, 123456, 12345678])
 def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
     """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
-    code = f"from elastic_trainer.place import show; show({phase!r}, {step}); print(open('/proc/self/comm').read())"
+    code = f"from elastic_trainer.world.place import show; show({phase!r}, {step}); print(open('/proc/self/comm').read())"
     shown = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
     said = DOING.fullmatch(shown.strip())
     assert said and said[2] in (f" {step}", None) and (said[2] or step > 1e6)

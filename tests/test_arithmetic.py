@@ -9,9 +9,9 @@ import pytest
 import torch
 from cluster import Cluster
 
-from elastic_trainer import probe
-from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
-from elastic_trainer.determinism import choose_kernels
+from elastic_trainer.training import probe
+from elastic_trainer.training.determinism import choose_kernels
+from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 
 SLOW = ("--steps", "100", "--step-s", "0.15")
 ODD = "127.0.0.4"

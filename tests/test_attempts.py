@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from netlab import wait_for
 from test_malformed import MALFORMED
 
-from elastic_trainer import remote
-from elastic_trainer.attempts import (
+from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
+from elastic_trainer.launch import remote
+from elastic_trainer.launch.attempts import (
     EXIT_BAD_COMMAND,
     EXIT_INTERRUPTED,
     MAX_ATTEMPTS_WITHOUT_PROGRESS,
@@ -28,9 +29,8 @@ from elastic_trainer.attempts import (
     is_worker,
     supervise,
 )
-from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
-from elastic_trainer.events import Events, read_events
-from elastic_trainer.past import past_of
+from elastic_trainer.launch.past import past_of
+from elastic_trainer.observe.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
@@ -358,7 +358,7 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
 """)
     (tmp_path / "bin" / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr("elastic_trainer.attempts.ORPHANS_ELSEWHERE_S", 0.5)
+    monkeypatch.setattr("elastic_trainer.launch.attempts.ORPHANS_ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
         diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)

@@ -21,8 +21,8 @@ from simulated import Hub, Member
 from test_state import bytes_of, trained
 
 from elastic_trainer.config import Launch
-from elastic_trainer.events import Events as EventFile
-from elastic_trainer.past import past_of
+from elastic_trainer.launch.past import past_of
+from elastic_trainer.observe.events import Events as EventFile
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from elastic_trainer.state.checkpoint import (
     LONGEST_REST_S,
@@ -39,7 +39,7 @@ from elastic_trainer.state.commit_log import CommitLog, Record
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, Packed
 from elastic_trainer.state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
-from elastic_trainer.timing import Timing
+from elastic_trainer.training.timing import Timing
 
 SMALL = Plan(part_bytes=100)
 
@@ -1265,7 +1265,7 @@ def test_a_checkpoint_is_due_when_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
                                           lost: int, failures: int, due_s: int) -> None:
     """By the user's interval or by what it costs and how often all was lost; sooner after a failure, and not at once."""
     now = [1000.0]
-    monkeypatch.setattr("elastic_trainer.timing.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("elastic_trainer.training.timing.time", SimpleNamespace(monotonic=lambda: now[0]))
     timing, (worker,) = Timing(), Fleet(tmp_path, plan=Plan(every=every)).workers
     worker.share = Share(step=0, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=pause_s)
     timing.begun(0, worker)

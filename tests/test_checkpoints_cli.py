@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main, store_of_run
-from elastic_trainer.loop import train
 from elastic_trainer.state import checkpoint
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.store import FolderStore
+from elastic_trainer.training.loop import train
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,12 @@ def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], cap
 def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run publish once more, and let its oldest go, when somebody begins to read a checkpoint."""
     def read_part(*arguments: Any) -> Any:
-        monkeypatch.setattr("elastic_trainer.checkpoints.read_part", checkpoint.read_part)
+        monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", checkpoint.read_part)
         fleet.train()
         fleet.checkpoint()
         return checkpoint.read_part(*arguments)
 
-    monkeypatch.setattr("elastic_trainer.checkpoints.read_part", read_part)
+    monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", read_part)
 
 
 def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer import driver
 from elastic_trainer.__main__ import _prove, list_hosts, main, static_hosts
 from elastic_trainer.config import ConfigError
-from elastic_trainer.driver import is_local, parse_hosts
+from elastic_trainer.launch import driver
+from elastic_trainer.launch.driver import is_local, parse_hosts
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,12 +120,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
         told.append(parser.parse_known_args(horovodrun_options)[0])
         return 130
 
-    monkeypatch.setattr("elastic_trainer.attempts.supervise", supervise)
+    monkeypatch.setattr("elastic_trainer.launch.attempts.supervise", supervise)
     def local_standbys(run_dir: Path, command: list[str], count: int) -> AbstractContextManager[None]:
         standbys.append(count)
         return nullcontext()
 
-    monkeypatch.setattr("elastic_trainer.standby.local_standbys", local_standbys)
+    monkeypatch.setattr("elastic_trainer.standby.keeper.local_standbys", local_standbys)
     for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")

@@ -14,10 +14,10 @@ from cluster import JOB, Cluster
 from faults import Plan
 
 from elastic_trainer.config import Launch, Limits
-from elastic_trainer.courier import Courier, Desk, new_run_id, shares_runs
-from elastic_trainer.edge.seal import worker_key
-from elastic_trainer.events import Events, read_events
-from elastic_trainer.wire import WordRefused, WordServer
+from elastic_trainer.observe.courier import Courier, Desk, new_run_id, shares_runs
+from elastic_trainer.observe.events import Events, read_events
+from elastic_trainer.wire.messages import WordRefused, WordServer
+from elastic_trainer.wire.seal import worker_key
 
 KEY = b"the key of this run"
 DEADLINE_S = 10.0

@@ -832,7 +832,7 @@ def test_push_sends_what_git_tracks_and_says_what_it_left_out(tmp_path: Path) ->
         (read,) = [code.extractfile(files["job/train.py"])]
         assert read and read.read() == b"now\n"
     assert files.keys() >= {"horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
-                            "elastic_trainer/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
+                            "elastic_trainer/training/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"}
     assert not any(name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in files)
     assert {name for name in files if name.startswith("job")} == {
         "job/train.py", "job/sub/my model.py", "job/.gitignore", "job/latest"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.determinism import Settings, required
+from elastic_trainer.training.determinism import Settings, required
 
 DEFAULT = Settings(is_deterministic=False, warns_only=False, tunes_convolutions=False, has_deterministic_convolutions=False,
                    has_tf32_products=False, has_tf32_convolutions=True, fills_memory=True, workspace=None)
@@ -56,7 +56,7 @@ def test_torch_has_the_settings_when_they_are_applied() -> None:
     program = """
 import torch
 from test_determinism import DEFAULT, EXACT
-from elastic_trainer.determinism import apply, current
+from elastic_trainer.training.determinism import apply, current
 assert current() == DEFAULT, current()
 apply(EXACT)
 assert current() == EXACT, current()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_trainer.discovery.__main__ as script
-from elastic_trainer.driver import parse_hosts
+from elastic_trainer.launch.driver import parse_hosts
 
 ROOT = Path(script.__file__).resolve().parent.parent
 

@@ -22,9 +22,10 @@ from horovod.runner.util import network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer import remote
 from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
-from elastic_trainer.driver import (
+from elastic_trainer.host.lines import MAX_LINE_BYTES
+from elastic_trainer.launch import remote
+from elastic_trainer.launch.driver import (
     STOP_MOST_S,
     STOP_S,
     DiscoveryUnavailable,
@@ -37,12 +38,11 @@ from elastic_trainer.driver import (
     stop_deadline,
     way_to,
 )
-from elastic_trainer.edge.seal import worker_key
-from elastic_trainer.events import Events
-from elastic_trainer.lines import MAX_LINE_BYTES
-from elastic_trainer.membership import End, Phase, Start, Worker
-from elastic_trainer.place import own_address_towards
-from elastic_trainer.wire import DriverClient, DriverUnreachable, WordServer
+from elastic_trainer.launch.membership import End, Phase, Start, Worker
+from elastic_trainer.observe.events import Events
+from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordServer
+from elastic_trainer.wire.seal import worker_key
+from elastic_trainer.world.place import own_address_towards
 
 DEADLINE_S = 60.0
 SECRET = "5ec4e75ec4e7"
@@ -256,7 +256,7 @@ def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
 
 def test_a_worker_is_heard_though_it_writes_no_line_end(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """A progress bar, and a prompt, are seen while the worker goes on."""
-    monkeypatch.setattr("elastic_trainer.lines.UPDATE_S", 0.01)
+    monkeypatch.setattr("elastic_trainer.host.lines.UPDATE_S", 0.01)
     workers.start(["sh", "-c", r"printf '\r 1%%\r 2%%'; printf 'ready? ' >&2; sleep 1000"])
     until(lambda: "<stdout>:  2%" in (seen := workers.output.getvalue()) and "<stderr>: ready?" in seen)
 
@@ -354,7 +354,7 @@ def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
 def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code or its signal, and no line of the protocol is printed."""
-    monkeypatch.setattr("elastic_trainer.driver.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
+    monkeypatch.setattr("elastic_trainer.launch.driver.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
     for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
         assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
@@ -388,7 +388,7 @@ def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, 
 def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is frozen, and its children."""
-    monkeypatch.setattr("elastic_trainer.driver.FAR_KILL_S", DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.launch.driver.FAR_KILL_S", DEADLINE_S)
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"], PLAIN, FAR)
     child = int(written(tmp_path / "child"))
     worker.stop(True, 0)
@@ -448,8 +448,8 @@ def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(monkeyp
                                                                          had_hosts: bool) -> None:
     """It works, and is away. One that has never answered is a mistake in the command. An outage is told twice: its
     begin and its end."""
-    monkeypatch.setattr("elastic_trainer.driver.FIRST_DISCOVERY_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.driver.DISCOVERY_EVERY_S", 0.001)
+    monkeypatch.setattr("elastic_trainer.launch.driver.FIRST_DISCOVERY_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.launch.driver.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
     settings = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None, discovery=Failing(20))
@@ -474,7 +474,7 @@ def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ss
     hosts.touch()
     there = ["sh", "-c", f"echo $ELASTIC_TRAINER_DRIVER > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/told; sleep 1000"]
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", "-np", "1", "--host-discovery-script",
+    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.launch.driver", "-np", "1", "--host-discovery-script",
                                f"sh -c 'cat {hosts}; echo >> {asked}'", *there], env=os.environ | {"PYTHONPATH": path})
     try:
         written(asked)
@@ -501,7 +501,7 @@ def test_the_way_leads_to_the_next_host_when_the_name_of_the_first_is_not_found(
 def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.CompletedProcess[str]:
     """Run a driver, whose patience with names is so many seconds, for a host."""
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    code = (f"import sys\nfrom elastic_trainer import driver\ndriver.LOOKUP_S = {seconds}\n"
+    code = (f"import sys\nfrom elastic_trainer.launch import driver\ndriver.LOOKUP_S = {seconds}\n"
             f"sys.exit(driver.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', *{list(options)}, 'true']))")
     return subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
                           text=True, timeout=DEADLINE_S)
@@ -526,7 +526,7 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypat
     """A failed lookup is not remembered for ever: else this machine is far, behind an ssh that may not be there."""
     known: dict[str, str] = {}
     monkeypatch.setattr(network, "resolve_host_address", known.get)
-    monkeypatch.setattr("elastic_trainer.driver.LOOKUP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.launch.driver.LOOKUP_AGAIN_S", -1.0)
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], Events(None))
     driver._locate(["mine"])
@@ -560,9 +560,9 @@ class Saving:
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Saving]]:
     """A driver that has been told to stop, with one worker."""
-    monkeypatch.setattr("elastic_trainer.driver.STOP_S", 1.5)
-    monkeypatch.setattr("elastic_trainer.driver.STOP_AGAIN_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.driver.LAST_OUTPUT_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 1.5)
+    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.launch.driver.LAST_OUTPUT_S", 0.0)
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], Events(None))
     driver.membership.hosts_listed({"a": 1})
@@ -598,7 +598,7 @@ def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(savin
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
     driver, process = saving
-    monkeypatch.setattr("elastic_trainer.driver.STOP_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 10 * DEADLINE_S)
     driver.told_to_stop_at = time.monotonic()
     stopping = threading.Thread(target=driver._stop_all)
     stopping.start()
@@ -634,7 +634,7 @@ def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: P
 def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod: Path) -> None:
     """The command ends with exit code 2 and says why."""
     path = os.pathsep.join([str(another_horovod), str(Path(__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.driver", "-np", "1", "--host-discovery-script",
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.launch.driver", "-np", "1", "--host-discovery-script",
                            "echo localhost:1", "touch", str(another_horovod / "started")],
                           env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 2

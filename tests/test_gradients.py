@@ -14,11 +14,11 @@ import torch
 from test_loop import INPUT, NUMBERS, SIZE, TARGET, built, in_a_world, job, mse, sgd, trained
 
 from elastic_trainer.config import Launch
-from elastic_trainer.events import Events
-from elastic_trainer.loop import Result, Trainer
-from elastic_trainer.place import Alone
+from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.training.loop import Result, Trainer
+from elastic_trainer.world.place import Alone
 
 Model = torch.nn.Module
 Loss = Callable[[Model, Any], torch.Tensor]
@@ -199,7 +199,7 @@ def test_a_hook_sees_the_gradient_of_one_shard_when_it_changes_it(act: Any, redu
 
 def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ring` the network is faster than a hook that nobody has seen in the warm-up."""
-    monkeypatch.setattr("elastic_trainer.reduce.BUCKET_BYTES", 64)  # the last gradients wait for the pass to end
+    monkeypatch.setattr("elastic_trainer.training.reduce.BUCKET_BYTES", 64)  # the last gradients wait for the pass to end
 
     def make() -> dict[str, Any]:
         is_late = [False]

@@ -15,8 +15,14 @@ import psutil
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.rendezvous import Rendezvous
-from elastic_trainer.world import IDLE_CYCLE_MS, cycle_ms, gloo_timeout_s, poll_s, wakes_on_arrival
+from elastic_trainer.launch.rendezvous import Rendezvous
+from elastic_trainer.world.generations import (
+    IDLE_CYCLE_MS,
+    cycle_ms,
+    gloo_timeout_s,
+    poll_s,
+    wakes_on_arrival,
+)
 
 HOROVODRUN = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds", "600",
               sys.executable, "-c"]
@@ -34,7 +40,7 @@ from contextlib import suppress
 from pathlib import Path
 import torch, horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
-from elastic_trainer.world import _open_sockets
+from elastic_trainer.world.generations import _open_sockets
 BYTES_RECEIVED = struct.Struct("128xQ")  # linux/tcp.h, tcp_info
 hvd.init()
 rank = hvd.rank()
@@ -125,7 +131,7 @@ def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, s
 
 MEET = """
 import time, torch, horovod.torch as hvd
-from elastic_trainer.world import init_error
+from elastic_trainer.world.generations import init_error
 try:
     hvd.init()
 except ValueError:

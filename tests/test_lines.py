@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.lines import MAX_LINE_BYTES, Lines
+from elastic_trainer.host.lines import MAX_LINE_BYTES, Lines
 
 MARK = b"\x1eour-mark "
 

@@ -25,11 +25,18 @@ import torch.utils.checkpoint
 from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from elastic_trainer import standby
-from elastic_trainer.arithmetic import Arithmetic, computes_otherwise
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
-from elastic_trainer.events import Events, read_events
-from elastic_trainer.loop import (
+from elastic_trainer.observe.events import Events, read_events
+from elastic_trainer.observe.report import summarize
+from elastic_trainer.observe.verify import verify
+from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.standby import keeper as standby
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import Plan
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.store import StoreRefused
+from elastic_trainer.training.loop import (
     Job,
     PeerFailed,
     Result,
@@ -42,18 +49,11 @@ from elastic_trainer.loop import (
     seed_everything,
     train,
 )
-from elastic_trainer.losses import LossNotFinite
-from elastic_trainer.place import Alone, RunOver
-from elastic_trainer.replicas import ReplicaDiffers, ReplicasDisagree
-from elastic_trainer.report import summarize
-from elastic_trainer.schedule import Schedule, cosine
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.elastic_state import ElasticState
-from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.store import StoreRefused
-from elastic_trainer.verify import verify
-from elastic_trainer.world import UPLOAD_FIRST_S, PeersLost, Standing, World
+from elastic_trainer.training.losses import LossNotFinite
+from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise
+from elastic_trainer.world.generations import UPLOAD_FIRST_S, PeersLost, Standing, World
+from elastic_trainer.world.place import Alone, RunOver
+from elastic_trainer.world.replicas import ReplicaDiffers, ReplicasDisagree
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -934,7 +934,7 @@ def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path,
     def refuse(*_: Any, insist: bool) -> None:
         raise StoreRefused(f"not allowed, as planned, insist {insist}")
 
-    monkeypatch.setattr("elastic_trainer.loop.RESTORE_PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.training.loop.RESTORE_PAUSE_S", 0.0)
     for attempt, driver, ends in ((1, "there:1", ConfigError), (2, "there:1", PeersLost), (3, None, ConfigError)):
         launch, events = Launch(run_dir=run_dir, attempt=attempt, driver=driver), Events(run_dir, attempt=attempt)
         trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
@@ -954,7 +954,7 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
     checkpoints, clock = trainer.checkpoints, time.monotonic()
     assert checkpoints
     monkeypatch.setattr(trainer, "_is_uploading", lambda: True)
-    monkeypatch.setattr("elastic_trainer.timing.time.monotonic", lambda: clock)
+    monkeypatch.setattr("elastic_trainer.training.timing.time.monotonic", lambda: clock)
     clock += 1e6  # booted long ago
     trainer._checkpoint_words(1)
     checkpoints.know(-1)
@@ -1201,7 +1201,7 @@ def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.M
 
     first = said()
     if what == "program":
-        monkeypatch.setattr("elastic_trainer.probe.program", lambda device: 5)
+        monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
     second = said(seed=1 if what == "weights" else 0)
     assert (first.inputs == second.inputs) == (what != "weights")
     assert (first.result == 0) == (second.result == 0) == (what == "loss")
@@ -1231,8 +1231,8 @@ def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path, monkeyp
     trained(built(), max_steps=3, run_dir=run_dir, listeners=[ears])
     trained(built(), max_steps=4, run_dir=run_dir, listeners=[ears])
     assert not ears.facts("worker.arithmetic_differs")
-    monkeypatch.setattr("elastic_trainer.probe.program", lambda device: 5)
-    monkeypatch.setattr("elastic_trainer.probe.facts", lambda device: (("cpu", "another"),))
+    monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
+    monkeypatch.setattr("elastic_trainer.training.probe.facts", lambda device: (("cpu", "another"),))
     trained(built(), max_steps=5, run_dir=run_dir, listeners=[ears])
     [told] = ears.facts("worker.arithmetic_differs")
     assert told["differs"]["cpu"][0] == "another" and not told["refused"]

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import LossNotFinite
 from elastic_trainer.config import ConfigError
-from elastic_trainer.verify import verify
+from elastic_trainer.observe.verify import verify
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 BAD = int(SCHEDULE.shard_samples(1, 2)[0])  # in shard 2 of step 1, and once more in the second epoch

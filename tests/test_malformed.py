@@ -19,22 +19,30 @@ from rich.console import Console
 from test_verify import eventful
 
 from elastic_trainer.config import Launch, Limits
-from elastic_trainer.courier import BURST_S, BYTES_PER_S, LINES_PER_S, Courier, Desk, LineRefused, TooEarly
 from elastic_trainer.discovery import agent
-from elastic_trainer.driver import MendedDriver
-from elastic_trainer.edge.seal import Kind, seal, worker_key
-from elastic_trainer.events import Events, last_attempt, newest_attempt, read_events
-from elastic_trainer.membership import Membership, Phase, Worker
-from elastic_trainer.past import COUNTED_BY, Follower, past_of
-from elastic_trainer.picture import Film
-from elastic_trainer.reached import TELL_S, Reached, of_most
-from elastic_trainer.report import print_summary, summarize, summarize_log, write_result
+from elastic_trainer.launch.driver import MendedDriver
+from elastic_trainer.launch.membership import Membership, Phase, Worker
+from elastic_trainer.launch.past import COUNTED_BY, Follower, past_of
+from elastic_trainer.launch.reached import TELL_S, Reached, of_most
+from elastic_trainer.observe.courier import (
+    BURST_S,
+    BYTES_PER_S,
+    LINES_PER_S,
+    Courier,
+    Desk,
+    LineRefused,
+    TooEarly,
+)
+from elastic_trainer.observe.events import Events, last_attempt, newest_attempt, read_events
+from elastic_trainer.observe.picture import Film
+from elastic_trainer.observe.report import print_summary, summarize, summarize_log, write_result
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, REQUIRED, flaw, flaw_of_words, parse
+from elastic_trainer.observe.segments import LONGEST_LINE_BYTES, Reader
+from elastic_trainer.observe.verify import verify
+from elastic_trainer.observe.watch import Picture, fold, panel, plain_line
 from elastic_trainer.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
-from elastic_trainer.schema import MAX_LINE_BYTES, MAX_NAME, REQUIRED, flaw, flaw_of_words, parse
-from elastic_trainer.segments import LONGEST_LINE_BYTES, Reader
-from elastic_trainer.verify import verify
-from elastic_trainer.watch import Picture, fold, panel, plain_line
-from elastic_trainer.wire import MAX_BODY_BYTES, WordRefused, WordServer
+from elastic_trainer.wire.messages import MAX_BODY_BYTES, WordRefused, WordServer
+from elastic_trainer.wire.seal import Kind, seal, worker_key
 
 Event = dict[str, Any]
 KEY = b"the key of this run"

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.arithmetic import Arithmetic
 from elastic_trainer.config import Limits
-from elastic_trainer.membership import (
+from elastic_trainer.launch.membership import (
     FAILED_RESTARTS,
     Action,
     Differ,
@@ -21,6 +20,7 @@ from elastic_trainer.membership import (
     Stop,
     Worker,
 )
+from elastic_trainer.world.arithmetic import Arithmetic
 
 
 @dataclass

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer import past, report
 from elastic_trainer.__main__ import list_hosts, main
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.poll import Poller
-from elastic_trainer.events import Events
-from elastic_trainer.segments import compress
+from elastic_trainer.launch import past
+from elastic_trainer.observe import report
+from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.segments import compress
 from elastic_trainer.state.commit_log import CommitLog
 from elastic_trainer.state.store import FolderStore
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SPEAKS_ON = """
 import sys
-from elastic_trainer.output import outlive_readers
+from elastic_trainer.host.output import outlive_readers
 outlive_readers()
 print("first", flush=True)
 sys.stdin.readline()
@@ -34,7 +34,8 @@ def test_a_worker_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
     """The run is not the worse for it: its exit code says how it ended."""
-    code = "from elastic_trainer.output import outlive_readers\noutlive_readers()\nfor i in range(9999): print(i)\nexit(3)"
+    code = "from elastic_trainer.host.output import outlive_readers\n" \
+           "outlive_readers()\nfor i in range(9999): print(i)\nexit(3)"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (3, "")
@@ -42,8 +43,8 @@ def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
 
 MANY_WORKERS = """
 import os, sys, threading
-from elastic_trainer.driver import WorkerProcess
-from elastic_trainer.output import outlive_readers
+from elastic_trainer.launch.driver import WorkerProcess
+from elastic_trainer.host.output import outlive_readers
 outlive_readers()
 def forward(host):
     process = WorkerProcess.__new__(WorkerProcess)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.pauses import Pauses, Survivor, parts_of
-from elastic_trainer.report import summarize
+from elastic_trainer.observe.report import summarize
+from elastic_trainer.world.pauses import Pauses, Survivor, parts_of
 
 SECONDS = st.floats(0.0, 1000.0)
 MILLISECONDS = st.integers(0, 10**6)
@@ -51,7 +51,7 @@ def test_what_was_done_of_a_step_that_broke_is_redoing() -> None:
 def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once, with all of its time, and none of it is told when no member has held the state."""
     now = [0.0]
-    monkeypatch.setattr("elastic_trainer.pauses.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("elastic_trainer.world.pauses.time.monotonic", lambda: now[0])
     pauses = Pauses()
     pauses.place()
     pauses.form()

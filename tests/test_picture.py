@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_trainer.picture import draw
+from elastic_trainer.observe.picture import draw
 
 
 def step(time: float, step_s: float = 1.0, samples: int = 8, **more: Any) -> dict[str, Any]:

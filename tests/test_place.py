@@ -17,8 +17,9 @@ import pytest
 from ports import free_port
 
 from elastic_trainer.config import ConfigError, Launch, Limits
-from elastic_trainer.edge.seal import worker_key
-from elastic_trainer.place import (
+from elastic_trainer.wire.messages import WordServer
+from elastic_trainer.wire.seal import worker_key
+from elastic_trainer.world.place import (
     Alone,
     Dismissed,
     OurDriver,
@@ -31,7 +32,6 @@ from elastic_trainer.place import (
     own_address_towards,
     unreachable,
 )
-from elastic_trainer.wire import WordServer
 
 RUN_KEY = b"the key of this run"
 KEY = worker_key(RUN_KEY, "a/0/1")

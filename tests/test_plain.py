@@ -20,9 +20,9 @@ import pytest
 from cluster import JOB, TESTS
 from faults import Plan
 
-from elastic_trainer.events import read_events
-from elastic_trainer.shim import FOLDER_VARIABLE
-from elastic_trainer.verify import verify
+from elastic_trainer.observe.events import read_events
+from elastic_trainer.observe.verify import verify
+from elastic_trainer.standby.shim import FOLDER_VARIABLE
 
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
@@ -89,7 +89,7 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_pa
         write_hosts(HOSTS)
         horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2",
                            "--network-interfaces", "lo", "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {hosts}",
-                           sys.executable, "-m", "elastic_trainer.shim", *job)
+                           sys.executable, "-m", "elastic_trainer.standby.shim", *job)
         wait_for("worker.step_committed")
         start(sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(run), "--", *job)
         wait_for("worker.generation_started", size=3)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Hub, Member
 
-from elastic_trainer.reduce import ExactReducer, Flat, RingReducer, tree_sum
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
+from elastic_trainer.training.reduce import ExactReducer, Flat, RingReducer, tree_sum
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:

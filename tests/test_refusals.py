@@ -37,7 +37,7 @@ from elastic_trainer.discovery.refusals import (
     refusal_of,
     tell,
 )
-from elastic_trainer.watch import Picture, fold, panel, plain_line
+from elastic_trainer.observe.watch import Picture, fold, panel, plain_line
 
 NOW = 1_800_000_000.0
 STANDARD = {"c6i.2xlarge": 8, "m6i.2xlarge": 8}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.rendezvous import MAX_STRANGERS, MESHES, NAMES_EACH, Rendezvous
+from elastic_trainer.launch.rendezvous import MAX_STRANGERS, MESHES, NAMES_EACH, Rendezvous
 
 DEADLINE_S = 10.0
 

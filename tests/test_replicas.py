@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.replicas import MOST_SLICES, SLICE_BYTES, Replica, are_same, checksum, judge, words
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_ranges, decode
+from elastic_trainer.world.replicas import MOST_SLICES, SLICE_BYTES, Replica, are_same, checksum, judge, words
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_trainer.report import print_hosts, print_summary, summarize, write_result
-from elastic_trainer.watch import RECENT_EVENTS, Picture, Watch, fold, panel, plain_line
+from elastic_trainer.observe.report import print_hosts, print_summary, summarize, write_result
+from elastic_trainer.observe.watch import RECENT_EVENTS, Picture, Watch, fold, panel, plain_line
 
 Event = dict[str, Any]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer import revive
-from elastic_trainer.revive import read_live_state, write_live_state
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import Packed, byte_ranges, pack
+from elastic_trainer.world import revive
+from elastic_trainer.world.revive import read_live_state, write_live_state
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,7 +155,7 @@ def test_nothing_is_written_when_the_memory_is_full(left_behind: LeftBehind) -> 
 PROCESS = """
 import ctypes, hashlib, os, socket, subprocess, sys
 from pathlib import Path
-from elastic_trainer import revive
+from elastic_trainer.world import revive
 from test_revive import bytes_of, pack, trained
 
 sha = lambda values: hashlib.sha256(bytes_of(pack(values))).hexdigest()
@@ -164,8 +164,8 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     listener = socket.create_server(("127.0.0.1", 0))
     os.set_inheritable(listener.fileno(), True)
     memory = revive.write_live_state(state, {}, {})
-    subprocess.run([sys.executable, "-c", f"from elastic_trainer import revive; print(revive.read_live_state({memory}))"],
-                   pass_fds=[memory])
+    code = f"from elastic_trainer.world import revive; print(revive.read_live_state({memory}))"
+    subprocess.run([sys.executable, "-c", code], pass_fds=[memory])
     print(os.getpid(), sha(state.values()), flush=True)
     revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
@@ -204,7 +204,7 @@ def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_i
                                               ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
 def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(thrown: str, text: str) -> None:
     """A real one that nobody catches; what comes instead of the abort knows its text."""
-    code = (f"import ctypes, os\nfrom elastic_trainer import revive\n"
+    code = (f"import ctypes, os\nfrom elastic_trainer.world import revive\n"
             f"revive.on_terminate(lambda error: (print(error, flush=True), os._exit(7)))\n"
             f"ctypes.CDLL('libstdc++.so.6').{thrown}(b'Connect timeout, as planned')")
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -213,7 +213,7 @@ def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(thr
 
 def test_whoever_cannot_say_why_is_started_anew_all_the_same() -> None:
     """The text is for people; without it the abort must not happen either."""
-    code = ("import ctypes, os\nfrom elastic_trainer import revive\nrevive._uncaught = lambda: 1 / 0\n"
+    code = ("import ctypes, os\nfrom elastic_trainer.world import revive\nrevive._uncaught = lambda: 1 / 0\n"
             "revive.on_terminate(lambda error: os._exit(7 if error == '' else 8))\n"
             "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7

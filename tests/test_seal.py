@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.edge.seal import WINDOW, Kind, Seen, Session, is_sealed, seal, worker_key
+from elastic_trainer.wire.seal import WINDOW, Kind, Seen, Session, is_sealed, seal, worker_key
 
 KEY = b"the key of this run"
 SESSION = "0123456789abcdef"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.events import Events, newest_attempt, read_events
-from elastic_trainer.past import PAST_FILE, Follower, past_of
-from elastic_trainer.report import summarize
-from elastic_trainer.segments import Reader, compress, seal, segments
-from elastic_trainer.verify import verify
+from elastic_trainer.launch.past import PAST_FILE, Follower, past_of
+from elastic_trainer.observe.events import Events, newest_attempt, read_events
+from elastic_trainer.observe.report import summarize
+from elastic_trainer.observe.segments import Reader, compress, seal, segments
+from elastic_trainer.observe.verify import verify
 from tests.test_verify import Story
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +24,7 @@ WRITERS, LINES = 4, 3000
 WRITER = """
 import sys
 from pathlib import Path
-from elastic_trainer.events import Events
+from elastic_trainer.observe.events import Events
 events = Events(Path(sys.argv[1]), segment_bytes=20_000, writer=int(sys.argv[2]))
 for number in range(int(sys.argv[3])):
     events.emit("said", number=number)

@@ -1,6 +1,6 @@
 """Standbys with real processes: the shim, the keeper and the service; then in a real cluster of four workers.
 
-The numbers in brackets are those of elastic_trainer/standby.py's head comment.
+The numbers in brackets are those of elastic_trainer/standby/keeper.py's head comment.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ import pytest
 import s3_servers
 from cluster import Cluster, is_running
 
-from elastic_trainer import shim, standby
-from elastic_trainer.attempts import is_worker
-from elastic_trainer.events import read_events
-from elastic_trainer.remote import workers_of
-from elastic_trainer.standby import changed_files, differing, idle_cores, merged, write_environment
+from elastic_trainer.launch.attempts import is_worker
+from elastic_trainer.launch.remote import workers_of
+from elastic_trainer.observe.events import read_events
+from elastic_trainer.standby import keeper as standby
+from elastic_trainer.standby.keeper import (
+    changed_files,
+    differing,
+    idle_cores,
+    merged,
+    shim,
+    write_environment,
+)
 
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
@@ -37,7 +44,7 @@ JOB = """
 import json, os, signal, sys, time
 print("imported", flush=True)
 BOOT
-from elastic_trainer import standby
+from elastic_trainer.standby import keeper as standby
 was = standby.is_standby()
 standby.wait_for_place()
 facts = {"was": was, "pid": os.getpid(), "name": os.environ.get("ELASTIC_TRAINER_WORKER"),
@@ -543,7 +550,8 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
     """An older attempt's steps do not count."""
     diary = bench.folder / "events.jsonl"
     diary.write_text('{"event": "worker.step_committed"}\n')
-    command = [sys.executable, "-c", "import sys; from pathlib import Path; from elastic_trainer import standby\n"
+    command = [sys.executable, "-c", "import sys; from pathlib import Path\n"
+               "from elastic_trainer.standby import keeper as standby\n"
                "def later(seconds):\n"
                "    print('waits', flush=True); sys.stdin.readline()\n"
                "standby.time.sleep = later\n"

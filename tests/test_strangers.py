@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_trainer.edge.strangers import EVERY_S, MOST_ADDRESSES, OTHERS, Strangers
+from elastic_trainer.wire.strangers import EVERY_S, MOST_ADDRESSES, OTHERS, Strangers
 
 
 def test_an_address_has_one_event_at_once_and_then_one_a_minute() -> None:

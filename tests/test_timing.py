@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_trainer.events import Events
-from elastic_trainer.timing import Pace
+from elastic_trainer.observe.events import Events
+from elastic_trainer.training.timing import Pace
 
 
 def told(*steps: tuple[float, float]) -> list[tuple[str, int]]:

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from netlab import wait_for
 from ports import free_port
 
-from elastic_trainer.edge.gate import SPARE, NoRequest, request_in
-from elastic_trainer.edge.seal import Kind, Session, seal, worker_key
-from elastic_trainer.wire import (
+from elastic_trainer.wire.gate import SPARE, NoRequest, request_in
+from elastic_trainer.wire.messages import (
     MAX_BODY_BYTES,
     NONCE,
     SIGNATURE,
@@ -33,6 +32,7 @@ from elastic_trainer.wire import (
     WordRefused,
     WordServer,
 )
+from elastic_trainer.wire.seal import Kind, Session, seal, worker_key
 
 KEY = b"the key of this run"
 NAME = "a/0/1"
@@ -303,7 +303,7 @@ def test_a_word_arrives_when_the_kept_connection_was_closed_since(ear: Ear, monk
     def end_of(connection: socket.socket, received: bytearray) -> None:
         ended.set()
 
-    monkeypatch.setattr("elastic_trainer.wire.next_word", end_of)
+    monkeypatch.setattr("elastic_trainer.wire.messages.next_word", end_of)
     client = ear.client()
     assert client.ask({"n": 1})["heard"] == {"n": 1}
     assert ended.wait(TIMEOUT_S)
@@ -468,7 +468,7 @@ def test_what_strangers_have_sent_is_bounded_in_all(ear: Ear, held: Callable[...
 def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
         ear: Ear, held: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs memory, and a fleet may be of any size. Those with the key are bounded by the fleet alone."""
-    monkeypatch.setattr("elastic_trainer.edge.gate.MOST_CONNECTIONS", 10)
+    monkeypatch.setattr("elastic_trainer.wire.gate.MOST_CONNECTIONS", 10)
     ear.server.expected, ear.server.gate.request_s = lambda: 100_000, 60.0
     clients = [ear.client() for _ in range(20)]
     for number in range(20):

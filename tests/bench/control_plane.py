@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Limits
-from elastic_trainer.edge.seal import Kind, Session, seal
-from elastic_trainer.events import read_events
-from elastic_trainer.membership import Membership, Worker
-from elastic_trainer.wire import NONCE, SIGNATURE, WORKER
+from elastic_trainer.launch.membership import Membership, Worker
+from elastic_trainer.observe.events import read_events
+from elastic_trainer.wire.messages import NONCE, SIGNATURE, WORKER
+from elastic_trainer.wire.seal import Kind, Session, seal
 
 SLOT = 'echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WORKER" > "$0/$$"; exec sleep 100000'
 START_S = 240.0
@@ -106,7 +106,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
     slots.mkdir()
     hosts = "".join(f"127.0.{number // 250}.{number % 250 + 1}:1\n" for number in range(size))
     (folder / "hosts").write_text(hosts)
-    command = [sys.executable, "-m", "elastic_trainer.driver", "-np", str(size), "--min-np", str(size),
+    command = [sys.executable, "-m", "elastic_trainer.launch.driver", "-np", str(size), "--min-np", str(size),
                "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT, str(slots)]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(folder / "run"),
                         "ELASTIC_TRAINER_LIMITS": f"boot_s={START_S:.0f},start_s={START_S:.0f}"}

@@ -19,8 +19,8 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
-from elastic_trainer.events import Events
-from elastic_trainer.world import PeersLost
+from elastic_trainer.observe.events import Events
+from elastic_trainer.world.generations import PeersLost
 
 Listener = Callable[[str, dict[str, Any]], None]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from elastic_trainer.replicas import fingerprint
+from elastic_trainer.world.replicas import fingerprint
 
 
 def program(device: torch.device) -> int:

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.schema import UNREADABLE, flaw
-from elastic_trainer.segments import Position, Reader, first_line
-from elastic_trainer.state.modes import write_text
+from elastic_trainer.host.modes import write_text
+from elastic_trainer.observe.schema import UNREADABLE, flaw
+from elastic_trainer.observe.segments import Position, Reader, first_line
 
 PAST_FILE = ".past.json"
 FORMAT = 2

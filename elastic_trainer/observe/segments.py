@@ -34,8 +34,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from elastic_trainer.schema import MAX_LINE_BYTES, parse
-from elastic_trainer.state.modes import private
+from elastic_trainer.host.modes import private
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
 
 EVENTS_FILE = "events.jsonl"
 LOCK_FILE = ".events.lock"

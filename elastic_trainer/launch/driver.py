@@ -1,6 +1,6 @@
 """horovodrun, mended: the same command line, a driver that cannot be stopped by one dead host.
 
-    python -m elastic_trainer.driver -np 4 --min-np 2 --host-discovery-script ./hosts.sh python my_train.py
+    python -m elastic_trainer.launch.driver -np 4 --min-np 2 --host-discovery-script ./hosts.sh python my_train.py
 
 discovery script, workers' words, processes' exits → here → membership (decides) → here → processes, rendezvous
 
@@ -61,8 +61,6 @@ from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
 from horovod.runner.util import network
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from elastic_trainer import remote
-from elastic_trainer.arithmetic import Arithmetic, advice
 from elastic_trainer.config import (
     ALLOCATOR,
     EXIT_FINISHED,
@@ -71,21 +69,34 @@ from elastic_trainer.config import (
     ConfigError,
     Limits,
 )
-from elastic_trainer.courier import Desk, LineRefused, TooEarly
-from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
-from elastic_trainer.edge.seal import worker_key
-from elastic_trainer.edge.strangers import Strangers
-from elastic_trainer.events import Events
-from elastic_trainer.lines import lines_of
-from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
-from elastic_trainer.output import outlive_readers
-from elastic_trainer.place import own_address_towards
-from elastic_trainer.plain import plain_output, plain_text
-from elastic_trainer.reached import Reached
-from elastic_trainer.rendezvous import Rendezvous
-from elastic_trainer.schema import HOST_NAME, flaw_of_words
-from elastic_trainer.shim import through_shim
-from elastic_trainer.wire import CONNECTIONS_EACH, WordRefused, WordServer
+from elastic_trainer.host.crash import FAULTHANDLER, FAULTS, LINES, place_of
+from elastic_trainer.host.lines import lines_of
+from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.launch import remote
+from elastic_trainer.launch.membership import (
+    Action,
+    Differ,
+    End,
+    Form,
+    Membership,
+    Phase,
+    Start,
+    Stop,
+    Worker,
+    loud,
+)
+from elastic_trainer.launch.reached import Reached
+from elastic_trainer.launch.rendezvous import Rendezvous
+from elastic_trainer.observe.courier import Desk, LineRefused, TooEarly
+from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.schema import HOST_NAME, flaw_of_words
+from elastic_trainer.standby.shim import through_shim
+from elastic_trainer.wire.messages import CONNECTIONS_EACH, WordRefused, WordServer
+from elastic_trainer.wire.plain import plain_output, plain_text
+from elastic_trainer.wire.seal import worker_key
+from elastic_trainer.wire.strangers import Strangers
+from elastic_trainer.world.arithmetic import Arithmetic, advice
+from elastic_trainer.world.place import own_address_towards
 
 HOROVOD_VERSION = "0.28.1"
 DISCOVERY_EVERY_S = 1.0

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.plain import plain
 from elastic_trainer.state.checkpoint import (
     collect_rubbish,
     empty_payload,
@@ -34,6 +33,7 @@ from elastic_trainer.state.elastic_state import check_kinds
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.store import Store, StoreUnavailable, open_store
+from elastic_trainer.wire.plain import plain
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.courier import Courier
-from elastic_trainer.schema import MAX_LINE_BYTES, parse
-from elastic_trainer.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
-from elastic_trainer.state.modes import make_folder, private
+from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.observe.courier import Courier
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
+from elastic_trainer.observe.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
 
 __all__ = ["EVENTS_FILE", "Events", "last_attempt", "newest_attempt", "read_events"]
 

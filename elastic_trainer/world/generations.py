@@ -43,13 +43,8 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from elastic_trainer import revive
-from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.config import Launch
-from elastic_trainer.events import Events
-from elastic_trainer.pauses import Pauses, Survivor
-from elastic_trainer.place import Driver, OurDriver, Place
-from elastic_trainer.replicas import Difference, Part, ReplicaDiffers, are_same, checksum, judge, words
+from elastic_trainer.observe.events import Events
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import (
     LayoutError,
@@ -60,6 +55,11 @@ from elastic_trainer.state.layout import (
     tensors_digest,
     unpack,
 )
+from elastic_trainer.world import revive
+from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+from elastic_trainer.world.pauses import Pauses, Survivor
+from elastic_trainer.world.place import Driver, OurDriver, Place
+from elastic_trainer.world.replicas import Difference, Part, ReplicaDiffers, are_same, checksum, judge, words
 
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20

@@ -1,6 +1,6 @@
 """In front of a worker's command: take a booted standby for it, or run the command as it is.
 
-    python -S -I elastic_trainer/shim.py python my_train.py …
+    python -S -I elastic_trainer/standby/shim.py python my_train.py …
 
 driver (or ssh, or plain horovodrun) → here → a keeper with its standby (standby.py) → worker
 
@@ -140,7 +140,7 @@ def main() -> None:
     command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # kept until there is somebody to pass them on to, or ourselves
     if not command:
-        print("Give a command, e.g. python -S -I elastic_trainer/shim.py python my_train.py", file=sys.stderr)
+        print("Give a command, e.g. python -S -I elastic_trainer/standby/shim.py python my_train.py", file=sys.stderr)
         sys.exit(2)
     keeper = take(command)
     if keeper is None:

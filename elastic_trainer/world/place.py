@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from elastic_trainer.arithmetic import Arithmetic
 from elastic_trainer.config import Launch
-from elastic_trainer.wire import DriverClient, DriverUnreachable
+from elastic_trainer.wire.messages import DriverClient, DriverUnreachable
+from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_ERROR_CHARACTERS = 50_000
 REACH_S = 2.0

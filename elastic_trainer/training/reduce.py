@@ -44,7 +44,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
-from elastic_trainer.supported import parameters_stay
+from elastic_trainer.training.supported import parameters_stay
 
 BUCKET_BYTES = 1 << 20
 """How much of the gradient `ring` sends at once. Small enough to start early, large enough for the network."""

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.plain import plain
-from elastic_trainer.schema import UNREADABLE
-from elastic_trainer.segments import Reader
-from elastic_trainer.state.modes import write_text
-from elastic_trainer.step_table import StepTable
+from elastic_trainer.host.modes import write_text
+from elastic_trainer.observe.schema import UNREADABLE
+from elastic_trainer.observe.segments import Reader
+from elastic_trainer.observe.step_table import StepTable
+from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
     from rich.console import Console

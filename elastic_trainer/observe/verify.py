@@ -40,11 +40,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.report import RESULT_FILE
+from elastic_trainer.observe.report import RESULT_FILE
+from elastic_trainer.observe.schema import UNREADABLE, flaw
+from elastic_trainer.observe.segments import Reader, has_events
+from elastic_trainer.observe.step_table import StepTable
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.schema import UNREADABLE, flaw
-from elastic_trainer.segments import Reader, has_events
-from elastic_trainer.step_table import StepTable
 
 Event = dict[str, Any]
 Line = tuple[int, Event | None]

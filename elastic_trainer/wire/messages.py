@@ -28,8 +28,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from elastic_trainer.edge.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
-from elastic_trainer.edge.seal import Kind, Seen, Session, is_sealed, seal, worker_key
+from elastic_trainer.wire.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
+from elastic_trainer.wire.seal import Kind, Seen, Session, is_sealed, seal, worker_key
 
 MAX_BODY_BYTES = 1 << 20
 MOST_FIRST_BYTES = 4096

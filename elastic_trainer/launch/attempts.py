@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from elastic_trainer import remote
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
-from elastic_trainer.courier import new_run_id
-from elastic_trainer.events import Events
-from elastic_trainer.past import COUNTED_BY, Follower, Past
-from elastic_trainer.report import write_result
-from elastic_trainer.segments import compress
-from elastic_trainer.state.modes import make_folder, private
+from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.launch import remote
+from elastic_trainer.launch.past import COUNTED_BY, Follower, Past
+from elastic_trainer.observe.courier import new_run_id
+from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.report import write_result
+from elastic_trainer.observe.segments import compress
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
@@ -125,7 +125,7 @@ def _attempts(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
                             "ELASTIC_TRAINER_LOST_ATTEMPTS": str(told.lost_attempts),
                             "ELASTIC_TRAINER_RUN_S": f"{told.observed_s:.1f}"}
         events.emit("attempt.started", attempt=attempt, **COUNTED_BY)
-        process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.driver", *horovodrun_options, *command],
+        process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.launch.driver", *horovodrun_options, *command],
                                    env=env, stdout=output, stderr=subprocess.STDOUT if output else None,
                                    start_new_session=True,  # Ctrl-C is ours to pass on, once
                                    pass_fds=[lock])  # while the driver lives nobody else can drive this run

@@ -57,11 +57,11 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
-from elastic_trainer.crash import FAULTHANDLER
-from elastic_trainer.events import Events
-from elastic_trainer.plain import plain_text
-from elastic_trainer.segments import Reader
-from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
+from elastic_trainer.host.crash import FAULTHANDLER
+from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.segments import Reader
+from elastic_trainer.standby.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
+from elastic_trainer.wire.plain import plain_text
 
 VARIABLE = "ELASTIC_TRAINER_STANDBY"
 NAME_BYTES = 4608

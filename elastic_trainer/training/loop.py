@@ -42,9 +42,6 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer import determinism, probe, report, revive, standby
-from elastic_trainer.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
-from elastic_trainer.batches import fetch, to_device
 from elastic_trainer.config import (
     EXIT_DIFFERS,
     EXIT_LEFT,
@@ -54,23 +51,24 @@ from elastic_trainer.config import (
     ConfigError,
     Launch,
 )
-from elastic_trainer.courier import Courier, shares_runs
-from elastic_trainer.events import Events, newest_attempt
-from elastic_trainer.listeners import Guarded
-from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
-from elastic_trainer.machine_fault import machine_fault
-from elastic_trainer.output import outlive_readers
-from elastic_trainer.place import (
-    MAX_ERROR_CHARACTERS,
-    Alone,
-    Dismissed,
-    Driver,
-    OurDriver,
-    PlainDriver,
-    RunOver,
-)
-from elastic_trainer.plain import plain_text
-from elastic_trainer.reduce import (
+from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.observe import report
+from elastic_trainer.observe.courier import Courier, shares_runs
+from elastic_trainer.observe.events import Events, newest_attempt
+from elastic_trainer.schedule import Schedule, owner_of, samples_digest
+from elastic_trainer.standby import keeper as standby
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.names import named_buffers, named_parameters
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
+from elastic_trainer.training import determinism, probe
+from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.listeners import Guarded
+from elastic_trainer.training.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
+from elastic_trainer.training.machine_fault import machine_fault
+from elastic_trainer.training.reduce import (
     MOST_CHANGE,
     ExactReducer,
     Flat,
@@ -79,9 +77,7 @@ from elastic_trainer.reduce import (
     RingReducer,
     SetsDiffer,
 )
-from elastic_trainer.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
-from elastic_trainer.schedule import Schedule, owner_of, samples_digest
-from elastic_trainer.settings import (
+from elastic_trainer.training.settings import (
     Remark,
     remarks_on_effect,
     remarks_on_last_batch,
@@ -93,15 +89,21 @@ from elastic_trainer.settings import (
     settle,
     split_schedule,
 )
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
-from elastic_trainer.state.elastic_state import ElasticState
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.names import named_buffers, named_parameters
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
-from elastic_trainer.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
-from elastic_trainer.timing import Pace, Timing
-from elastic_trainer.world import Control, PeersLost, StateWithdrawn, World, WorldChanged
+from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
+from elastic_trainer.training.timing import Pace, Timing
+from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+from elastic_trainer.world.generations import Control, PeersLost, StateWithdrawn, World, WorldChanged, revive
+from elastic_trainer.world.place import (
+    MAX_ERROR_CHARACTERS,
+    Alone,
+    Dismissed,
+    Driver,
+    OurDriver,
+    PlainDriver,
+    RunOver,
+)
+from elastic_trainer.world.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
 
 RESTORE_PAUSE_S = 30.0
 """Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
@@ -320,7 +322,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
 def shown(events: Events) -> Iterator[None]:
     """Show the progress of a worker that nobody has launched."""
     # Here: a launched worker shows nothing, and would load rich for nothing.
-    from elastic_trainer.progress import Progress
+    from elastic_trainer.observe.progress import Progress
 
     progress = Progress()
     events.listeners.append(Guarded(progress, events))

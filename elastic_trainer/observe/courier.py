@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Launch
-from elastic_trainer.schema import MAX_LINE_BYTES, flaw, parse_object
-from elastic_trainer.state.modes import write_text
-from elastic_trainer.wire import DriverClient, DriverUnreachable, WordRefused
+from elastic_trainer.host.modes import write_text
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, flaw, parse_object
+from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordRefused
 
 RUN_ID_FILE = ".run-id"
 RETRY_S = 0.02

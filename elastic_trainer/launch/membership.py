@@ -30,10 +30,10 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from elastic_trainer.arithmetic import Arithmetic, computes_otherwise, facts_that_differ, most_common
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, Limits
-from elastic_trainer.crash import SAME_CRASHES, SameCrashes
-from elastic_trainer.reached import of_most
+from elastic_trainer.host.crash import SAME_CRASHES, SameCrashes
+from elastic_trainer.launch.reached import of_most
+from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise, facts_that_differ, most_common
 
 MAX_BACK_OFF_S = 60.0
 OUT_S, MAX_OUT_S = 600.0, 86400.0

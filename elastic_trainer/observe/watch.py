@@ -31,10 +31,10 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.plain import plain
+from elastic_trainer.observe.schema import UNREADABLE
+from elastic_trainer.observe.segments import Reader
 from elastic_trainer.schedule import Schedule
-from elastic_trainer.schema import UNREADABLE
-from elastic_trainer.segments import Reader
+from elastic_trainer.wire.plain import plain
 
 REFRESH_S = 0.25
 MAX_WORDS = 1000

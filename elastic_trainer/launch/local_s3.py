@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.modes import make_folder
+from elastic_trainer.host.modes import make_folder
 
 MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"

@@ -10,7 +10,7 @@ import time
 from statistics import median
 
 from elastic_trainer.config import Launch
-from elastic_trainer.events import Events
+from elastic_trainer.observe.events import Events
 from elastic_trainer.state.checkpoint import Checkpoints
 
 OVERDUE_S = 60.0

@@ -1,1 +1,0 @@
-"""What discovery and the trainer both need where strangers can connect. It imports nothing of either."""

@@ -1,0 +1,1 @@
+"""Workers that have booted and wait for a place."""

@@ -1,0 +1,1 @@
+"""A worker that trains: the loop, and what it does with a model."""
