@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -532,9 +532,9 @@ class Seat(Member, World):
         World.__init__(self, Launch(), Alone(), Events(None))
         Member.__init__(self, hub, rank)
 
-    def run(self, state: Any, body: Callable[[], None], **_: Any) -> None:
+    def run(self, state: Any, body: Callable[[], Iterator[Any]], **_: Any) -> Iterator[Any]:
         state.has_state = True
-        body()
+        yield from body()
 
 
 def job(model: Model, **changes: Any) -> Job:
@@ -1116,7 +1116,7 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
     for _ in range(2):
         state.committed, state.begun, state.has_state = ranks[0]
         state.prepared = state.begun
-        world._reconcile(state, lambda: "", lambda *vote: state.commit(*vote))
+        list(world._reconcile(state, lambda: "", lambda *vote: state.commit(*vote), lambda: iter(())))
         ranks[0] = state.committed, state.begun, state.has_state
     assert [step for event, step in heard if event == "worker.step_redone"] == told
 

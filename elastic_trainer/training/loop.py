@@ -439,8 +439,9 @@ class Trainer:
                 driver.is_saving, driver.published = self.checkpoints.is_moving, self.checkpoints.newest
             driver.start(state.has_state, state.committed, self.world.arithmetic)
         try:
-            self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
-                           live_state=self._write_live_state)
+            for _ in self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
+                                    hand_over=lambda: iter(()), live_state=self._write_live_state):
+                pass
         except RunOver as over:
             if over.verdict in ("failed", "interrupted"):
                 self._write_last_words()
@@ -454,8 +455,9 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def steps(self) -> None:
+    def steps(self) -> Iterator[None]:
         """Do all steps that are left; entered again in every generation."""
+        yield from ()
         job, state, world = self.job, self.state, self.world
         self._say_where_we_are()
         self._leave_seen, self._leave_saved, self._has_room = None, False, False

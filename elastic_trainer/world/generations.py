@@ -34,9 +34,9 @@ import socket
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -61,6 +61,8 @@ from elastic_trainer.world.pauses import Pauses, Survivor
 from elastic_trainer.world.place import Driver, OurDriver, Place
 from elastic_trainer.world.replicas import Difference, Part, ReplicaDiffers, are_same, checksum, judge, words
 
+T = TypeVar("T")
+"""What the body of a generation yields."""
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 TRANSFER_BYTES = 16 << 20
 """How many bytes of state go to each newcomer in one collective: so few that the memory of one serves the next."""
@@ -183,14 +185,16 @@ class World:
 
     # --- the life of a generation ---------------------------------------------------------------------------------
 
-    def run(self, state: ElasticState, body: Callable[[], None], *, restore: Callable[[], str],
-            roll_forward: Callable[[int, int], None], live_state: Callable[[], Any]) -> None:
-        """Run `body` in generation after generation until it returns.
+    def run(self, state: ElasticState, body: Callable[[], Iterator[T]], *, restore: Callable[[], str],
+            roll_forward: Callable[[int, int], None], hand_over: Callable[[], Iterator[T]],
+            live_state: Callable[[], Any]) -> Iterator[T]:
+        """Run `body` in generation after generation until it returns, and yield what it yields.
 
-        `restore` gives values to a world in which nobody has any, called by all members (if only rank 0 has them then,
-        the others receive them); `roll_forward` applies the prepared step;
-        `live_state` writes what a successor of this process would need. Raises Dismissed, RunOver, and what `body`
-        raises.
+        All members call `restore` if no member has values. It gives values to all members or to rank 0 alone; in the
+        second case the others receive them. `roll_forward` applies the prepared step. `hand_over` yields each step that
+        this worker has applied and not yet yielded as finished. A worker that restarted in place may yield the end of
+        a step whose begin it has not yielded. `live_state` writes what a successor of this process needs.
+        Raises Dismissed, RunOver, and what `body` raises.
         """
         self._live_state = live_state
         self._guard_init()
@@ -199,11 +203,15 @@ class World:
         while True:
             try:
                 self._enter(self.driver.next_place(state.has_state, state.committed))
-                self._say_started(state, *self._reconcile(state, restore, roll_forward))
-                body()
+                self._say_started(state, *(yield from self._reconcile(state, restore, roll_forward, hand_over)))
+                yield from body()
                 self._leave()
                 self._is_guarded = False
                 return
+            except GeneratorExit:  # the caller takes no more steps: it keeps what it has
+                self._is_guarded = False
+                self._leave()
+                raise
             except (HorovodInternalError, PeersLost) as error:
                 self._note_end()
                 self._close_sockets()  # first of all: our neighbours notice by it
@@ -463,38 +471,54 @@ class World:
 
     # --- reconcile and transfer ---------------------------------------------------------------------------------------
 
-    def _reconcile(self, state: ElasticState, restore: Callable[[], str],
-                   roll_forward: Callable[[int, int], None]) -> tuple[str, float]:
-        """Agree on the last finished step and give everybody its state; returns where the state came from, and for how
-        many seconds whoever has had it (or if nobody has, this worker) has not trained.
+    def _reconcile(self, state: ElasticState, restore: Callable[[], str], roll_forward: Callable[[int, int], None],
+                   hand_over: Callable[[], Iterator[T]]) -> Generator[T, None, tuple[str, float]]:
+        """Agree on the last finished step and give all members its state.
+
+        Yields what `hand_over` yields. Returns where the state came from, and for how many seconds the members that
+        have the state (this worker, if no member has it) have not trained.
+
+        The transfer comes after `hand_over`: the code of the user behind a step may change what belongs to the state,
+        so each member that gives a share of the state must have run it. No member waits for another before the
+        transfer, and the transfer begins when all have come back from the user's code. That may take long. Horovod's
+        background threads go on negotiating and the heartbeats go on in a thread of their own, so neither Gloo's
+        time-out nor the driver takes such a member for a dead one.
         """
-        ranks, source, began = self._standings(state), "memory", time.monotonic()
-        self._compare_arithmetic([rank.arithmetic for rank in ranks])
-        paused_s = max((rank.paused_ms / 1000 for rank in ranks if rank.has_state), default=began - self._left_at)
-        if not any(rank.has_state for rank in ranks):
+        began = time.monotonic()
+        standings, source = self._standings(state), "memory"
+        self._compare_arithmetic([standing.arithmetic for standing in standings])
+        paused_s = max((standing.paused_ms / 1000 for standing in standings if standing.has_state),
+                       default=began - self._left_at)
+        if not any(standing.has_state for standing in standings):
             source = restore()  # disk, or the store: only at the start of an attempt, all together
-            ranks = self._standings(state)
-        survivors = [rank.pause for rank in ranks if rank.has_state] if source == "memory" else []
-        newest, last_vote = max((rank.committed, rank.last_vote) for rank in ranks if rank.has_state)
-        was_begun = any(rank.has_state and rank.begun > newest for rank in ranks)
-        # By rank 0, also where it is a newcomer; not twice, where somebody has not heard of the last reconcile's end.
+            standings = self._standings(state)
+        survivors = [s.pause for s in standings if s.has_state] if source == "memory" else []
+        self._roll_forward(state, standings, roll_forward)
+        if state.has_state:
+            yield from hand_over()
+        self._givers = [rank for rank, standing in enumerate(standings) if standing.has_state]
+        if len(self._givers) < self.size:
+            self._transfer(state)
+        self.pauses.enter(survivors)
+        return source, paused_s + time.monotonic() - began
+
+    def _roll_forward(self, state: ElasticState, standings: Sequence[Standing],
+                      roll_forward: Callable[[int, int], None]) -> None:
+        """Bring this worker, if it has the state, to the newest step that a member has finished."""
+        newest, last_vote = max((s.committed, s.last_vote) for s in standings if s.has_state)
+        was_begun = any(s.has_state and s.begun > newest for s in standings)
+        # By rank 0, also where it is a newcomer; not twice, where a member has not heard of the last reconcile's end.
         if self.rank == 0 and was_begun and (state.begun > newest or self._told_redone != newest):
             self._told_redone = newest
             self.events.emit("worker.step_redone", step=newest)
         if state.has_state and state.committed == newest - 1 and state.prepared == newest:
-            # Somebody has applied the step, so the vote had passed, so the gradient in our hands is whole.
+            # A member has applied the step, so the vote had passed, so the gradient in our hands is whole.
             roll_forward(*last_vote)
             self.events.emit("worker.rolled_forward", step=newest - 1)
         elif state.has_state:
             assert state.committed == newest, f"this worker finished {state.committed} steps, another {newest}"
-            # Also when all are prepared and nobody has committed: the gradients are not to be trusted
+            # Also when all are prepared and no member has committed: the gradients are not to be trusted
             state.prepared = state.begun = state.committed
-        givers = [rank for rank, standing in enumerate(ranks) if standing.has_state]
-        if len(givers) < self.size:
-            self._givers = givers
-            self._transfer(state)
-        self.pauses.enter(survivors)
-        return source, paused_s + time.monotonic() - began
 
     def _standings(self, state: ElasticState) -> list[Standing]:
         """Exchange where each worker stands, by rank."""
