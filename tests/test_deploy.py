@@ -738,7 +738,7 @@ def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
     """As they stand in the README; what `aws` is asked for are its operations, with parameters that they have."""
     text = (DEPLOY / "README.md").read_text()
     section = text.split("## Choose types\n")[1].split("\n## ")[0]
-    commands = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line)
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", section, re.M | re.S)
     (tmp_path / "list.json").write_text(json.dumps(ADVISOR))
     for name, body in (("curl", f"cat {tmp_path}/list.json"), ("aws", f'printf "%s\\n" "$@" -- >>{tmp_path}/asked')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

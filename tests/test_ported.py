@@ -1,0 +1,52 @@
+"""The loops that the migration pages port: on a real cluster, under a kill, to the bits that they have alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+import elastic_trainer
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+KILL_STEP = 10
+LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="60 epochs"'),
+          "nanogpt_after.py": ("8, 8, 40, 1e-2", "8, 8, 200, 1e-2"),
+          "mnist_after.py": ('until="5 epochs"', 'until="40 epochs"')}
+"""What makes a script so long that a worker can be killed in its midst."""
+ALONE = "import runpy, sys; print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)"
+
+pytestmark = pytest.mark.skipif("Trainer" not in elastic_trainer.__all__, reason="the iterator is part P3 of issue 17")
+
+
+def script(name: str, folder: Path) -> Path:
+    """Write a script of the documentation into a folder, made longer, and return its path."""
+    pages = "".join(page.read_text() for page in DOCS.glob("migrate-*.md"))
+    (text,) = re.findall(rf"^```python\n(# {re.escape(name)}\n.*?)^```", pages, re.M | re.S)
+    short, longer = LONGER[name]
+    assert text.count(short) == 1
+    path = folder / name
+    path.write_text(text.replace(short, longer))
+    return path
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_ported_loop_has_the_same_bits_when_a_worker_is_killed(name: str, tmp_path: Path) -> None:
+    """As it has alone, with no launcher; every sample once, and no second victim."""
+    path = script(name, tmp_path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    alone = subprocess.run([sys.executable, "-c", ALONE, path], env=env, cwd=tmp_path, capture_output=True, text=True,
+                           timeout=300)
+    assert alone.returncode == 0, alone.stderr
+    twin = alone.stdout.split("weights ")[1].strip()
+    with Cluster(tmp_path, command=[sys.executable, str(path)]) as cluster:
+        cluster.wait_for_step(KILL_STEP)
+        cluster.signal_worker("127.0.0.2", signal.SIGKILL)
+        assert cluster.wait() == 0, cluster.story()
+        cluster.assert_nothing_lost(twin, victims=1)
