@@ -163,6 +163,10 @@ class Share:
     planned_s: float = 0.0
     """In how many seconds it is to be up: an uploader rests only while it is ahead of that."""
 
+    def is_up(self) -> bool:
+        """Return whether all of its parts are in the store."""
+        return len(self.done) == len(self.pieces)
+
 
 class Checkpoints:
     """The checkpoints of one run in one store, as one worker sees them."""
@@ -197,13 +201,13 @@ class Checkpoints:
         """The parts of the last checkpoint that all workers have collected or restored; and its step."""
         self._last_step = -1
         self._names: dict[int, frozenset[str]] = {}
-        self._are_mixed = False
+        self.are_mixed = False
         """The last checkpoint came to nothing because some worker's tensors differ from rank 0's."""
 
     def enter_world(self) -> None:
         """Let go of what another world has left: a share of it may be gone with its worker, and newcomers know nothing."""
         self.drop("the world has changed")
-        self._are_mixed = False
+        self.are_mixed = False
 
     # --- at a step's end, on every worker alike -----------------------------------------------------------------------
 
@@ -273,18 +277,20 @@ class Checkpoints:
         for thread in self._uploaders:
             thread.start()
 
-    def progress(self) -> tuple[bool, bool]:
-        """Return (my share is up, my share has failed), for the vote. What hangs is given up here."""
+    def tick(self) -> None:
+        """Let my share go up, emit stalls, and give up what hangs. To be called before each vote."""
         self._tell_stalls()
         self._mind_publisher()
-        share = self.share
-        if share is None:
-            return False, False
+        if (share := self.share) is None:
+            return
         share.may_go.set()
-        is_up = len(share.done) == len(share.pieces)
-        if not is_up and time.monotonic() - share.moved > UPLOAD_S and not share.error:
+        if not share.is_up() and time.monotonic() - share.moved > UPLOAD_S and not share.error:
             share.error = f"it was not up, and has not moved for {UPLOAD_S:.0f} s"
-        return is_up and not share.error, bool(share.error)
+
+    def progress(self) -> tuple[bool, bool]:
+        """Return (my share is up, my share has failed), for the vote."""
+        share = self.share
+        return share is not None and share.is_up() and not share.error, share is not None and bool(share.error)
 
     def _tell_stalls(self) -> None:
         """Say, once, that my share or the record that I publish does not get to the store."""
@@ -349,8 +355,8 @@ class Checkpoints:
         assert self.share
         told = [json.loads(text) for text in texts]
         self.share.error = differing(dict(enumerate(its["tensors"] for its in told)))
-        self._are_mixed = bool(self.share.error)
-        if self._are_mixed:
+        self.are_mixed = bool(self.share.error)
+        if self.are_mixed:
             self.drop()
             return
         share, self.share = self.share, None
@@ -367,18 +373,17 @@ class Checkpoints:
                                                daemon=True)
             self._publisher.start()
 
-    def may_begin(self, state: ElasticState, peers: Peers) -> bool:
-        """False, and told, if the last checkpoint came to nothing for other tensors and they differ still.
+    def compare_tensors(self, state: ElasticState, peers: Peers) -> None:
+        """Find out whether the workers that have packed other tensors for the last checkpoint still do.
 
-        Asked by all workers alike. Bytes that no record will name are not sent again and again, for nobody to collect.
+        All workers call this together. Bytes that no record will name are not sent again and again.
         """
-        if self._are_mixed:
+        if self.are_mixed:
             wrong = differing(dict(enumerate(peers.gather_texts(tensors_digest(state.packed().header)))))
-            self._are_mixed = bool(wrong)
+            self.are_mixed = bool(wrong)
             if wrong:
                 self.failures += 1
                 self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
-        return not self._are_mixed
 
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight: what is up of it is rubbish, which a later one collects."""
@@ -421,6 +426,7 @@ class Checkpoints:
         self.wait()
         self.begin(state, 0, 1)
         self.wait()
+        self.tick()
         if self.progress()[0]:
             self.collect([self.parts_up()], state.lineage, publish=True)
             self.wait()
@@ -431,6 +437,7 @@ class Checkpoints:
         """Make a checkpoint without any peers, step by step: called again and again it never waits, and has an end."""
         if self.share and len(self.share.pieces) < self.share.count:
             self.drop("written alone instead")
+        self.tick()
         is_up, has_failed = self.progress()
         if has_failed:
             self.drop()
@@ -657,15 +664,13 @@ class Checkpoints:
                 time.sleep(pause_s)
                 pause_s = min(30.0, 2.0 * pause_s)
 
-    def is_published(self, step: int, lineage: int) -> bool:
-        """True if the newest record is of this lineage and names a checkpoint of this step or a later one."""
+    def find_published(self, lineage: int) -> int:
+        """Return the step of the newest record, if it is of this lineage and can be read; else -1."""
         try:
-            tail = self.log.tail()
+            tail = self.log.tail()  # the store
         except (Damaged, FileNotFoundError, StoreUnavailable):
-            return False
-        if tail.lineage == lineage:
-            self.newest_step = max(self.newest_step, tail.step)
-        return tail.lineage == lineage and tail.step >= step
+            return -1
+        return tail.step if tail.lineage == lineage else -1
 
     def _room_for(self, sequence: int, state: ElasticState, peers: Peers) -> tuple[Record, list[Part], Packed]:
         """Return a record, its parts and room for its values. Raises LayoutError on all workers if one cannot use it."""

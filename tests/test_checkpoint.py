@@ -30,7 +30,6 @@ from elastic_trainer.state.checkpoint import (
     Checkpoints,
     Part,
     Plan,
-    Share,
     collect_rubbish,
     parts_of,
     rest_s,
@@ -114,15 +113,21 @@ class Fleet:
         for rank, worker in enumerate(self.workers):
             if rank != without:
                 worker.wait()
-        if without is not None or any(worker.progress()[1] for worker in self.workers):
+        if without is not None or any(ticked(worker)[1] for worker in self.workers):
             for worker in self.workers:
                 worker.drop()
             return
-        assert all(worker.progress()[0] for worker in self.workers)
+        assert all(ticked(worker)[0] for worker in self.workers)
         texts = [worker.parts_up() for worker in self.workers]
         for rank, worker in enumerate(self.workers):
             worker.collect(texts, self.states[rank].lineage, publish=rank == 0)
             worker.wait()
+
+
+def ticked(worker: Checkpoints) -> tuple[bool, bool]:
+    """Do what a worker does before each vote; returns what it votes: (its share is up, it has failed)."""
+    worker.tick()
+    return worker.progress()
 
 
 def files(root: Path, folder: str) -> list[str]:
@@ -186,7 +191,7 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
         case "vote":
             uploaders[0].join(0.3)
             assert not share.done and not files(tmp_path, PARTS)
-            worker.progress()
+            ticked(worker)
         case "end":
             worker.wait()
     for thread in uploaders:
@@ -208,7 +213,7 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
     worker.begin(state, 0, 1)
     share, [uploader] = worker.share, worker._uploaders
     assert share and len(share.pieces) > 2
-    worker.progress()
+    ticked(worker)
     wait_for("rest", lambda: rested, 60)
     uploader.join(0.3)
     assert len(share.done) == len(rested) == 1
@@ -237,7 +242,7 @@ def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.M
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
-    wait_for("share", lambda: worker.progress()[0], 60)
+    wait_for("share", lambda: ticked(worker)[0], 60)
     uploaders = worker._uploaders
     assert len(uploaders) == 2 and rests[0] == 600.0
     worker.collect([worker.parts_up()], state.lineage, publish=True)
@@ -299,7 +304,7 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
     rests = list[float]()
     monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
     worker.begin(fleet.states[0], 0, 1)
-    wait_for("share", lambda: worker.progress()[0], 60)
+    wait_for("share", lambda: ticked(worker)[0], 60)
     assert rests
     assert all((rest > 0) == (load == "short") for rest in rests)
 
@@ -689,10 +694,10 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
         share.moved -= 31.0
         Slow.turns.release()
         wait_for("part", lambda n=count: len(share.done) >= n, 60)
-        assert worker.progress()[1] is False
-    wait_for("share", lambda: worker.progress() == (True, False), 60)
+        assert ticked(worker)[1] is False
+    wait_for("share", lambda: ticked(worker) == (True, False), 60)
     share.moved -= 31.0
-    assert worker.progress() == (True, False)  # it waits for the others' shares, which move
+    assert ticked(worker) == (True, False)  # it waits for the others' shares, which move
     worker.drop("as planned")
     worker.wait()
     worker.begin(state, 0, 1)
@@ -700,7 +705,7 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.5)
     worker.wait()  # not for ever
     worker.share.moved -= 1.0
-    assert worker.progress() == (False, True) and "has not moved" in worker.share.error
+    assert ticked(worker) == (False, True) and "has not moved" in worker.share.error
     Slow.turns.release(1000)
 
 
@@ -715,7 +720,7 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: py
         share = worker.share
         assert share
         for _ in range(2):
-            assert worker.progress() == (False, False)
+            assert ticked(worker) == (False, False)
             assert len(fleet.events.facts("state.upload_stalled")) == number  # 64 MiB may take 64 s
             worker.plan = Plan(part_bytes=64 << 20)
             share.moved -= 6.0
@@ -725,13 +730,13 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: py
             waiting.start()
             wait_for("word", lambda: len(fleet.events.facts("state.upload_stalled")) == 2, 60)
         for _ in range(2):
-            assert worker.progress() == (False, False)
+            assert ticked(worker) == (False, False)
         *_, told = fleet.events.facts("state.upload_stalled")
         assert told["still_s"] >= 6.0 and told["what"] == f"{len(share.pieces)} of its {len(share.pieces)} parts"
         Slow.turns.release(1000)
-        wait_for("share", lambda: worker.progress() == (True, False), 60)
+        wait_for("share", lambda: ticked(worker) == (True, False), 60)
         share.moved -= 6.0
-        assert worker.progress() == (True, False)  # it waits for the others' shares
+        assert ticked(worker) == (True, False)  # it waits for the others' shares
         worker.drop("as planned")
         worker.wait()
         while Slow.turns.acquire(blocking=False):
@@ -767,7 +772,7 @@ def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> Non
     worker.drop()
     worker.begin(state, 0, 1)
     worker.wait()
-    assert worker.progress() == (True, False)
+    assert ticked(worker) == (True, False)
 
 
 def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,16 +786,16 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     worker.collect([worker.parts_up()], state.lineage, publish=True)
     hung = worker._publisher
     assert hung and store.is_in.wait(60)
-    worker.progress()
+    ticked(worker)
     assert worker.is_publishing() and not fleet.events.facts("state.checkpoint_failed")
     monkeypatch.setattr("elastic_trainer.state.checkpoint.STALLED_S", 0.0)
     for _ in range(2):
-        worker.progress()
+        ticked(worker)
     (stalled,) = fleet.events.facts("state.upload_stalled")
     assert (stalled["step"], stalled["what"]) == (3, "its record")
     with monkeypatch.context() as patch:
         patch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.0)
-        worker.progress()
+        ticked(worker)
     assert not worker.is_publishing() and not worker._reusable()
     (failed,) = fleet.events.facts("state.checkpoint_failed")
     assert failed["step"] == 3 and "not there after" in failed["error"]
@@ -920,9 +925,10 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
     def may_begin() -> set[bool]:
         hub = Hub(3)
         with ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(worker.may_begin, state, Member(hub, number))
+            asked = [pool.submit(worker.compare_tensors, state, Member(hub, number))
                      for number, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True))]
-        return {one.result() for one in asked}
+        assert {one.result() for one in asked} == {None}
+        return {not worker.are_mixed for worker in fleet.workers}
 
     parts = files(tmp_path, "parts")
     assert may_begin() == {False} and files(tmp_path, "parts") == parts
@@ -970,7 +976,7 @@ def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None
     fleet.checkpoint()
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
     fleet.workers[0].log.last = None
-    fleet.workers[0].is_published(3, 1)
+    assert fleet.workers[0].find_published(1) == -1
     with pytest.raises(StoreUnavailable):
         fleet.workers[0].log.take_over(1)
 
@@ -1094,7 +1100,7 @@ def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
     worker.make_room(state, 1)
     worker.begin(state, 0, 1)
-    assert worker.progress() == (False, True) and worker.share and "cannot be kept" in worker.share.error
+    assert ticked(worker) == (False, True) and worker.share and "cannot be kept" in worker.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
@@ -1151,10 +1157,11 @@ def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(FolderStore, "get",
                       lambda self, name, most=None: (_ for _ in ()).throw(FileNotFoundError(name)))
-        assert not fleet.workers[0].is_published(3, fleet.states[0].lineage)
+        assert fleet.workers[0].find_published(fleet.states[0].lineage) == -1
         with pytest.raises(StoreUnavailable):
             CommitLog(fleet.stores[0]).take_over(fleet.states[0].lineage)
-    assert fleet.workers[0].is_published(3, fleet.states[0].lineage)
+    assert fleet.workers[0].find_published(fleet.states[0].lineage) == 3
+    assert fleet.workers[0].find_published(fleet.states[0].lineage + 1) == -1
 
 
 def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1228,30 +1235,28 @@ def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
 
 
-def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_upload(tmp_path: Path) -> None:
+def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_upload() -> None:
     """Both as measured, the pause once; of the last checkpoint whose upload is known."""
-    timing, (worker,) = Timing(), Fleet(tmp_path).workers
+    timing = Timing(Cadence(), Launch(), EventFile(None))
     assert timing.cost_s() == 0.0
     for number, (pause_s, beside_s, beside, cost_s) in enumerate((
             (0.3, 0.15, 4, 0.3), (0.2, 0.15, 2, 0.2 + 4 * 0.05), (0.2, 0.15, 0, 0.2 + 2 * 0.05), (0.1, 0.15, 0, 0.1))):
         for _ in range(10):
             timing.step(0.1, False)
-        worker.share = Share(step=number, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=pause_s)
-        timing.begun(number, worker)
+        timing.begun(number, pause_s)
         for _ in range(beside):
             timing.step(beside_s, True)
         assert timing.cost_s() == pytest.approx(cost_s)
 
 
-def test_a_checkpoint_costs_no_less_than_its_pause(tmp_path: Path) -> None:
+def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
     """Also where steps beside an upload happened to be the faster ones, or are the only ones there were."""
     for alone in ((), (0.1,)):
-        timing, (worker,) = Timing(), Fleet(tmp_path).workers
-        worker.share = Share(step=0, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=0.3)
+        timing = Timing(Cadence(), Launch(), EventFile(None))
         for seconds in alone:
             timing.step(seconds, False)
         for _ in range(2):
-            timing.begun(0, worker)
+            timing.begun(0, 0.3)
             timing.step(0.05, True)
         assert timing.cost_s() == 0.3
 
@@ -1261,19 +1266,20 @@ def test_a_checkpoint_costs_no_less_than_its_pause(tmp_path: Path) -> None:
     (Cadence(), 0.5, 10**4, 0, 50), (Cadence(), 1.0, 10**4, 0, 100), (Cadence(share=0.1), 1.0, 10**4, 0, 10),
     (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
     (Cadence(seconds=30.0), 0.5, 0, 1, 2), (Cadence(steps=40), 0.5, 0, 3, 8), (Cadence(), 0.5, 0, 100, 60)])
-def test_a_checkpoint_is_due_when_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: Cadence, pause_s: float,
-                                          lost: int, failures: int, due_s: int) -> None:
+def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence, pause_s: float, lost: int,
+                                          failures: int, due_s: int) -> None:
     """By the user's interval or by what it costs and how often all was lost; sooner after a failure, and not at once."""
     now = [1000.0]
     monkeypatch.setattr("elastic_trainer.training.timing.time", SimpleNamespace(monotonic=lambda: now[0]))
-    timing, (worker,) = Timing(), Fleet(tmp_path, plan=Plan(every=every)).workers
-    worker.share = Share(step=0, header=b"", total=0, count=0, pieces={}, started=0.0, done=[], pause_s=pause_s)
-    timing.begun(0, worker)
-    worker.failures, step, events = failures, 0, EventFile(None)
+    timing = Timing(every, Launch(lost_attempts=lost), EventFile(None))
+    timing.begun(0, pause_s)
+    step = 0
     while step < 1000:
         step, now[0] = step + 1, now[0] + 1.0
         timing.step(1.0, False)
-        if timing.is_due(worker, step, Launch(lost_attempts=lost), events):
+        timing.tick(step, 0, None)
+        assert timing.is_due(step, failures) == timing.is_due(step, failures)  # a question changes nothing
+        if timing.is_due(step, failures):
             break
     assert step == due_s
 

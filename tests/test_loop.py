@@ -934,11 +934,11 @@ def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path,
     def refuse(*_: Any, insist: bool) -> None:
         raise StoreRefused(f"not allowed, as planned, insist {insist}")
 
-    monkeypatch.setattr("elastic_trainer.training.loop.RESTORE_PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.training.checkpointing.RESTORE_PAUSE_S", 0.0)
     for attempt, driver, ends in ((1, "there:1", ConfigError), (2, "there:1", PeersLost), (3, None, ConfigError)):
         launch, events = Launch(run_dir=run_dir, attempt=attempt, driver=driver), Events(run_dir, attempt=attempt)
         trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
-        monkeypatch.setattr(trainer.checkpoints, "restore", refuse)
+        monkeypatch.setattr(trainer.checkpointing.checkpoints, "restore", refuse)
         with pytest.raises(ends, match=f"insist {attempt == 2}"):
             trainer._restore()
     assert [e["attempt"] for e in read_events(run_dir) if e["event"] == "state.store_unavailable"] == [2]
@@ -951,17 +951,19 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
     events = Events(None)
     events.listeners.append(ears)
     trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
-    checkpoints, clock = trainer.checkpoints, time.monotonic()
-    assert checkpoints
-    monkeypatch.setattr(trainer, "_is_uploading", lambda: True)
+    checkpointing, clock = trainer.checkpointing, time.monotonic()
+    assert (checkpoints := checkpointing.checkpoints)
+    monkeypatch.setattr(checkpoints, "is_publishing", lambda: True)
     monkeypatch.setattr("elastic_trainer.training.timing.time.monotonic", lambda: clock)
     clock += 1e6  # booted long ago
-    trainer._checkpoint_words(1)
+    checkpointing.tick(rank=0)
     checkpoints.know(-1)
     assert ears.facts("state.checkpoint_overdue") == []
     clock += 1e6
-    for step in (2, 3):
-        assert trainer._checkpoint_words(step)[1] == 0
+    for finished in (1, 2):
+        trainer.state.committed = finished
+        checkpointing.tick(rank=0)
+        assert not checkpointing.ballot(rank=0).is_wanted
     (overdue,) = ears.facts("state.checkpoint_overdue")
     assert overdue["step"] == 2
 
@@ -1168,8 +1170,9 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
 
     def after_step(step: int) -> None:
         if step == 2:  # the first checkpoint is on its way
-            assert trainer.checkpoints and trainer.checkpoints.share and not trainer.checkpoints.share.is_urgent.is_set()
-            uploaders.extend(trainer.checkpoints._uploaders)
+            assert (checkpoints := trainer.checkpointing.checkpoints)
+            assert checkpoints.share and not checkpoints.share.is_urgent.is_set()
+            uploaders.extend(checkpoints._uploaders)
             assert rested.wait(60)
             driver.wants = True
         elif step == 4:

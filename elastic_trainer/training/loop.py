@@ -58,13 +58,13 @@ from elastic_trainer.observe.events import Events, newest_attempt
 from elastic_trainer.schedule import Schedule, owner_of, samples_digest
 from elastic_trainer.standby import keeper as standby
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PART_BYTES, Checkpoints, Plan
+from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers, named_parameters
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.training import determinism, probe
 from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.checkpointing import CheckpointBallot, Checkpointing, open_checkpoints
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
 from elastic_trainer.training.machine_fault import machine_fault
@@ -90,7 +90,7 @@ from elastic_trainer.training.settings import (
     split_schedule,
 )
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
-from elastic_trainer.training.timing import Pace, Timing
+from elastic_trainer.training.timing import Pace
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.world.generations import Control, PeersLost, StateWithdrawn, World, WorldChanged, revive
@@ -105,15 +105,9 @@ from elastic_trainer.world.place import (
 )
 from elastic_trainer.world.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
 
-RESTORE_PAUSE_S = 30.0
-"""Between two tries to restore: as many as there may be generations without progress, so ten minutes of them (world.py)."""
 WARM_GRADIENTS = 5
 """A standby has touched as much memory as so many gradients take: the state it will receive, the buffers of its first step.
 Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
-MOST_PAUSE_S = 1.0
-"""Between two looks at the store, of a worker that waits until another one has written the last checkpoint."""
-LAST_TRIES = 3
-"""How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
 determinism.choose_kernels()  # now, not in `train`: the user builds the model before it
 
@@ -404,19 +398,11 @@ class Trainer:
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
                                  else RingReducer(self.flat, shards, compress=compress))
         self.world = World(launch, driver, events)
-        self.checkpoints, self.timing = None, Timing()
-        if launch.store or launch.run_dir:
-            url = launch.store or str(launch.run_dir / "checkpoints")  # type: ignore[operator]
-            try:
-                plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
-                self.checkpoints = Checkpoints(open_store(url), events.emit, plan, describe(job))
-            except StoreRefused as error:
-                raise ConfigError(str(error)) from error
-        self.world.is_saving = self._is_saving
+        plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
+        self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)), self.state, driver,
+                                           launch, events)
+        self.world.is_saving = self.checkpointing.is_saving
         self.world.all_parts, self.world.part_from_odd = self.replica.all_parts, self._part_from_odd
-        self._leave_seen: int | None = None
-        """How many steps were finished when this worker heard that a member of this generation leaves."""
-        self._leave_saved = self._has_room = False
         self._restored_step = -1
         """The step with which this attempt began, as far as this worker was there: then all held the same bits."""
         self.error: BaseException | None = None
@@ -434,9 +420,8 @@ class Trainer:
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
         if isinstance(self.driver, OurDriver):
             driver = self.driver
-            driver.write_alone = self._write_while_waiting
-            if self.checkpoints:
-                driver.is_saving, driver.published = self.checkpoints.is_moving, self.checkpoints.newest
+            driver.write_alone = self.checkpointing.write_while_waiting
+            driver.is_saving, driver.published = self.checkpointing.is_moving, self.checkpointing.newest_step
             driver.start(state.has_state, state.committed, self.world.arithmetic)
         try:
             for _ in self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
@@ -444,7 +429,7 @@ class Trainer:
                 pass
         except RunOver as over:
             if over.verdict in ("failed", "interrupted"):
-                self._write_last_words()
+                self.checkpointing.write_last(self.world.rank)
                 if isinstance(self.driver, OurDriver):
                     self.driver.tell_last(state.committed)
             if over.verdict != "finished" or state.committed < job.schedule.steps:
@@ -460,9 +445,7 @@ class Trainer:
         yield from ()
         job, state, world = self.job, self.state, self.world
         self._say_where_we_are()
-        self._leave_seen, self._leave_saved, self._has_room = None, False, False
-        if self.checkpoints:
-            self.checkpoints.enter_world()
+        self.checkpointing.enter()
         pace = Pace(self.events)
         for step in range(state.committed, job.schedule.steps):
             started = time.monotonic()
@@ -477,8 +460,9 @@ class Trainer:
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
+            self.checkpointing.tick(world.rank)
             control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
-                                 *self._checkpoint_words(state.committed + 1), held=held)
+                                 *self.checkpointing.ballot(world.rank).arguments(), held=held)
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
@@ -490,12 +474,13 @@ class Trainer:
             step_s = time.monotonic() - started
             world.note_step(step, step_s)
             self._say_committed(step, step_s)
-            self.timing.step(step_s, self._is_uploading())
+            self.checkpointing.note_step(step_s)
             if world.rank == 0:
                 pace.step(step, step_s, voted - computed)
-            self._mind_checkpoints(control)                                     # the store is behind us, but for one copy
+            self.checkpointing.obey(control, world)                             # the store is behind us, but for one copy
             if control.stop or control.all_drain:
-                self._checkpoint_now(instead=2 * control.uploaded < world.size)  # nothing may be lost
+                self.checkpointing.publish_now(world, self._vote_on_checkpoint,  # nothing may be lost
+                                               instead=2 * control.uploaded < world.size)
             if control.stop:
                 raise RunOver("interrupted", f"stopped after step {state.committed}")
             if control.change:
@@ -511,11 +496,7 @@ class Trainer:
 
     def _go_back(self, step: int, same_step: int) -> None:
         """Let nobody restore what was published after a step, all together, and drop the state."""
-        checkpoints, is_first = self.checkpoints, self.world.rank == 0
-        left = -1
-        if checkpoints is not None:
-            text = str(checkpoints.withdraw(self.state.lineage, same_step)) if is_first else ""  # the store
-            left = int(self.world.share_text(text, 0))
+        left = self.checkpointing.withdraw(self.world, same_step)
         if left < 0 or (left == 0 and not self.launch.driver):
             raise ReplicasDisagree(
                 f"the {self.world.size} workers hold different bits in step {step}, no majority of them holds the same, "
@@ -537,7 +518,7 @@ class Trainer:
     def _run_shards(self, step: int) -> tuple[int, int]:
         job, samples, digest = self.job, 0, 0
         mine = self.reducer.begin(self.world)
-        self.error = self.checkpoints.fenced if self.checkpoints else None
+        self.error = self.checkpointing.fenced
         self._losses = {}
         for shard in mine:
             if self.driver.is_broken():
@@ -743,8 +724,8 @@ class Trainer:
         self.state.forget()
         self.world.arithmetic = Arithmetic(probe.program(job.device), inputs, results.pop() if len(results) == 1 else 0,
                                            probe.facts(job.device), self.reduce == "exact")
-        if self.checkpoints:
-            self.checkpoints.facts["arithmetic"] = self.world.arithmetic.to_words()
+        if self.checkpointing.checkpoints:
+            self.checkpointing.checkpoints.facts["arithmetic"] = self.world.arithmetic.to_words()
         self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
         self.flat.adopt(trained)
         for tensor in self.flat.sums.values():
@@ -848,45 +829,14 @@ class Trainer:
         gradients = {str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()} if is_prepared else {}
         return revive.write_live_state(self.state, gradients, {"trained": self.flat.trained})
 
-    def _write_last_words(self) -> None:
-        """Write what only memory holds, when the attempt ends while this worker waits: one that can does it for all."""
-        state = self.state
-        if not self.checkpoints or not state.has_state or state.is_applying:
-            return
-        started, pause_s = time.monotonic(), 0.05
-        tries = 0
-        while tries < LAST_TRIES and not self.checkpoints.is_published(state.committed, state.lineage):
-            if self.driver.is_writer(self.world.rank, time.monotonic() - started):
-                tries += 1
-                self.checkpoints.write_alone(state)
-            time.sleep(pause_s)  # all workers ask the store: hundreds at 20 times a second are its whole load
-            pause_s = min(MOST_PAUSE_S, 1.3 * pause_s)
-
-    def _write_while_waiting(self) -> None:
-        """Go on with a checkpoint that this worker makes alone, because all who hold the state may go any moment."""
-        if self.checkpoints and self.state.has_state and not self.state.is_applying:
-            self.checkpoints.go_on_alone(self.state)
-
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
-        checkpoints, is_first = self.checkpoints, self.launch.attempt == 1 or not self.launch.driver  # a person looks on
         if self.world.rank == 0 and not self.launch.driver:  # this life begins, and no launcher says so
             self.events.emit("run.started", options={})
             self.events.emit("attempt.started")
         for remark in self.job.remarks:
             self._say(remark)
-        try:
-            step = checkpoints.restore(self.state, self.world, insist=not is_first) if checkpoints else None
-        except StoreRefused as error:
-            if checkpoints and checkpoints.log.last is None and self.world.rank == 0 and is_first:
-                raise ConfigError(str(error)) from error  # the store was never usable: later that is the world's fault
-            raise self._ask_again(error) from error
-        except StoreUnavailable as error:
-            raise self._ask_again(error) from error
-        if step is None and self.launch.resume_step:
-            raise ConfigError(f"the run has a checkpoint of step {self.launch.resume_step}, but {self.launch.run_dir} on "
-                              f"this host has none. Give the same --store as before, or put the folder of runs "
-                              f"(--runs-dir) on a disk that all hosts share.")
+        step = self.checkpointing.restore(self.world)                           # the store
         if step is not None and step > self.job.schedule.steps:
             raise ConfigError(f"the run has a checkpoint of step {step}, but it is to have {self.job.schedule.steps}. "
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
@@ -894,8 +844,8 @@ class Trainer:
         self._restored_step = step or 0
         if step:
             self._settle(step)
-        if step is not None and checkpoints and self.world.rank == 0:
-            self._compare_with_writer(step, checkpoints.restored)
+        if step is not None and self.checkpointing.checkpoints and self.world.rank == 0:
+            self._compare_with_writer(step, self.checkpointing.checkpoints.restored)
         return "fresh" if step is None else "checkpoint"
 
     def _say(self, remark: Remark) -> None:
@@ -925,12 +875,6 @@ class Trainer:
             self.events.emit("worker.arithmetic_differs", level="warning", step=step, other="the checkpoint's writers",
                              differs=differ, refused=False, meaning=advice(False, differ))
 
-    def _ask_again(self, error: StoreUnavailable) -> PeersLost:
-        """Return what ends this generation after a while: the next one asks the store again."""
-        self.events.emit("state.store_unavailable", error=str(error))
-        time.sleep(RESTORE_PAUSE_S)
-        return PeersLost(f"the store: {error}")
-
     def _say_where_we_are(self) -> None:
         state, schedule = self.state, self.job.schedule
         if self.world.rank != 0:
@@ -954,86 +898,12 @@ class Trainer:
                              loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
                              **({"skipped": True} if self._is_skipped(self.state.loss) else {}), **more)
 
-    def _is_uploading(self) -> bool:
-        return self.checkpoints is not None and (self.checkpoints.share is not None or self.checkpoints.is_publishing())
-
-    def _is_saving(self) -> bool:
-        """True while something is on its way to the store, or is to go there, that a leaving host has still time for."""
-        return self.checkpoints is not None and (self._is_uploading() or self._is_leave_unsaved())
-
-    def _is_leave_unsaved(self) -> bool:
-        """True if a host of ours leaves under notice and no checkpoint has been made since.
-
-        Losses come in groups: while it is there its share of the bytes goes up faster than without it. Rank 0 tries it
-        once, and then has no reason to wait any more; the others wait until they hear that it is published.
-        """
-        assert self.checkpoints is not None
-        if not self.driver.somebody_leaves():
-            return False
-        if self._leave_seen is None:
-            self._leave_seen = self.state.committed
-        return self.checkpoints.newest_step < self._leave_seen and not self._leave_saved
-
-    def _checkpoint_words(self, step: int) -> tuple[tuple[bool, bool], bool, int]:
-        """Return what the vote says of checkpoints: (my share is up, it has failed), rank 0's wish after `step`, and the
-        newest step that it knows to be published.
-        """
-        checkpoints = self.checkpoints
-        if checkpoints is None:
-            return (False, False), False, -1
-        is_due = self.world.rank == 0 and self.timing.is_due(checkpoints, step, self.launch, self.events)
-        if self._is_uploading():
-            is_due = False
-        elif self.driver.wants_change():
-            is_due = self.world.rank == 0 and self._is_leave_unsaved()
-        return checkpoints.progress(), is_due, checkpoints.newest_step
-
-    def _mind_checkpoints(self, control: Control) -> None:
-        """Go one step further with the checkpoint in flight: everybody here does the same, by the vote's word."""
-        checkpoints, state, world = self.checkpoints, self.state, self.world
-        if checkpoints is None:
-            return
-        checkpoints.know(control.published)
-        if not self._has_room:
-            self._has_room = True
-            checkpoints.make_room(state, world.size)
-        if control.upload_failed:
-            checkpoints.drop()
-        elif control.uploaded == world.size:
-            checkpoints.collect(world.gather_texts(checkpoints.parts_up()), state.lineage, publish=world.rank == 0)
-        if control.checkpoint:
-            if checkpoints.may_begin(state, world):
-                checkpoints.begin(state, world.rank, world.size)
-            self.timing.begun(state.committed, checkpoints)
-            self._leave_saved = world.rank == 0 and self._leave_seen is not None
-            self.events.reach("state.share_begun", step=state.committed, pause_s=self.timing.pause_s)
-        if control.change_waits:  # for what is on its way to the store
-            checkpoints.hurry()
-
-    def _checkpoint_now(self, *, instead: bool = False) -> None:
-        """Publish a checkpoint of the last step and wait for it, all together; after so many failures go on without.
-
-        `instead`: drop what is in flight of an older one, because the seconds that are left may not do for both.
-        """
-        checkpoints, state, world = self.checkpoints, self.state, self.world
-        if checkpoints is None:
-            return
-        if instead and checkpoints.share and checkpoints.share.step < state.committed:
-            checkpoints.drop("a newer one is made at once")
-        tries = 0
-        while True:
-            checkpoints.wait()                                                  # the store
-            is_due = world.rank == 0 and checkpoints.share is None and (
-                checkpoints.newest_step < state.committed and tries < LAST_TRIES and not checkpoints.fenced)
-            self.error = checkpoints.fenced
-            control = world.vote(state.committed, 0, 0, self.error is not None, checkpoints.progress(),
-                                 is_due, checkpoints.newest_step)
-            self._raise_if_failed(control.failed_rank)
-            had_share = checkpoints.share is not None
-            self._mind_checkpoints(control)
-            tries += bool(control.checkpoint)
-            if not had_share and not control.checkpoint:
-                return
+    def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Control:
+        """Vote on the last checkpoint, after the last step. Raises what ends the run, on all workers."""
+        self.error = self.checkpointing.fenced
+        control = self.world.vote(self.state.committed, 0, 0, self.error is not None, *ballot.arguments())
+        self._raise_if_failed(control.failed_rank)
+        return control
 
     def _finish(self) -> None:
         """Make the result durable, then agree that the run is over: exit code 0 comes after this vote (F11)."""
@@ -1041,7 +911,7 @@ class Trainer:
         held = self.replica.all_parts() if world.size > 1 else []  # also what no vote has seen since the last steps
         if world.vote(state.committed, 0, 0, False, held=held).differs and not world.drifts(state.committed):
             self._part_from_odd(held, range(world.size))
-        self._checkpoint_now()
+        self.checkpointing.publish_now(world, self._vote_on_checkpoint)
         if self.world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
                              weights_sha256=weights_sha256(state))

@@ -1,6 +1,10 @@
-"""What steps and checkpoints cost, as rank 0 measures it: when the next checkpoint is due, and whether steps became slower.
+"""Measure what steps and checkpoints cost: when a checkpoint is due, and whether steps are slower.
 
-loop (each step's time) → here → cadence (the interval) → the vote's wish for a checkpoint
+loop (the time of each step) → here → cadence (the interval) → checkpointing → the vote
+
+What always holds:
+1. `tick` acts: it emits events and starts clocks. `is_due`, `cost_s` and `interval_s` only answer.
+2. Only rank 0 calls `tick` and `is_due`. The other workers follow the vote.
 """
 
 from __future__ import annotations
@@ -11,27 +15,53 @@ from statistics import median
 
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.checkpoint import Checkpoints
+from elastic_trainer.state.cadence import Cadence
 
 OVERDUE_S = 60.0
-"""The last good checkpoint may always be so old before an alarm is raised."""
+"""The smallest age of the newest checkpoint at which `state.checkpoint_overdue` is emitted."""
+OVERDUE_INTERVALS = 3.0
+"""The newest checkpoint is overdue at this multiple of the planned interval, at OVERDUE_S at least."""
+LONGEST_RETRY_S = 60.0
+"""The longest wait between a failed checkpoint and the next one. It doubles with each failure."""
 PACE_STEPS, PACE_S = 5, 3.0
-"""A pace is the median of so many steps at least, and of so much time."""
+"""A pace is the median of at least PACE_STEPS steps that took at least PACE_S seconds together."""
 SLOWER, AS_BEFORE = 1.5, 1.2
-"""So many times their best pace in this world, steps are slower; and are again as before."""
+"""Steps are slower at SLOWER times the best pace of this world, and as before at AS_BEFORE times."""
+
+
+def is_checkpoint_due(every: Cadence, *, step: int, begun_step: int, waited_s: float,
+                      interval_s: float, failures: int) -> bool:
+    """Return whether a checkpoint after `step` is due.
+
+    `begun_step` and `waited_s` say when the last one was begun, `failures` how many have failed
+    since the last one that did not.
+    """
+    if failures:
+        return waited_s >= min(LONGEST_RETRY_S, 2.0 ** min(failures, 6))
+    if every.steps:
+        return step // every.steps > begun_step // every.steps
+    return waited_s >= interval_s
+
+
+def is_overdue(age_s: float, interval_s: float) -> bool:
+    """Return whether the newest checkpoint is too old."""
+    return age_s > max(OVERDUE_S, OVERDUE_INTERVALS * interval_s)
 
 
 class Timing:
-    """What steps and checkpoints cost, as rank 0 measures it, and so when the next checkpoint is due."""
+    """What steps and checkpoints cost, as this worker measures it."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: Cadence, launch: Launch, events: Events) -> None:
+        self.every, self.launch, self.events = every, launch, events
         self.started = self.begun_at = time.monotonic()
-        self.begun_step: int | None = None
         self.pause_s = 0.0
+        """The pause of the last snapshot."""
+        self._begun_step: int | None = None
+        """The step of the last checkpoint begun; or the first step at which rank 0 was asked."""
         self._seconds = {False: 0.0, True: 0.0}
         """Moving averages of a step's time, without and with an upload in flight."""
         self._uploading_steps = self._in_flight = 0
-        self._is_alarmed = False
+        self._is_overdue = False
 
     def step(self, seconds: float, is_uploading: bool) -> None:
         """Note a step's time, without the pause at its end."""
@@ -39,53 +69,59 @@ class Timing:
         self._seconds[is_uploading] = 0.9 * before + 0.1 * seconds if before else seconds
         self._in_flight += is_uploading
 
-    def begun(self, step: int, checkpoints: Checkpoints) -> None:
-        """Note that a checkpoint was begun."""
+    def begun(self, step: int, pause_s: float) -> None:
+        """Note that a checkpoint of `step` was begun, and that its snapshot took `pause_s`."""
         self._uploading_steps, self._in_flight = self._in_flight, 0
-        self.begun_at, self.begun_step = time.monotonic(), step
-        self.pause_s = checkpoints.share.pause_s if checkpoints.share else 0.0
+        self.begun_at, self._begun_step, self.pause_s = time.monotonic(), step, pause_s
 
     def cost_s(self) -> float:
-        """Return what a checkpoint costs the training: its pause, and what the steps beside its upload take longer."""
-        slower = max(0.0, self._seconds[True] - self._seconds[False]) if self._seconds[False] else 0.0
-        return self.pause_s + slower * self._uploading_steps
+        """Return what a checkpoint costs: its pause, and what steps beside its upload take longer."""
+        alone_s, beside_s = self._seconds[False], self._seconds[True]
+        slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
+        return self.pause_s + slower_s * self._uploading_steps
 
-    def is_due(self, checkpoints: Checkpoints, step: int, launch: Launch, events: Events) -> bool:
-        """True if a checkpoint after `step` is due; says it when the last good one is too old, so ask after each step."""
-        now, every = time.monotonic(), checkpoints.plan.every
-        begun_step = step - 1 if self.begun_step is None else self.begun_step
-        self.begun_step = begun_step
-        interval_s = every.interval_s(cost_s=self.cost_s(), losses=launch.lost_attempts, step_s=self._seconds[False],
-                                      observed_s=launch.run_s + now - self.started)
-        age_s = now - (checkpoints.published_at or now)
-        is_overdue = age_s > max(OVERDUE_S, 3.0 * interval_s)
-        if is_overdue and not self._is_alarmed:
-            events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1), newest_step=checkpoints.newest_step)
-        self._is_alarmed = is_overdue
-        waited_s = now - self.begun_at
-        if checkpoints.failures and waited_s < min(60.0, 2.0 ** min(checkpoints.failures, 6)):
-            return False
-        if checkpoints.failures:
-            return True  # the last one came to nothing
-        return step // every.steps > begun_step // every.steps if every.steps else waited_s >= interval_s
+    def interval_s(self) -> float:
+        """Return the planned time between two checkpoints."""
+        observed_s = self.launch.run_s + time.monotonic() - self.started
+        return self.every.interval_s(cost_s=self.cost_s(), losses=self.launch.lost_attempts,
+                                     step_s=self._seconds[False], observed_s=observed_s)
+
+    def tick(self, step: int, newest_step: int, published_at: float | None) -> None:
+        """Emit, once, that the newest checkpoint is too old. To be called before each step's vote."""
+        if self._begun_step is None:
+            self._begun_step = step - 1
+        now = time.monotonic()
+        age_s = now - (published_at or now)
+        was_overdue, self._is_overdue = self._is_overdue, is_overdue(age_s, self.interval_s())
+        if self._is_overdue and not was_overdue:
+            self.events.emit("state.checkpoint_overdue", step=step, age_s=round(age_s, 1),
+                             newest_step=newest_step)
+
+    def is_due(self, step: int, failures: int) -> bool:
+        """Return whether a checkpoint after `step` is due."""
+        begun_step = step - 1 if self._begun_step is None else self._begun_step
+        return is_checkpoint_due(self.every, step=step, begun_step=begun_step, failures=failures,
+                                 waited_s=time.monotonic() - self.begun_at,
+                                 interval_s=self.interval_s())
 
 
 class Pace:
-    """How long the steps of one generation take: says when they become slower, and when they no longer are.
+    """Emit when the steps of one generation become slower, and when they are as before.
 
-    A line that is slow, a host that is: nobody dies of it, and everybody waits for the slowest. How long rank 0 waits for
-    the others and the network (and its own GPU, which computes behind it) says whether it is itself the slow one.
+    A slow network or host ends no worker, but all workers wait for the slowest one. `waited_s`
+    is the time that rank 0 waits for the other workers, the network and its own GPU. A small
+    `waited_s` means that rank 0 itself is slow.
     """
 
     def __init__(self, events: Events):
         self.events, self.best_s = events, math.inf
-        self.told_s = 0.0
-        """The pace that was told as slower; 0.0 while steps are as before."""
+        self.slow_s = 0.0
+        """The pace that was last emitted as slower; 0.0 while steps are as before."""
         self._steps: list[tuple[float, float]] = []
         self._took_s = 0.0
 
     def step(self, step: int, step_s: float, waited_s: float) -> None:
-        """Note how long a step took, and how long of that this worker waited for the others' gradients and votes."""
+        """Note the time of a step, and how much of it this worker waited for gradients and votes."""
         self._steps.append((step_s, waited_s))
         self._took_s += step_s
         if len(self._steps) < PACE_STEPS or self._took_s < PACE_S:
@@ -93,11 +129,11 @@ class Pace:
         pace_s, waited_s = (median(times) for times in zip(*self._steps, strict=True))
         self._steps.clear()
         self._took_s = 0.0
-        if pace_s > SLOWER * (self.told_s or self.best_s):
-            self.told_s = pace_s
-            self.events.emit("worker.steps_slower", step=step, step_s=round(pace_s, 4), waited_s=round(waited_s, 4),
-                             best_s=round(self.best_s, 4))
-        elif self.told_s and pace_s < AS_BEFORE * self.best_s:
-            self.told_s = 0.0
+        if pace_s > SLOWER * (self.slow_s or self.best_s):
+            self.slow_s = pace_s
+            self.events.emit("worker.steps_slower", step=step, step_s=round(pace_s, 4),
+                             waited_s=round(waited_s, 4), best_s=round(self.best_s, 4))
+        elif self.slow_s and pace_s < AS_BEFORE * self.best_s:
+            self.slow_s = 0.0
             self.events.emit("worker.steps_as_before", step=step, step_s=round(pace_s, 4))
         self.best_s = min(self.best_s, pace_s)

@@ -1,0 +1,409 @@
+"""When and how the training loop makes checkpoints. The loop calls `Checkpointing` at named places.
+
+loop (steps, votes) → here → state.checkpoints (copy, upload, publish, restore) → store
+
+    a generation begins:  enter
+    before each vote:     tick → ballot
+    after each step:      note_step → obey(what the vote has decided)
+    the run is left:      publish_now; write_last, if the attempt ended while this worker waited
+    there are no values:  restore; withdraw, if published values may be wrong
+
+What always holds:
+1. All workers of a world begin, collect and drop a checkpoint after the same step. Rank 0's ballot
+   asks for a checkpoint. The result of the vote, which is the same on all workers, decides.
+2. LIFE is the whole life of a checkpoint on one worker. The phase is read off the share and the
+   publisher, whose threads change it, and is stored nowhere else.
+3. Decisions are pure functions of values (`phase_of`, `news_of`, `is_wanted`, `is_last_wanted`,
+   `is_leave_unsaved`). `tick` and `obey` act. All other questions change nothing.
+4. A checkpoint that fails never ends the training. A newer attempt does: the loop raises `fenced`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.observe.events import Events
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import Checkpoints, Peers, Plan, Share
+from elastic_trainer.state.commit_log import Fenced
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
+from elastic_trainer.training.timing import Timing
+from elastic_trainer.world.generations import Control, PeersLost
+from elastic_trainer.world.place import Driver
+
+RESTORE_PAUSE_S = 30.0
+"""Between two tries to restore. There are at most MAX_GENERATIONS_WITHOUT_PROGRESS tries (20)."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGER = 0.05, 1.0, 1.3
+"""Between two looks at the store, for a worker that waits until another one has published the last
+checkpoint. All workers look: hundreds of them, 20 times a second, would be the store's whole load."""
+LAST_TRIES = 3
+"""How often the checkpoint at the end of a run, or of an attempt, is tried."""
+
+
+class Phase(Enum):
+    """Where the newest checkpoint is in its life, on this worker."""
+
+    IDLE = "idle"
+    """No checkpoint is in flight here."""
+    UPLOADING = "uploading"
+    """This worker's share is copied, and its parts are on their way to the store."""
+    UPLOADED = "uploaded"
+    """This worker's share is in the store. Those of other workers may not be."""
+    FAILED = "failed"
+    """This worker's share has failed. The next vote says so to all workers."""
+    PUBLISHING = "publishing"
+    """Rank 0: all shares are in the store, and the record is on its way to the commit log."""
+
+
+class News(Enum):
+    """What happens to a checkpoint."""
+
+    WANTED = "rank 0 wants a checkpoint"
+    ALL_UPLOADED = "the shares of all workers are in the store"
+    ONE_FAILED = "the share of a worker has failed"
+    WORLD_CHANGED = "the world has changed"
+    LAST_PART_UPLOADED = "the last part of this worker's share is in the store"
+    PART_FAILED = "a part of this worker's share has failed, or none has moved for UPLOAD_S"
+    RECORD_SETTLED = "the record stands, or has failed, or has not moved for UPLOAD_S"
+
+
+class Action(Enum):
+    """What this worker does about it."""
+
+    BEGIN = "copy my share and upload it"
+    COLLECT = "take the list of all parts; rank 0 publishes the record"
+    DROP = "let the checkpoint go"
+    NONE = "a thread has done it"
+
+
+LIFE: Mapping[tuple[Phase, News], tuple[Action, tuple[Phase, ...]]] = {
+    # Decided by the vote, so at the same step on all workers. The usual next phase is the first.
+    (Phase.IDLE, News.WANTED):
+        (Action.BEGIN, (Phase.UPLOADING, Phase.UPLOADED, Phase.FAILED, Phase.IDLE)),
+    (Phase.UPLOADED, News.ALL_UPLOADED): (Action.COLLECT, (Phase.PUBLISHING, Phase.IDLE)),
+    (Phase.UPLOADING, News.ONE_FAILED): (Action.DROP, (Phase.IDLE, Phase.PUBLISHING)),
+    (Phase.UPLOADED, News.ONE_FAILED): (Action.DROP, (Phase.IDLE, Phase.PUBLISHING)),
+    (Phase.FAILED, News.ONE_FAILED): (Action.DROP, (Phase.IDLE, Phase.PUBLISHING)),
+    # A former rank 0 may still publish an older checkpoint when the new rank 0 wants the next one.
+    (Phase.PUBLISHING, News.WANTED):
+        (Action.BEGIN, (Phase.UPLOADING, Phase.UPLOADED, Phase.FAILED, Phase.PUBLISHING)),
+    # A share in flight may be gone with its worker, and newcomers do not know of it.
+    **{(phase, News.WORLD_CHANGED): (Action.DROP, (Phase.IDLE, Phase.PUBLISHING))
+       for phase in Phase},
+    # Done by threads. The next `tick` or question sees it.
+    (Phase.UPLOADING, News.LAST_PART_UPLOADED): (Action.NONE, (Phase.UPLOADED,)),
+    (Phase.UPLOADING, News.PART_FAILED): (Action.NONE, (Phase.FAILED,)),
+    (Phase.PUBLISHING, News.RECORD_SETTLED): (Action.NONE, (Phase.IDLE,)),
+}
+"""(phase, what happens) → what this worker does, and the phases that can follow."""
+
+
+def phase_of(share: Share | None, is_publishing: bool) -> Phase:
+    """Return the phase that a share and a publisher are in. A share counts more: it is newer."""
+    if share is None:
+        return Phase.PUBLISHING if is_publishing else Phase.IDLE
+    if share.error:
+        return Phase.FAILED
+    return Phase.UPLOADED if share.is_up() else Phase.UPLOADING
+
+
+def news_of(control: Control, size: int) -> News | None:
+    """Return what a vote of `size` workers means for the checkpoint in flight.
+
+    Rank 0 wants no checkpoint while one is in flight, so a vote means one thing at most.
+    """
+    if control.upload_failed:
+        return News.ONE_FAILED
+    if control.uploaded == size:
+        return News.ALL_UPLOADED
+    return News.WANTED if control.checkpoint else None
+
+
+def is_wanted(rank: int, phase: Phase, *, is_due: bool, wants_change: bool,
+              is_unsaved: bool) -> bool:
+    """Return whether this worker's ballot asks for a checkpoint after the step.
+
+    Before a planned change of the world only a leave that is unsaved is a reason: a share that is
+    not up is lost with the change.
+    """
+    if rank != 0 or phase is not Phase.IDLE:
+        return False
+    return is_unsaved if wants_change else is_due
+
+
+def is_last_wanted(rank: int, has_share: bool, *, committed: int, newest_step: int, tries: int,
+                   is_fenced: bool) -> bool:
+    """Return whether this worker's ballot asks for the last checkpoint of a run or an attempt."""
+    is_missing = newest_step < committed and not is_fenced
+    return rank == 0 and not has_share and is_missing and tries < LAST_TRIES
+
+
+def is_leave_unsaved(leaves: bool, *, heard_step: int, newest_step: int, is_tried: bool) -> bool:
+    """Return whether a host leaves under notice and no checkpoint has been made since.
+
+    Losses come in groups. While the host is there, its share of the bytes is uploaded too, and the
+    checkpoint is published sooner than without it. Rank 0 tries it once (`is_tried`). The other
+    workers wait until they hear that it is published.
+    """
+    return leaves and newest_step < heard_step and not is_tried
+
+
+@dataclass(frozen=True)
+class CheckpointBallot:
+    """What this worker's vote says of checkpoints."""
+
+    is_uploaded: bool = False
+    """My share of the checkpoint in flight is in the store."""
+    has_failed: bool = False
+    """My share has failed."""
+    is_wanted: bool = False
+    """Rank 0 wants a checkpoint after this step."""
+    newest_step: int = -1
+    """The newest step that rank 0 knows to be published; -1: none."""
+
+    def arguments(self) -> tuple[tuple[bool, bool], bool, int]:
+        """Return what `World.vote` takes."""
+        return (self.is_uploaded, self.has_failed), self.is_wanted, self.newest_step
+
+
+def open_checkpoints(launch: Launch, plan: Plan, events: Events,
+                     facts: dict[str, Any]) -> Checkpoints | None:
+    """Open the store of this run; None if the run has neither a store nor a folder.
+
+    `facts` go into each record, for people. Raises ConfigError.
+    """
+    if not (launch.store or launch.run_dir):
+        return None
+    url = launch.store or f"{launch.run_dir}/checkpoints"
+    try:
+        return Checkpoints(open_store(url), events.emit, plan, facts)
+    except StoreRefused as error:
+        raise ConfigError(str(error)) from error
+
+
+class Checkpointing:
+    """When and how one worker's training loop makes checkpoints. `checkpoints` None: never."""
+
+    def __init__(self, checkpoints: Checkpoints | None, state: ElasticState, driver: Driver,
+                 launch: Launch, events: Events):
+        self.checkpoints, self.state, self.driver = checkpoints, state, driver
+        self.launch, self.events = launch, events
+        self.timing = Timing(checkpoints.plan.every if checkpoints else Cadence(), launch, events)
+        self._leave_heard: int | None = None
+        """How many steps were finished when this worker heard that a host of this world leaves."""
+        self._is_leave_tried = False
+        """This worker is rank 0, and has begun a checkpoint since."""
+        self._has_room = False
+
+    def __repr__(self) -> str:
+        if (checkpoints := self.checkpoints) is None:
+            return "<Checkpointing: no store>"
+        share = checkpoints.share
+        parts = f" step {share.step}, {len(share.done)}/{len(share.pieces)} parts" if share else ""
+        fenced = ", fenced" if checkpoints.fenced else ""
+        return (f"<Checkpointing {self.phase.value}{parts}; newest published step "
+                f"{checkpoints.newest_step}, {checkpoints.failures} failures since{fenced}>")
+
+    # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where the newest checkpoint is in its life, on this worker."""
+        if self.checkpoints is None:
+            return Phase.IDLE
+        return phase_of(self.checkpoints.share, self.checkpoints.is_publishing())
+
+    @property
+    def fenced(self) -> Fenced | None:
+        """The reason why this attempt must stop: another one writes to the log."""
+        return self.checkpoints.fenced if self.checkpoints else None
+
+    def is_moving(self) -> bool:
+        """Return whether bytes of mine get to the store. Any thread may ask."""
+        return self.checkpoints is not None and self.checkpoints.is_moving()
+
+    def newest_step(self) -> int:
+        """Return the newest step that this worker knows to be published; -1: none. Any thread."""
+        return self.checkpoints.newest_step if self.checkpoints else -1
+
+    def is_saving(self) -> bool:
+        """Return whether a planned change of the world should wait for a checkpoint."""
+        return self.phase is not Phase.IDLE or self._is_leave_unsaved()
+
+    def _is_leave_unsaved(self) -> bool:
+        heard = self.state.committed if self._leave_heard is None else self._leave_heard
+        return self.checkpoints is not None and is_leave_unsaved(
+            self.driver.somebody_leaves(), heard_step=heard, is_tried=self._is_leave_tried,
+            newest_step=self.checkpoints.newest_step)
+
+    def ballot(self, rank: int) -> CheckpointBallot:
+        """Return what the vote of the step in hand says of checkpoints."""
+        if (checkpoints := self.checkpoints) is None:
+            return CheckpointBallot()
+        is_due = rank == 0 and self.timing.is_due(self.state.committed + 1, checkpoints.failures)
+        wanted = is_wanted(rank, self.phase, is_due=is_due, is_unsaved=self._is_leave_unsaved(),
+                           wants_change=self.driver.wants_change())
+        return CheckpointBallot(*checkpoints.progress(), wanted, checkpoints.newest_step)
+
+    # --- the places at which the loop calls -----------------------------------------------------
+
+    def enter(self) -> None:
+        """Begin a generation."""
+        self._leave_heard, self._is_leave_tried, self._has_room = None, False, False
+        if self.checkpoints:
+            self.checkpoints.enter_world()
+
+    def tick(self, rank: int) -> None:
+        """Give up what hangs, and emit what is late. To be called before each vote of a step."""
+        if (checkpoints := self.checkpoints) is None:
+            return
+        checkpoints.tick()
+        if rank == 0:
+            self.timing.tick(self.state.committed + 1, checkpoints.newest_step,
+                             checkpoints.published_at)
+        # Not while one is in flight, which does not hold what was trained since it was begun.
+        if self._leave_heard is None and self.phase is Phase.IDLE and self.driver.somebody_leaves():
+            self._leave_heard = self.state.committed
+
+    def note_step(self, step_s: float) -> None:
+        """Note how long a step took, without the work of this object at its end."""
+        self.timing.step(step_s, self.phase is not Phase.IDLE)
+
+    def obey(self, control: Control, world: Peers) -> None:
+        """Do what the vote has decided, after the step is applied. All workers do the same.
+
+        Costs: one copy of my share, if a checkpoint begins. The store is written behind the training.
+        """
+        if (checkpoints := self.checkpoints) is None:
+            return
+        checkpoints.know(control.published)
+        if not self._has_room:
+            self._has_room = True
+            checkpoints.make_room(self.state, world.size)
+        if news := news_of(control, world.size):
+            self._act(checkpoints, news, world)
+        if control.change_waits:  # for what is on its way to the store
+            checkpoints.hurry()
+
+    def _act(self, checkpoints: Checkpoints, news: News, world: Peers) -> None:
+        phase = self.phase
+        assert (phase, news) in LIFE, f"{news.value}, and this worker is {phase.value}"
+        action, _ = LIFE[phase, news]
+        match action:
+            case Action.BEGIN:
+                self._begin(checkpoints, world)
+            case Action.COLLECT:
+                texts = world.gather_texts(checkpoints.parts_up())
+                checkpoints.collect(texts, self.state.lineage, publish=world.rank == 0)
+            case Action.DROP:
+                checkpoints.drop()
+
+    def _begin(self, checkpoints: Checkpoints, world: Peers) -> None:
+        checkpoints.compare_tensors(self.state, world)
+        if not checkpoints.are_mixed:
+            checkpoints.begin(self.state, world.rank, world.size)
+        share = checkpoints.share
+        self.timing.begun(self.state.committed, share.pause_s if share else 0.0)
+        self._is_leave_tried = world.rank == 0 and self._leave_heard is not None
+        self.events.reach("state.share_begun", step=self.state.committed,
+                          pause_s=self.timing.pause_s)
+
+    def publish_now(self, world: Peers, vote: Callable[[CheckpointBallot], Control], *,
+                    instead: bool = False) -> None:
+        """Publish a checkpoint of the last step and wait for it, all workers together.
+
+        After LAST_TRIES failures the loop goes on without it. `instead`: drop an older one that is
+        in flight, because the seconds that are left may not suffice for both.
+        """
+        if (checkpoints := self.checkpoints) is None:
+            return
+        committed, tries = self.state.committed, 0
+        if instead and checkpoints.share and checkpoints.share.step < committed:
+            checkpoints.drop("a newer one is made at once")
+        while True:
+            checkpoints.wait()  # the store
+            checkpoints.tick()
+            wanted = is_last_wanted(world.rank, checkpoints.share is not None, committed=committed,
+                                    newest_step=checkpoints.newest_step, tries=tries,
+                                    is_fenced=checkpoints.fenced is not None)
+            control = vote(CheckpointBallot(*checkpoints.progress(), wanted,
+                                            checkpoints.newest_step))
+            had_share = checkpoints.share is not None
+            self.obey(control, world)
+            tries += bool(control.checkpoint)
+            if not had_share and not control.checkpoint:
+                return
+
+    # --- without a world of peers that train ----------------------------------------------------
+
+    def write_last(self, rank: int) -> None:
+        """Publish what only memory holds, after the attempt has ended while this worker waited.
+
+        One worker that can does it for all. The others look until it is published.
+        """
+        checkpoints, state = self.checkpoints, self.state
+        if checkpoints is None or not state.has_state or state.is_applying:
+            return
+        started, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
+        while tries < LAST_TRIES:
+            checkpoints.know(published := checkpoints.find_published(state.lineage))  # the store
+            if published >= state.committed:
+                return
+            if self.driver.is_writer(rank, time.monotonic() - started):
+                tries += 1
+                checkpoints.write_alone(state)
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, LONGER * pause_s)
+
+    def write_while_waiting(self) -> None:
+        """Go on with a checkpoint that this worker makes alone, while it waits for a place.
+
+        All workers that hold the state may be gone any moment. Called again and again; never waits.
+        """
+        if self.checkpoints and self.state.has_state and not self.state.is_applying:
+            self.checkpoints.go_on_alone(self.state)
+
+    # --- a run goes on --------------------------------------------------------------------------
+
+    def restore(self, world: Peers) -> int | None:
+        """Load the newest whole checkpoint, all workers together; returns its step; None: no one.
+
+        Raises ConfigError, LayoutError, and PeersLost when the next generation shall ask again.
+        """
+        launch, checkpoints, step = self.launch, self.checkpoints, None
+        is_first = launch.attempt == 1 or not launch.driver  # a person looks on
+        try:
+            if checkpoints:
+                step = checkpoints.restore(self.state, world, insist=not is_first)
+        except StoreUnavailable as error:
+            was_usable = checkpoints is not None and checkpoints.log.last is not None
+            if isinstance(error, StoreRefused) and is_first and world.rank == 0 and not was_usable:
+                raise ConfigError(str(error)) from error  # later it is no mistake of the user's
+            self.events.emit("state.store_unavailable", error=str(error))
+            time.sleep(RESTORE_PAUSE_S)
+            raise PeersLost(f"the store: {error}") from error
+        if step is None and launch.resume_step:
+            raise ConfigError(
+                f"the run has a checkpoint of step {launch.resume_step}, but {launch.run_dir} on "
+                f"this host has none. Give the same --store as before, or put the folder of runs "
+                f"(--runs-dir) on a disk that all hosts share.")
+        return step
+
+    def withdraw(self, world: Peers, newest: int) -> int:
+        """Withdraw what was published after step `newest`, all workers together.
+
+        Returns the newest step that is left, 0 if there was no checkpoint at all, and -1 if none
+        is left.
+        """
+        if self.checkpoints is None:
+            return -1
+        text = ""
+        if world.rank == 0:
+            text = str(self.checkpoints.withdraw(self.state.lineage, newest))  # the store
+        return int(world.share_text(text, 0))
