@@ -1,19 +1,20 @@
-"""Who is here. The script that horovodrun calls every second, and the daemons that keep its file true.
+"""Which hosts there are: the script that horovodrun calls every second, and the daemons behind it.
 
-    python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]    print the file (what horovodrun calls)
-    python -m elastic_trainer.discovery ec2 --once --tag Job=mine …       print EC2's list, without poller and agents
-    python -m elastic_trainer.discovery poll --hosts-file FILE --tag …    keep FILE true (on the coordinator)
-    python -m elastic_trainer.discovery group --group NAME …              ask for the machines that are wished, once
-    python -m elastic_trainer.discovery check <wish.json                  say what an apply would lack (deploy/check.sh)
-    python -m elastic_trainer.discovery agent --key-file FILE …           watch this host, answer the poller (on each host)
+    python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S] print FILE (for horovodrun)
+    python -m elastic_trainer.discovery ec2 --once --tag Job=mine …    print EC2's list, no agents
+    python -m elastic_trainer.discovery poll --hosts-file FILE --tag … keep FILE true (coordinator)
+    python -m elastic_trainer.discovery group --group NAME …           ask for the wished machines
+    python -m elastic_trainer.discovery check <wish.json               print what an apply lacks
+    python -m elastic_trainer.discovery agent --key-file FILE …        answer the poller (each host)
 
 hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
 1. stdout is the protocol: `host:slots` lines and nothing else.
-2. Unknown is never empty: a file that is not there, not whole or too old ends with exit code 1, and horovodrun keeps
-   its list. A file that is there and empty means that there are no hosts.
-3. `hosts-file` imports nothing that it does not need: it has 60 ms, under a lock of horovodrun's.
+2. Unknown is never empty: for a file that is absent, not whole or too old the exit code is 1, and
+   horovodrun keeps its list. An empty file means that there are no hosts.
+3. `hosts-file` imports nothing that it does not need, and nothing of ours: it has 60 ms, under a
+   lock of horovodrun's, and it also runs by its path. So HOST_NAME is a copy of host/names.py's.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import sys
 import time
 
 FUTURE_S = 5
-"""A file from further ahead is of no known age: somebody has set the clock back."""
-HOST_NAME = r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*"  # RFC 1123
+"""A file from further in the future has no known age: a clock was set back."""
+HOST_NAME = (r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})"
+             r"(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")  # RFC 1123
 
 
 def main(argv: list[str]) -> int:
@@ -47,30 +49,34 @@ def main(argv: list[str]) -> int:
 def hosts_file(argv: list[str]) -> int:
     """Print the file named in argv; returns the exit code."""
     if len(argv) not in (1, 2) or not re.fullmatch("[0-9]{1,6}", argv[1] if argv[1:] else "0"):
-        print("usage: python -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]", file=sys.stderr)
+        print("usage: python -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S]",
+              file=sys.stderr)
         return 2
     try:
         with open(argv[0], encoding="ascii") as file:
             text, age_s = file.read(), time.time() - os.fstat(file.fileno()).st_mtime
     except (OSError, UnicodeDecodeError) as error:
-        print(f"the hosts file {argv[0]} cannot be read: {error}", file=sys.stderr)
-        return 1
+        return complain(f"cannot be read: {error}", argv[0])
     if argv[1:] and age_s > int(argv[1]):
-        print(f"the hosts file {argv[0]} is {age_s:.0f} s old: its poller does not run, or neither the cloud nor the agent "
-              "of some host answers", file=sys.stderr)
-        return 1
+        return complain(f"is {age_s:.0f} s old, and {argv[1]} s are allowed: its poller does not "
+                        f"run, or neither the cloud nor the agent of some host answers", argv[0])
     if argv[1:] and age_s < -FUTURE_S:
-        print(f"the hosts file {argv[0]} is {-age_s:.0f} s ahead of this machine's clock, so its age is unknown until its "
-              "poller's next answer", file=sys.stderr)
-        return 1
+        return complain(f"is {-age_s:.0f} s ahead of this machine's clock, so its age is unknown "
+                        f"until its poller writes again", argv[0])
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:
         host, _, slots = line.strip().partition(":")
-        if not re.fullmatch(HOST_NAME, host) or not re.fullmatch("[0-9]{1,4}", slots) or int(slots) < 1:
-            print(f"{argv[0]} has a line that is not host:slots: {line!r}", file=sys.stderr)
-            return 1
+        is_number = re.fullmatch("[0-9]{1,4}", slots)
+        if not re.fullmatch(HOST_NAME, host) or not is_number or int(slots) < 1:
+            return complain(f"has a line that is not host:slots: {line!r}", argv[0])
     sys.stdout.write("".join(line.strip() + "\n" for line in lines))
     return 0
+
+
+def complain(what: str, file: str) -> int:
+    """Print why there is no answer; returns the exit code."""
+    print(f"the hosts file {file} {what}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

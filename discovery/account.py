@@ -164,18 +164,10 @@ def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
     except ClientError as error:
         says = error.response["Error"]
         return Unanswered(
-            action=action, code=str(says["Code"]), says=_line(says.get("Message") or says["Code"])
+            action=action, code=str(says["Code"]), says=plain(says.get("Message") or says["Code"])
         )
     except (BotoCoreError, ResponseParserError, LookupError, TypeError, ValueError) as error:
-        return Unanswered(action=action, code=type(error).__name__, says=_line(error))
-
-
-def _line(said: object) -> str:
-    """Return AWS's words in one line, without what a terminal would obey."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in str(said)
-    )
+        return Unanswered(action=action, code=type(error).__name__, says=plain(error))
 
 
 def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:

@@ -171,40 +171,46 @@ def zones(
         ]
     if isinstance(offers, Unanswered):
         return [unanswered("zones", offers)]
+    return [_types_in_zones(wish, open_zones, offers), _coordinators_zone(wish, open_zones, offers)]
+
+
+def _types_in_zones(
+    wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]]
+) -> Finding:
+    """Check that each chosen zone has some of the types."""
     chosen, wanted = zones_of(wish, open_zones), set(wish.instance_types)
     having = [zone for zone in open_zones if offers.get(zone, set()) & wanted]
-    found = []
     if without := [zone for zone in chosen if zone not in having]:
         remedy = (
             f"Set zones = {_quoted(having)} {IN_FILE}."
             if having
             else f"Name other instance_types {IN_FILE}."
         )
-        found.append(
-            lacks(
-                "zones",
-                f"{_listed(without)} of {wish.region} {'has' if len(without) == 1 else 'have'} "
-                f"none of the types {_listed(wish.instance_types)}.",
-                remedy,
-            )
+        return lacks(
+            "zones",
+            f"{_listed(without)} of {wish.region} {'has' if len(without) == 1 else 'have'} "
+            f"none of the types {_listed(wish.instance_types)}.",
+            remedy,
         )
-    else:
-        nowhere = sorted(wanted - set().union(*(offers.get(zone, set()) for zone in chosen)))
-        but = f", but none of them has {_listed(nowhere)}" if nowhere else ""
-        found.append(well("zones", f"{_listed(chosen)} offer the types{but}."))
+    nowhere = sorted(wanted - set().union(*(offers.get(zone, set()) for zone in chosen)))
+    but = f", but none of them has {_listed(nowhere)}" if nowhere else ""
+    return well("zones", f"{_listed(chosen)} offer the types{but}.")
+
+
+def _coordinators_zone(
+    wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]]
+) -> Finding:
+    """Check that a chosen zone has the coordinator's type."""
+    chosen = zones_of(wish, open_zones)
     offering = [zone for zone in open_zones if wish.coordinator_type in offers.get(zone, set())]
     if its := [zone for zone in chosen if zone in offering]:
-        found.append(well("coordinator", f"{its[0]} offers {wish.coordinator_type}."))
-    else:
-        other = f"zones = {_quoted(offering)}, or " if offering else ""
-        found.append(
-            lacks(
-                "coordinator",
-                f'{_listed(chosen)} do not offer coordinator_type = "{wish.coordinator_type}".',
-                f"Set {other}another coordinator_type {IN_FILE}.",
-            )
-        )
-    return found
+        return well("coordinator", f"{its[0]} offers {wish.coordinator_type}.")
+    other = f"zones = {_quoted(offering)}, or " if offering else ""
+    return lacks(
+        "coordinator",
+        f'{_listed(chosen)} do not offer coordinator_type = "{wish.coordinator_type}".',
+        f"Set {other}another coordinator_type {IN_FILE}.",
+    )
 
 
 def kinds(wish: Wish, known: Mapping[str, Kind] | Unanswered) -> Finding:
@@ -271,17 +277,10 @@ def quotas_needed(wish: Wish) -> list[Quota]:
 
 
 def _allows(
-    what: str,
-    wish: Wish,
-    machines: int,
-    types: Sequence[str],
-    known: Mapping[str, Kind],
-    limits: Mapping[str, float | Unanswered],
-    others: Iterable[Running],
-    *,
-    spot: bool,
+    what: str, wish: Wish, machines: int, types: Sequence[str], known: Mapping[str, Kind],
+    limits: Mapping[str, float | Unanswered], others: Iterable[Running], *, spot: bool,
 ) -> Finding:
-    """Check that so many machines fit. The group chooses among types, so what is free adds up."""
+    """Check that machines fit into their quotas. The group chooses among types, so what is free adds up."""
     by_quota: dict[Quota, list[int]] = {}
     for kind in types:
         if quota := quota_of(kind, spot=spot):
@@ -298,11 +297,7 @@ def _allows(
         limit = limits[quota.code]
         if isinstance(limit, Unanswered):
             return unanswered(what, limit)
-        used = sum(
-            known[one.type].vcpus
-            for one in others
-            if one.is_spot == spot and one.type in known and quota_of(one.type, spot=spot) == quota
-        )
+        used = _used(quota, known, others, spot=spot)
         room += max(0, int((limit - used) // min(vcpus)))
         facts.append(
             f"{quota.code} ({quota.name}) is {limit:g} vCPUs in {wish.region}, of which others "
@@ -310,25 +305,36 @@ def _allows(
         )
         remedies.append(request(quota, used + machines * max(vcpus), wish.region))
     each = sorted({known[kind].vcpus for kind in types})
-    sizes = "/".join(map(str, each))
-    need = (
-        "1 machine of {} vCPUs needs"
-        if machines == 1
-        else f"{machines} machines of {{}} vCPUs need"
-    )
-    fact = f"The quota {', and '.join(facts)}; {need.format(sizes)} {machines * each[0]}."
+    fact = f"The quota {', and '.join(facts)}; {_need(machines, each)} {machines * each[0]}."
     if room >= machines:
         return well(what, fact)
-    fewer = (
-        (f"set workers = {room}" if room else "name smaller instance_types")
-        if spot
-        else "set a smaller coordinator_type"
-    )
+    fewer = "set a smaller coordinator_type"
+    if spot:
+        fewer = f"set workers = {room}" if room else "name smaller instance_types"
     return lacks(
         what,
         fact,
         f"Run {', or '.join(remedies)} (AWS answers in minutes to days), or {fewer} {IN_FILE}.",
     )
+
+
+def _used(
+    quota: Quota, known: Mapping[str, Kind], others: Iterable[Running], *, spot: bool
+) -> int:
+    """Return the vCPUs of a quota that other machines of the account use."""
+    return sum(
+        known[one.type].vcpus
+        for one in others
+        if one.is_spot == spot and one.type in known and quota_of(one.type, spot=spot) == quota
+    )
+
+
+def _need(machines: int, each: Sequence[int]) -> str:
+    """Return the beginning of a sentence on how many vCPUs machines of these sizes need."""
+    sizes = "/".join(map(str, each))
+    if machines == 1:
+        return f"1 machine of {sizes} vCPUs needs"
+    return f"{machines} machines of {sizes} vCPUs need"
 
 
 def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind]) -> Finding:

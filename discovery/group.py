@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from elastic_trainer.discovery.files import append_event, replace_whole
 from elastic_trainer.discovery.hosts import Group
-from elastic_trainer.discovery.poll import append_event, replace_whole
 
 LOST_S = 1800.0
 """A coordinator that has said nothing for so long is lost. A reboot takes minutes; half an hour of a fleet is its price."""

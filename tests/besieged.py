@@ -34,7 +34,7 @@ from pathlib import Path
 from hostile import WAYS
 from netlab import COORDINATOR, Fleet, Lab
 
-from elastic_trainer.discovery.agent import ask, read_key
+from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.wire.messages import DriverClient
 from elastic_trainer.world.place import unreachable
@@ -105,7 +105,7 @@ def role_of(pid: int) -> str:
     said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     if said.startswith(("sshd", "/usr/sbin/sshd")):
         return "sshd"
-    if "elastic_trainer.launch.driver" in said:
+    if "elastic_trainer.launch.horovodrun" in said:
         return "driver"
     if "elastic_trainer.discovery" in said:
         return "agent"

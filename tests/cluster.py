@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from faults import Plan
 
-from elastic_trainer.launch.attempts import is_worker
+from elastic_trainer.host.processes import is_worker
 from elastic_trainer.observe.events import EVENTS_FILE
 from elastic_trainer.observe.schema import flaw, parse_object
 from elastic_trainer.observe.segments import Reader
@@ -149,7 +149,7 @@ class Cluster:
         pid = self.supervisor_pid()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return next(int(pid) for pid in children
-                    if b"elastic_trainer.launch.driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+                    if b"elastic_trainer.launch.horovodrun" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def kill_everyone(self) -> None:
         """SIGKILL the supervisor, the driver and all workers, and wait until they are gone."""

@@ -44,7 +44,7 @@ from metadata_server import MetadataServer
 from s3_servers import Unavailable
 from terraform import HOSTS
 
-from elastic_trainer.discovery.agent import ask, read_key
+from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.discovery.hosts import Health
 

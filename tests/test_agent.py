@@ -30,23 +30,17 @@ from ports import free_port
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery import agent as agent_module
-from elastic_trainer.discovery.agent import (
-    DOING,
-    HURRY_S,
-    Agent,
-    AgentServer,
-    AgentUnreachable,
-    ask,
-    read_key,
-    standby_folder,
-    standbys,
-    workers,
-)
+from elastic_trainer.discovery import health as health_module
+from elastic_trainer.discovery.agent import AgentServer
+from elastic_trainer.discovery.client import AgentUnreachable, ask, read_key
 from elastic_trainer.discovery.commands import user_of_workers
 from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.health import HURRY_S, Agent, workers
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.discovery.poll import Poller
+from elastic_trainer.host.processes import SHORT_NAME
+from elastic_trainer.host.standbys import FOLDER_VARIABLE, standby_folder, waiting_in
 from elastic_trainer.standby import shim
 from elastic_trainer.wire.gate import SPARE
 from elastic_trainer.wire.seal import Kind, seal
@@ -142,18 +136,18 @@ def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(agent: tuple[Age
         here.examine()
         assert "disk full" in ask(address, KEY, PATIENCE_S).why
     with monkeypatch.context() as patch:
-        patch.setattr(agent_module, "MEMORY_FREE", 1.0)  # no machine has so much
+        patch.setattr(health_module, "MEMORY_FREE", 1.0)  # no machine has so much
         here.examine()
         says = ask(address, KEY, PATIENCE_S)
         assert says.state == "sick" and re.fullmatch(r"no memory: \d+ MiB left", says.why)
-    monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(health_module, "gpu_count", lambda: 2)
     here.examine()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
-    monkeypatch.setattr(agent_module, "gpu_count", lambda: 1)
+    monkeypatch.setattr(health_module, "gpu_count", lambda: 1)
     here.examine()
     says = ask(address, KEY, PATIENCE_S)
     assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
-    monkeypatch.setattr(agent_module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(health_module, "gpu_count", lambda: 2)
     here.examine()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
 
@@ -178,16 +172,16 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it did not at the agent's start: the device is there. And when nothing ends the question."""
-    monkeypatch.setattr(agent_module, "NVIDIA_SMI_S", 0.3)
+    monkeypatch.setattr(health_module, "NVIDIA_SMI_S", 0.3)
     nvidia_smi.touch()
     here = Agent(None, tmp_path, tmp_path / "dev")
     here.examine()
     assert (here.health()["state"], here.health()["why"]) == ("sick", "GPU lost: 0 of 1 answer")
     nvidia_smi.unlink()
-    monkeypatch.setattr(agent_module, "NVIDIA_SMI_S", 30.0)
+    monkeypatch.setattr(health_module, "NVIDIA_SMI_S", 30.0)
     here.examine()
     assert here.health()["state"] == "ready"
-    monkeypatch.setattr(agent_module, "HUNG_S", 0.0)
+    monkeypatch.setattr(health_module, "HUNG_S", 0.0)
     nvidia_smi.touch()
     (tmp_path / "hung").unlink(missing_ok=True)  # the shell may have been ended before it could write
     examining = threading.Thread(target=here.examine)
@@ -384,7 +378,7 @@ def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, 
         def fails(*_: Any) -> Any:
             raise OSError(code, os.strerror(code))
 
-        patch.setattr(agent_module, "gpu_count", fails)
+        patch.setattr(health_module, "gpu_count", fails)
         here.examine()
         says = ask(address, KEY, PATIENCE_S)
         assert says.state == "ready" and says.why.startswith("not examined: ")
@@ -418,7 +412,7 @@ def test_workers_are_called_at_the_end_when_the_first_look_at_them_fails(agent: 
             raise found
         return found
 
-    monkeypatch.setattr(agent_module, "workers", look)
+    monkeypatch.setattr(health_module, "workers", look)
     monkeypatch.setattr(os, "kill", lambda *word: called.append(word))
     here.last_call()
     assert called == []
@@ -585,7 +579,7 @@ def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(tmp_path: P
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised by the end."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr("elastic_trainer.discovery.agent.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
+    monkeypatch.setattr("elastic_trainer.discovery.health.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
     monkeypatch.setattr("os.kill", lambda *what: told.append(what))
     early, late, endless = (Agent(None, tmp_path) for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)
@@ -600,17 +594,18 @@ def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.
     """By their sockets; one whose keeper was killed is none."""
     (tmp_path / f"0123456789abcdef-{os.getpid()}.sock").touch()
     (tmp_path / "0123456789abcdef-4194999.sock").touch()
-    assert standbys(tmp_path) == 1
-    assert standbys(tmp_path / "none") == 0
-    monkeypatch.setenv(shim.FOLDER_VARIABLE, str(tmp_path))
+    assert waiting_in(tmp_path) == 1
+    assert waiting_in(tmp_path / "none") == 0
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert Agent(None, tmp_path).health()["standby"] == 1
 
 
-def test_the_folder_of_standbys_is_the_same_for_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither imports the other."""
+def test_the_folder_of_standbys_is_the_same_for_shim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim imports nothing of ours and has a copy."""
     for setting in ("", "/somewhere"):
-        monkeypatch.setenv(shim.FOLDER_VARIABLE, setting)
-        assert standby_folder() == shim.standby_folder(os.environ)
+        monkeypatch.setenv(FOLDER_VARIABLE, setting)
+        assert shim.FOLDER_VARIABLE == FOLDER_VARIABLE
+        assert standby_folder(os.environ) == shim.standby_folder(os.environ)
 
 
 def test_a_worker_behind_a_shim_or_with_children_counts_once() -> None:
@@ -629,7 +624,7 @@ def test_what_a_worker_does_is_its_own_word_not_its_children_s() -> None:
     """The word is the short name of its process; a child that it forks (to load data, say) keeps an old one."""
     code = """
 import os, time
-from elastic_trainer.world.place import show
+from elastic_trainer.host.processes import show
 show("training", 41)
 if not os.fork():
     os.write(1, b"loading\\n")
@@ -683,7 +678,7 @@ def test_an_answer_is_heard_however_many_workers_there_are(agent: tuple[Agent, s
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number and their names are bounded: an answer that is too long is none."""
     crowd = [{"pid": 4_000_000, "worker": f"{number}" * 300, "doing": "step 123456789"} for number in range(5000)]
-    monkeypatch.setattr(agent_module, "workers", lambda *_: crowd)
+    monkeypatch.setattr(health_module, "workers", lambda *_: crowd)
     assert len(ask(agent[1], KEY, PATIENCE_S).facts["workers"]) == 256
 
 
@@ -703,9 +698,10 @@ def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(tmp_path: Path,
 @pytest.mark.parametrize("step", [0, 123456, 12345678])
 def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
     """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
-    code = f"from elastic_trainer.world.place import show; show({phase!r}, {step}); print(open('/proc/self/comm').read())"
+    code = (f"from elastic_trainer.host.processes import show; show({phase!r}, {step}); "
+            "print(open('/proc/self/comm').read())")
     shown = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
-    said = DOING.fullmatch(shown.strip())
+    said = SHORT_NAME.fullmatch(shown.strip())
     assert said and said[2] in (f" {step}", None) and (said[2] or step > 1e6)
 
 

@@ -17,6 +17,7 @@ from netlab import wait_for
 from test_malformed import MALFORMED
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
+from elastic_trainer.host.processes import is_worker
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.attempts import (
     EXIT_BAD_COMMAND,
@@ -26,7 +27,6 @@ from elastic_trainer.launch.attempts import (
     Next,
     decide_next,
     has_progressed,
-    is_worker,
     supervise,
 )
 from elastic_trainer.launch.past import past_of
@@ -211,7 +211,7 @@ def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_re
     assert code == (EXIT_INTERRUPTED if has_trained else EXIT_USER_ERROR)
     assert len((tmp_path / "started").read_text()) == 1 + has_trained
     said = (tmp_path / "output").read_text()
-    assert "ValueError: as planned" in said and ("It is tried there again" in said) == has_trained
+    assert "ValueError: as planned" in said and ("The driver starts it there again" in said) == has_trained
 
 
 def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:
@@ -244,7 +244,7 @@ touches_nothing()""")
     assert len(gone) == 4 and all("touches_nothing" in e["died_in"] for e in gone)
     assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["user_error"]
     said = (tmp_path / "output").read_text()
-    assert "all workers died of SIGSEGV in string_at (" in said and "before the first step" in said
+    assert "All workers died of SIGSEGV in string_at (" in said and "before the first step" in said
 
 
 def test_an_attempt_knows_that_the_run_has_had_hosts(tmp_path: Path, signals: None) -> None:
@@ -358,7 +358,7 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
 """)
     (tmp_path / "bin" / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr("elastic_trainer.launch.attempts.ORPHANS_ELSEWHERE_S", 0.5)
+    monkeypatch.setattr("elastic_trainer.launch.orphans.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
         diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)

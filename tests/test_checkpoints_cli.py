@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import Fleet
 
-from elastic_trainer.__main__ import main, store_of_run
+from elastic_trainer.__main__ import main
+from elastic_trainer.launch.run_options import store_of_run
 from elastic_trainer.state import checkpoint
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.elastic_state import ElasticState

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.__main__ import _prove, list_hosts, main, static_hosts
+from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.launch import driver
-from elastic_trainer.launch.driver import is_local, parse_hosts
+from elastic_trainer.launch import horovodrun
+from elastic_trainer.launch.addresses import is_local
+from elastic_trainer.launch.discovered import parse_hosts
+from elastic_trainer.launch.run import prove_store
+from elastic_trainer.launch.run_options import list_hosts, static_hosts
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +65,7 @@ def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path, capsys: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("least", "most"), [("3", "2"), ("0", "2"), ("-1", "2"), ("1", "0")])
+@pytest.mark.parametrize(("least", "most"), [("3", "2"), ("0", "2"), ("-1", "2"), ("3", "1")])
 def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], least: str, most: str) -> None:
     """Both numbers and the rule; nothing is begun."""
@@ -70,6 +73,15 @@ def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
     assert main(["run", "demo", *arguments]) == 2
     said = capsys.readouterr().err
     assert f"--min-workers is {least}" in said and f"begins with {most} workers" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", ["0", "-2"])
+def test_the_user_is_told_the_option_when_no_worker_would_start(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
+    """Its value and the least that works; nothing is begun."""
+    assert main(["run", "demo", "--workers", number, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert f"--workers is {number}, so no worker would start. Use --workers 1 or more." in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +137,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
         standbys.append(count)
         return nullcontext()
 
-    monkeypatch.setattr("elastic_trainer.standby.keeper.local_standbys", local_standbys)
+    monkeypatch.setattr("elastic_trainer.standby.local.local_standbys", local_standbys)
     for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
@@ -218,7 +230,7 @@ def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[
                                                   arguments: list[str], said: str) -> None:
     """Silence would be taken for a yes."""
     monkeypatch.setattr(sys, "argv", sys.argv)
-    assert driver.main([*arguments, "true"]) == 2
+    assert horovodrun.main([*arguments, "true"]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -233,9 +245,9 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
         monkeypatch.setattr("elastic_trainer.state.store.prove_put_if_absent", prove)
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
-    _prove("s3://bucket/run")
+    prove_store("s3://bucket/run")
     said = capsys.readouterr().err
     assert "SlowDown" in said and "Ctrl-C" in said
     answer(StoreRefused("s3://bucket/run did not take it: NoSuchBucket"))
     with pytest.raises(ConfigError, match="NoSuchBucket"):
-        _prove("s3://bucket/run")
+        prove_store("s3://bucket/run")

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_trainer.discovery.__main__ as script
-from elastic_trainer.launch.driver import parse_hosts
+from elastic_trainer.host.names import HOST_NAME
+from elastic_trainer.launch.discovered import parse_hosts
 
 ROOT = Path(script.__file__).resolve().parent.parent
 
@@ -105,3 +106,8 @@ def test_the_driver_reads_whatever_it_prints(tmp_path_factory: pytest.TempPathFa
     lines = printed(file)
     if lines is not None:
         parse_hosts(lines, None)
+
+
+def test_a_host_s_name_is_the_same_for_the_script_and_for_the_driver() -> None:
+    """The script has 60 ms and imports nothing of ours, so it has a copy."""
+    assert script.HOST_NAME == HOST_NAME.pattern

@@ -15,9 +15,8 @@ from rich.console import Console
 from test_verify import eventful
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.discovery.poll import printable
+from elastic_trainer.launch.actions import End
 from elastic_trainer.launch.driver import MendedDriver
-from elastic_trainer.launch.membership import End
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import print_hosts, print_summary, summarize
 from elastic_trainer.observe.watch import Picture, Watch, fold, panel, plain_line
@@ -55,7 +54,7 @@ def test_text_is_shown_as_it_is_but_for_what_a_terminal_obeys() -> None:
     assert plain("Grüße, 世界 😀\t[x]") == "Grüße, 世界 😀\t[x]" == plain_text("Grüße, 世界 😀\t[x]")
     assert plain(HOSTILE) == SEEN + r"\nline 2" and plain_text(HOSTILE) == SEEN + "\nline 2"
     assert plain_output("\x1b[31mred\x1b[2J") == "\x1b[31mred\\x1b[2J\x1b[0m"
-    assert printable(HOSTILE) == SEEN + "\nline 2"
+    assert plain_text(HOSTILE) == SEEN + "\nline 2"
 
 
 @pytest.mark.parametrize("field", ["run", "weights_sha256"])
@@ -129,14 +128,14 @@ def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[st
     driver = MendedDriver(SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None), {}, [],
                           Events(None))
     driver.ended = End("user_error", HOSTILE)
-    driver._stop_all()
+    driver.stop_all()
     assert_harmless(capsys.readouterr().err)
 
 
 def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -> None:
     """Another process of the user's may have written into output.log."""
     code = ("import sys; from elastic_trainer.wire.plain import plain_output; "
-            "from elastic_trainer.__main__ import last_words; "
+            "from elastic_trainer.launch.run import last_words; "
             "from pathlib import Path; print(*map(plain_output, last_words(Path(sys.argv[1]))))")
     log = tmp_path / "output.log"
     log.write_bytes(b"[a]<stdout>: x\x1b[2J\x1b]0;title\x07y\n")

@@ -25,20 +25,13 @@ from hypothesis import strategies as st
 from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
 from elastic_trainer.host.lines import MAX_LINE_BYTES
 from elastic_trainer.launch import remote
-from elastic_trainer.launch.driver import (
-    STOP_MOST_S,
-    STOP_S,
-    DiscoveryUnavailable,
-    HostsUnreachable,
-    MendedDriver,
-    WorkerProcess,
-    check_version,
-    is_local,
-    parse_hosts,
-    stop_deadline,
-    way_to,
-)
-from elastic_trainer.launch.membership import End, Phase, Start, Worker
+from elastic_trainer.launch.actions import End, Start
+from elastic_trainer.launch.addresses import HostsUnreachable, Locations, is_local, way_to
+from elastic_trainer.launch.discovered import Discovery, DiscoveryUnavailable, parse_hosts
+from elastic_trainer.launch.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
+from elastic_trainer.launch.horovodrun import check_version
+from elastic_trainer.launch.process import WorkerProcess
+from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.events import Events
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordServer
 from elastic_trainer.wire.seal import worker_key
@@ -354,7 +347,7 @@ def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
 def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code or its signal, and no line of the protocol is printed."""
-    monkeypatch.setattr("elastic_trainer.launch.driver.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
+    monkeypatch.setattr("elastic_trainer.launch.process.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
     for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
         assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
@@ -388,7 +381,7 @@ def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, 
 def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is frozen, and its children."""
-    monkeypatch.setattr("elastic_trainer.launch.driver.FAR_KILL_S", DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.launch.process.FAR_KILL_S", DEADLINE_S)
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"], PLAIN, FAR)
     child = int(written(tmp_path / "child"))
     worker.stop(True, 0)
@@ -448,17 +441,16 @@ def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(monkeyp
                                                                          had_hosts: bool) -> None:
     """It works, and is away. One that has never answered is a mistake in the command. An outage is told twice: its
     begin and its end."""
-    monkeypatch.setattr("elastic_trainer.launch.driver.FIRST_DISCOVERY_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.launch.driver.DISCOVERY_EVERY_S", 0.001)
+    monkeypatch.setattr("elastic_trainer.launch.discovered.FIRST_DISCOVERY_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.launch.discovered.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
-    settings = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None, discovery=Failing(20))
-    driver = MendedDriver(settings, {"ELASTIC_TRAINER_HAD_HOSTS": str(int(had_hosts))}, [], events)
+    discovery = Discovery(SimpleNamespace(elastic_timeout=None, discovery=Failing(20)), events, had_hosts)
     if not had_hosts:
         with pytest.raises(DiscoveryUnavailable, match="--host-discovery-script by hand"):
-            driver._first_hosts()
+            discovery.first_hosts()
         return
-    assert driver._first_hosts() == {"a": 1}
+    assert discovery.first_hosts() == {"a": 1}
     assert heard == [("driver.discovery_failed", "exit code 1: 19"), ("driver.discovery_recovered", None)]
 
 
@@ -474,8 +466,9 @@ def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ss
     hosts.touch()
     there = ["sh", "-c", f"echo $ELASTIC_TRAINER_DRIVER > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/told; sleep 1000"]
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.launch.driver", "-np", "1", "--host-discovery-script",
-                               f"sh -c 'cat {hosts}; echo >> {asked}'", *there], env=os.environ | {"PYTHONPATH": path})
+    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
+                               "--host-discovery-script", f"sh -c 'cat {hosts}; echo >> {asked}'", *there],
+                              env=os.environ | {"PYTHONPATH": path})
     try:
         written(asked)
         hosts.write_text(f"{FAR}:1\n")
@@ -501,8 +494,10 @@ def test_the_way_leads_to_the_next_host_when_the_name_of_the_first_is_not_found(
 def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.CompletedProcess[str]:
     """Run a driver, whose patience with names is so many seconds, for a host."""
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    code = (f"import sys\nfrom elastic_trainer.launch import driver\ndriver.LOOKUP_S = {seconds}\n"
-            f"sys.exit(driver.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', *{list(options)}, 'true']))")
+    code = (f"import sys\nfrom elastic_trainer.launch import addresses, horovodrun\n"
+            f"addresses.LOOKUP_S = {seconds}\n"
+            f"sys.exit(horovodrun.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', *{list(options)}, "
+            f"'true']))")
     return subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
                           text=True, timeout=DEADLINE_S)
 
@@ -526,14 +521,13 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypat
     """A failed lookup is not remembered for ever: else this machine is far, behind an ssh that may not be there."""
     known: dict[str, str] = {}
     monkeypatch.setattr(network, "resolve_host_address", known.get)
-    monkeypatch.setattr("elastic_trainer.launch.driver.LOOKUP_AGAIN_S", -1.0)
-    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
-    driver = MendedDriver(numbers, {}, [], Events(None))
-    driver._locate(["mine"])
-    assert driver.is_here == {"mine": False}
+    monkeypatch.setattr("elastic_trainer.launch.addresses.LOOKUP_AGAIN_S", -1.0)
+    locations = Locations()
+    locations.look_up(["mine"])
+    assert locations.is_here == {"mine": False}
     known["mine"] = "127.0.0.5"
-    driver._locate(["mine"])
-    assert driver.is_here == {"mine": True}
+    locations.look_up(["mine"])
+    assert locations.is_here == {"mine": True}
 
 
 # --- the end of an attempt --------------------------------------------------------------------------------------------
@@ -578,12 +572,12 @@ def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Savi
 def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving], saves: bool) -> None:
     """It says so in each of its words; one that only lives has its 30 s."""
     driver, process = saving
-    stopping = threading.Thread(target=driver._stop_all)
+    stopping = threading.Thread(target=driver.stop_all)
     stopping.start()
     for count in range(70):
         if "a/0/1" not in driver.processes:
             break
-        driver._answer({"worker": "a/0/1", "count": count, "phase": "training", "generation": 0, "saves": saves},
+        driver.desk.take({"worker": "a/0/1", "count": count, "phase": "training", "generation": 0, "saves": saves},
                        "127.0.0.1")
         threading.Event().wait(0.05)
     assert process.stopped == ([] if saves else [True])
@@ -599,10 +593,10 @@ def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(savin
     """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
     driver, process = saving
     monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 10 * DEADLINE_S)
-    driver.told_to_stop_at = time.monotonic()
-    stopping = threading.Thread(target=driver._stop_all)
+    driver.interrupted_at = time.monotonic()
+    stopping = threading.Thread(target=driver.stop_all)
     stopping.start()
-    driver._interrupt()
+    driver.interrupt()
     stopping.join(DEADLINE_S)
     assert process.stopped == [True]
 
@@ -634,7 +628,7 @@ def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: P
 def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod: Path) -> None:
     """The command ends with exit code 2 and says why."""
     path = os.pathsep.join([str(another_horovod), str(Path(__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.launch.driver", "-np", "1", "--host-discovery-script",
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1", "--host-discovery-script",
                            "echo localhost:1", "touch", str(another_horovod / "started")],
                           env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 2
@@ -661,7 +655,7 @@ def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
         worker.heard_at, driver.membership.decided_at = now - silent_s, now - still_s
         word = {"worker": worker.name, "count": worker.count + 1, "phase": "standby", "generation": 0,
                 "time": time.time() + off_s}
-        driver._answer(word, "127.0.0.1")
+        driver.desk.take(word, "127.0.0.1")
         return list(heard)
 
     return spoken
@@ -697,11 +691,11 @@ def starting(ssh: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[Mended
                "exec sleep 1000", str(tmp_path)]
     driver = MendedDriver(numbers, {"ELASTIC_TRAINER_KEY": "11" * 32, "PATH": os.defpath}, command, Events(None))
     driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted", "as planned: nothing is decided")
-    driver.server = WordServer(driver.address, driver.key, driver._answer, driver._refused)
+    driver.server = WordServer(driver.address, driver.key, driver.desk.take, driver.desk.refusals.refuse)
     threading.Thread(target=driver.server.serve_forever, daemon=True).start()
 
     def start(*hosts: str) -> tuple[MendedDriver, dict[str, str]]:
-        driver.is_here = {host: host != FAR for host in hosts}
+        driver.locations.is_here = {host: host != FAR for host in hosts}
         for number, host in enumerate(hosts):
             name = f"{host}/0/{number}"
             driver.membership.hosts_listed(dict.fromkeys(hosts, 1))
@@ -743,7 +737,7 @@ def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[.
         for who, words in ((other, said), (one, said | {"worker": other})):
             with pytest.raises(DriverUnreachable, match="403"):
                 DriverClient(address, who, own, DEADLINE_S).ask(words)
-    assert repr(vars(neighbour)) == before and not driver.membership.user_error
+    assert repr(vars(neighbour)) == before and not driver.membership.blame.user_error
     neighbours = worker_key(driver.key, other)
     DriverClient(address, other, neighbours, DEADLINE_S).ask({"count": 1, "phase": "standby", "generation": 0})
     assert neighbour.count == 1

@@ -30,7 +30,7 @@ from elastic_trainer.observe.events import Events, read_events
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.verify import verify
 from elastic_trainer.schedule import Schedule, cosine
-from elastic_trainer.standby import keeper as standby
+from elastic_trainer.standby import worker as standby
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.elastic_state import ElasticState

@@ -19,11 +19,12 @@ from rich.console import Console
 from test_verify import eventful
 
 from elastic_trainer.config import Launch, Limits
-from elastic_trainer.discovery import agent
+from elastic_trainer.discovery import client
 from elastic_trainer.launch.driver import MendedDriver
-from elastic_trainer.launch.membership import Membership, Phase, Worker
+from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.past import COUNTED_BY, Follower, past_of
 from elastic_trainer.launch.reached import TELL_S, Reached, of_most
+from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.courier import (
     BURST_S,
     BYTES_PER_S,
@@ -42,7 +43,7 @@ from elastic_trainer.observe.verify import verify
 from elastic_trainer.observe.watch import Picture, fold, panel, plain_line
 from elastic_trainer.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, WordRefused, WordServer
-from elastic_trainer.wire.seal import Kind, seal, worker_key
+from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
 
 Event = dict[str, Any]
 KEY = b"the key of this run"
@@ -238,7 +239,7 @@ def test_what_the_dead_have_said_counts_when_all_are_dead() -> None:
     for number, (step, published) in enumerate([(7, 5), (8, 5), (10**12, 10**12)]):
         members.workers[f"w{number}"] = Worker(f"w{number}", "a", number, 0.0, 0.0, phase=Phase.TRAINING, step=step,
                                                published=published)
-    members.members = ("w0", "w1", "w2")
+    members.roster.members = ("w0", "w1", "w2")
     assert members.reached() == (8, 5)
     for worker in members.workers.values():
         worker.phase = Phase.GONE
@@ -331,12 +332,12 @@ def test_a_malformed_word_changes_nothing_at_the_driver(field: str, value: Any) 
     driver = MendedDriver(numbers, {}, [], Events(None))
     driver.membership.hosts_listed({"a": 1})
     driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.TRAINING, generation=1)
-    driver.membership.members = ("a/0/1",)
+    driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
-    with pytest.raises(WordRefused, match="makes no sense"):
-        driver._answer(WORD | {field: value, "hold_s": 0} if field != "hold_s" else WORD | {field: value}, "127.0.0.1")
+    with pytest.raises(WordRefused, match="a malformed message"):
+        driver.desk.take(WORD | {field: value, "hold_s": 0} if field != "hold_s" else WORD | {field: value}, "127.0.0.1")
     assert repr(vars(driver.membership.workers["a/0/1"])) == before
-    driver._answer(WORD | {"hold_s": 0}, "127.0.0.1")
+    driver.desk.take(WORD | {"hold_s": 0}, "127.0.0.1")
     assert driver.membership.workers["a/0/1"].step == 3
 
 
@@ -348,16 +349,16 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     events.listeners.append(lambda event, facts: told.append((event, facts)))
     driver = MendedDriver(numbers, {}, [], events)
     driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0)
-    driver.desk, early = Desk(lines.append, attempt=1), [True, False, False]
-    take = driver.desk.take
+    driver.desk.lines, early = Desk(lines.append, attempt=1), [True, False, False]
+    take = driver.desk.lines.take
 
     def too_early_at_first(words: Event) -> None:
         if early.pop(0):
             raise TooEarly
         take(words)
 
-    driver.desk.take = too_early_at_first  # type: ignore[method-assign]
-    server = WordServer("127.0.0.1", KEY, driver._answer, lambda *_: None)
+    driver.desk.lines.take = too_early_at_first  # type: ignore[method-assign]
+    server = WordServer("127.0.0.1", KEY, driver.desk.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     courier = Courier(Launch(driver=f"127.0.0.1:{server.server_port}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0)))
@@ -365,7 +366,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     courier.take(json.dumps(COMMITTED))
     assert courier.flush()
     server.shutdown()
-    assert lines == [json.dumps(COMMITTED)] and driver.desk.forget("a/0/1") == 1
+    assert lines == [json.dumps(COMMITTED)] and driver.desk.lines.forget("a/0/1") == 1
     assert "the driver has refused a line of the event log" in capsys.readouterr().err
     assert [event for event, _ in told] == ["driver.stranger_refused"]
     assert "its step is missing, or no whole number" in told[0][1]["reason"]
@@ -386,13 +387,13 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
 
     def get(address: str, key: bytes, nonce: str, timeout_s: float) -> tuple[int, dict[str, str], bytes]:
         body = json.dumps(says).encode()
-        return 200, {agent.SIGNATURE: seal(key, Kind.HEALTH, nonce.encode(), body)}, body
+        return 200, {SIGNATURE: seal(key, Kind.HEALTH, nonce.encode(), body)}, body
 
-    monkeypatch.setattr(agent, "_get", get)
-    with pytest.raises(agent.AgentUnreachable):
-        agent.ask("a:1", KEY, 1.0)
+    monkeypatch.setattr(client, "get_health", get)
+    with pytest.raises(client.AgentUnreachable):
+        client.ask("a:1", KEY, 1.0)
     says = well | {"why": "x" * 50_000, "deadline": 1.9e9}
-    assert agent.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(agent.ask("a:1", KEY, 1.0).why) == agent.MAX_TEXT
+    assert client.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(client.ask("a:1", KEY, 1.0).why) == client.MAX_TEXT
 
 
 # --- what we write ourselves ------------------------------------------------------------------------------------------
@@ -434,8 +435,7 @@ BOUND = {"event", "time", "run", "attempt", "worker", "generation", "rank", "siz
 def emitted() -> list[tuple[str, str, set[str], bool]]:
     """Return file, event, names of its facts and whether there may be more (**facts), of all places that emit one."""
     places = []
-    folders = ("elastic_trainer", "state", "discovery")
-    for path in sorted(path for folder in folders for path in PACKAGE.glob(f"{folder}/*.py")):
+    for path in sorted(PACKAGE.glob("elastic_trainer/*/*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "emit":
                 names = {keyword.arg for keyword in call.keywords if keyword.arg}

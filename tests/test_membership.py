@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.launch.membership import (
-    FAILED_RESTARTS,
-    Action,
-    Differ,
-    End,
-    Form,
-    Membership,
-    Phase,
-    Stop,
-    Worker,
-)
+from elastic_trainer.launch.actions import Action, Differ, End, Form, Stop
+from elastic_trainer.launch.membership import FAILED_RESTARTS, Membership
+from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News
 from elastic_trainer.world.arithmetic import Arithmetic
 
 
@@ -43,14 +36,20 @@ class Fleet:
     entered: dict[str, int] = field(default_factory=dict)
     """The generation that a worker was in last: there it has got the newest state."""
 
-    def say(self, name: str, phase: str, **words: object) -> None:
+    def say(self, name: str, phase: str, **words: Any) -> None:
         worker = self.membership.workers[name]
         self.counts[name] = self.counts.get(name, 0) + 1
-        generation = words.pop("generation", worker.generation)
-        self.membership.reported(name, self.counts[name], self.now, phase=phase, generation=generation,
-                                 unreachable=words.pop("unreachable", None if phase == "standby" else ()),
-                                 arithmetic=self.computes.get(worker.host),
-                                 holds_state=name in self.state, step=self.steps.get(name, 0), **words)  # type: ignore[arg-type]
+        computes = self.computes.get(worker.host)
+        facts = {"generation": worker.generation, "unreachable": None if phase == "standby" else (),
+                 "arithmetic": computes.to_words() if computes else None,
+                 "holds_state": name in self.state, "step": self.steps.get(name, 0)}
+        said = Heartbeat(count=self.counts[name], phase=phase, **facts | words)
+        self.membership.reported(name, self.now, said)
+
+    def fails(self, host: str, fault: MachineFault) -> None:
+        """Report that the machine of a host's worker has failed."""
+        worker = self.membership.workers[self.worker_on(host)]
+        self.membership.blame.machine_failed(worker, fault)
 
     def turn(self, seconds: float = 0.1) -> list[Action]:
         self.now += seconds
@@ -66,23 +65,25 @@ class Fleet:
         for name, worker in list(self.membership.workers.items()):
             if worker.phase is Phase.GONE or name in self.silent:
                 continue
-            told = self.membership.told(name, self.now)
-            if "over" in told:
+            news = self.membership.news_for(name, self.now)
+            if news.over:
                 continue
+            if news.leave:
+                self.membership.dismiss(name)
             if worker.phase is Phase.BOOTING and self.boots:
                 self.say(name, "waiting" if worker.generation else "standby")
-            elif told.get("leave"):
+            elif news.leave:
                 self.membership.exited(name, 75, self.now)
             elif worker.phase is Phase.TRAINING:
                 self.state.add(name)
                 if self.entered.get(name) != worker.generation:
                     self.entered[name] = worker.generation
-                    self.steps[name] = max(self.steps.get(member, 0) for member in self.membership.members)
-                self.say(name, "waiting" if told["notice"] or told["dead"] else "training")
+                    self.steps[name] = max(self.steps.get(member, 0) for member in self.membership.roster.members)
+                self.say(name, "waiting" if news.notice or news.dead else "training")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
-                tried = told.get("reach", [])
-                cut_off = [n for n in tried if frozenset((n.split("/")[0], worker.host)) in self.cut]
-                self.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=cut_off if tried else None)
+                tried = self.membership.peers_of(name)
+                cut_off = tuple(n for n in tried if frozenset((n.split("/")[0], worker.host)) in self.cut)
+                self.say(name, worker.phase.value, accepted=news.offer, unreachable=cut_off if tried else None)
         self.turn(0)
 
     def run(self, rounds: int = 12, seconds: float = 0.0) -> None:
@@ -90,7 +91,7 @@ class Fleet:
             self.live()
 
     def world(self) -> list[str]:
-        return [self.membership.workers[m].host for m in self.membership.members
+        return [self.membership.workers[m].host for m in self.membership.roster.members
                 if self.membership.workers[m].phase is not Phase.GONE]
 
     def worker_on(self, host: str) -> str:
@@ -118,9 +119,9 @@ def test_forms_nothing_when_one_member_does_not_accept() -> None:
     for name in list(f.membership.workers):
         f.say(name, "standby")
     f.turn()
-    assert f.membership.offer
+    assert f.membership.rounds.offer
     for name in list(f.membership.workers)[:3]:
-        f.say(name, "standby", accepted=f.membership.offer.round)
+        f.say(name, "standby", accepted=f.membership.rounds.offer.round)
     f.turn()
     assert not any(isinstance(a, Form) for a in f.acted)
 
@@ -140,7 +141,7 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(pha
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.turn()
     if phase == "standby":
-        assert f.membership.told(newcomer, f.now)["leave"]
+        assert f.membership.news_for(newcomer, f.now).leave
     if says:
         f.say(newcomer, phase, error="FileNotFoundError: /data")
     assert f.membership.exited(newcomer, 70, f.now) != "user_error"
@@ -148,8 +149,8 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(pha
     assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
 
 
-def machine(step: int = 12, shard: int = 5) -> dict[str, Any]:
-    return {"step": step, "shard": shard, "kind": "EIO", "text": f"OSError in {shard}"}
+def machine(step: int = 12, shard: int = 5) -> MachineFault:
+    return MachineFault(step=step, shard=shard, kind="EIO", text=f"OSError in {shard}")
 
 
 def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
@@ -157,7 +158,7 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
     f = fleet()
     f.run()
     victim = f.worker_on("c")
-    f.membership.machine_failed(victim, machine())
+    f.fails("c", machine())
     f.turn()
     assert [a for a in f.acted if isinstance(a, Stop)] == [Stop(victim, "machine_failed", at_once=True)]
     assert f.membership.exited(victim, 71, f.now) == "machine_failed"
@@ -172,13 +173,13 @@ def test_a_run_goes_on_when_a_machine_fails_before_the_others_have_said_that_the
     f = fleet()
     while not f.world():
         f.live()
-    victim, *others = f.membership.members
+    victim, *others = f.membership.roster.members
     assert not f.membership.state_exists
     f.state.add(victim)
     f.say(victim, "training")
     for other in others:
         f.say(other, "training")  # it has taken its place
-    f.membership.machine_failed(victim, machine())
+    f.membership.blame.machine_failed(f.membership.workers[victim], machine())
     f.turn()
     f.membership.exited(victim, 71, f.now)
     f.turn()
@@ -192,7 +193,7 @@ def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_no
     f = fleet()
     while not f.world():
         f.live()
-    victim, *others = f.membership.members
+    victim, *others = f.membership.roster.members
     f.state.add(victim)
     f.say(victim, "training")
     f.membership.exited(victim, -9, f.now)
@@ -201,19 +202,19 @@ def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_no
     for other in others:
         f.say(other, "waiting")
     f.turn()
-    assert f.membership.verdict and "no living worker holds the state" in f.membership.verdict.detail
+    assert f.membership.verdict and "No living worker holds the state" in f.membership.verdict.detail
 
 
 @pytest.mark.parametrize(("second", "hosts", "ends"), [
     (machine(), "abcd", True), (machine(13), "abcd", False), (machine(shard=6), "abcd", False),
     (machine(shard=-1), "abcd", False)])
 def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
-        second: dict[str, Any], hosts: str, ends: bool) -> None:
+        second: MachineFault, hosts: str, ends: bool) -> None:
     """Both tracebacks are told. Another shard, or another step, is another machine's fault."""
     f = fleet(hosts)
     f.run()
     for host, fault in (("b", machine()), ("c", second)):
-        f.membership.machine_failed(f.worker_on(host), fault)
+        f.fails(host, fault)
         f.turn()
     verdict = f.membership.verdict
     assert (verdict is not None) == ends
@@ -226,12 +227,12 @@ def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
 def test_the_second_time_on_one_host_is_the_users_error_when_there_is_no_other(hosts: dict[str, int], ends: bool) -> None:
     """Its slots share what has failed; with other hosts in the run one of those is asked first."""
     f = fleet("a")
-    f.membership.first_workers = sum(hosts.values())
+    f.membership.rounds.first_workers = sum(hosts.values())
     f.membership.hosts_listed(hosts)
     f.run()
     for name in [n for n, w in f.membership.workers.items() if w.host == "a"][:2]:
         for _ in range(2):  # a heartbeat says it again
-            f.membership.machine_failed(name, machine())
+            f.membership.blame.machine_failed(f.membership.workers[name], machine())
         f.turn()
     assert (f.membership.verdict is not None) == ends
 
@@ -264,7 +265,7 @@ def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_i
 def test_the_run_goes_on_when_workers_die_otherwise_or_elsewhere_or_not_all(other: str) -> None:
     """Two places, two signals, a place that nobody knows, one worker that lives, or a run that has trained: no verdict."""
     f = fleet()
-    f.boots, f.membership.has_trained = False, other == "trained"
+    f.boots, f.membership.blame.has_trained = False, other == "trained"
     dies_everywhere(f, "" if other == "unknown" else IN_INIT, but="b" if other == "survivor" else "")
     place = {"place": "forward (model.py:3)", "unknown": ""}.get(other, IN_INIT)
     dies_everywhere(f, place, -6 if other == "signal" else -11, but="b" if other == "survivor" else "")
@@ -277,14 +278,14 @@ def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
     f = fleet()
     f.run()
     f.cut.add(frozenset(cut))
-    for name in f.membership.members:  # Gloo's time-out has broken the generation
+    for name in f.membership.roster.members:  # Gloo's time-out has broken the generation
         f.say(name, "waiting")
     f.run()
     younger = max(cut)
     assert f.world() == [h for h in "abcd" if h != younger]
     assert [(a.worker[0], a.reason) for a in f.acted if isinstance(a, Stop)] == [(younger, "cut_off")]
     f.run(seconds=60.0)
-    assert f.membership.generation == 2  # a new worker there tries first, and costs nobody anything
+    assert f.membership.roster.generation == 2  # a new worker there tries first, and costs nobody anything
     f.cut.clear()
     f.run(seconds=30.0)
     assert sorted(f.world()) == list("abcd")
@@ -295,7 +296,7 @@ def test_the_one_goes_whom_most_do_not_reach() -> None:
     f = fleet()
     f.run()
     f.cut |= {frozenset("ab"), frozenset("ac")}
-    for name in f.membership.members:
+    for name in f.membership.roster.members:
         f.say(name, "waiting")
     f.run()
     assert f.world() == ["b", "c", "d"]
@@ -305,10 +306,10 @@ def test_all_know_that_they_are_unwanted_when_the_list_is_empty() -> None:
     """So that their last step can be put into the store before they are taken."""
     f = fleet()
     f.run()
-    told = [f.membership.told(name, f.now)["unwanted"] for name in f.membership.members]
+    told = [f.membership.news_for(name, f.now).unwanted for name in f.membership.roster.members]
     f.membership.hosts_listed({})
     assert not any(told)
-    assert all(f.membership.told(name, f.now)["unwanted"] for name in f.membership.members)
+    assert all(f.membership.news_for(name, f.now).unwanted for name in f.membership.roster.members)
 
 
 def test_goes_on_without_the_dead_when_a_member_exits() -> None:
@@ -327,12 +328,12 @@ def test_a_host_whose_replica_differs_again_stays_out() -> None:
     f, out = fleet(), list[float]()
     f.run()
     for step in range(12):
-        f.now = max(f.now, f.membership.hosts["b"].not_before) + 60  # it has worked for a while
+        f.now = max(f.now, f.membership.roster.hosts["b"].not_before) + 60  # it has worked for a while
         f.run(20)
-        f.steps = dict.fromkeys(f.membership.members, step + 1)
+        f.steps = dict.fromkeys(f.membership.roster.members, step + 1)
         assert f.world() == (["a", "c", "d", "b"] if out else ["a", "b", "c", "d"])
         assert f.membership.exited(f.worker_on("b"), 76, f.now) == "differed"
-        out.append(f.membership.hosts["b"].not_before - f.now)
+        out.append(f.membership.roster.hosts["b"].not_before - f.now)
         f.run(4)
         assert f.world() == ["a", "c", "d"]
     assert [round(seconds) for seconds in out[:4]] == [1, 600, 1200, 2400]
@@ -352,7 +353,7 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
     f.run()
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.run(seconds=300)
-    assert (f.membership.generation, f.world()) == (1, ["a", "b", "c"])
+    assert (f.membership.roster.generation, f.world()) == (1, ["a", "b", "c"])
     told = [a for a in f.acted if isinstance(a, Differ)]
     assert [(a.host, a.other_host, a.is_refused, round(a.kept_out_s)) for a in told] == [
         ("d", "a", True, 60), ("d", "a", True, 120), ("d", "a", True, 240)]
@@ -363,7 +364,7 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
 def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promised(policy: str) -> None:
     """With --mixed-hardware warn, and with the reducer ring; it is told once."""
     f = fleet("abc")
-    f.membership.refuses_mixed = policy != "warn"
+    f.membership.rounds.refuses_mixed = policy != "warn"
     f.computes = {h: replace(PLAIN, is_exact=policy == "warn") for h in "abc"}
     f.computes["d"] = replace(OTHER["program"], is_exact=policy == "warn")
     f.run()
@@ -398,8 +399,8 @@ def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:
     f = fleet()
     f.run()
     for _ in range(2000):
-        f.membership.hosts["b"].fail(f.now)
-    assert f.membership.hosts["b"].not_before == f.now + 60.0
+        f.membership.roster.hosts["b"].fail(f.now)
+    assert f.membership.roster.hosts["b"].not_before == f.now + 60.0
 
 
 def test_evicts_when_a_member_is_silent() -> None:
@@ -421,10 +422,10 @@ def test_nobody_waits_when_a_newcomer_boots_for_ever() -> None:
     f.boots = False
     f.membership.hosts_listed({h: 1 for h in "abcx"})
     f.run(30)
-    assert f.membership.generation == 1
+    assert f.membership.roster.generation == 1
     f.run(seconds=Limits().boot_s)
     assert any(isinstance(a, Stop) and a.reason == "boot_timeout" for a in f.acted)
-    assert f.membership.generation == 1
+    assert f.membership.roster.generation == 1
 
 
 def test_forms_one_generation_when_several_join() -> None:
@@ -434,7 +435,7 @@ def test_forms_one_generation_when_several_join() -> None:
     f.membership.hosts_listed({h: 1 for h in "abcdefghij"})
     f.run()
     assert f.world() == list("abcdefghij")
-    assert f.membership.generation == 2
+    assert f.membership.roster.generation == 2
 
 
 def test_leaves_the_rest_ready_when_there_are_more_than_max_workers() -> None:
@@ -442,7 +443,7 @@ def test_leaves_the_rest_ready_when_there_are_more_than_max_workers() -> None:
     f = fleet("abcde", first=3, most=3)
     f.run()
     assert f.world() == ["a", "b", "c"]
-    assert f.membership.generation == 1
+    assert f.membership.roster.generation == 1
     f.membership.exited(f.worker_on("a"), -9, f.now)
     f.run(4)
     assert f.world() == ["b", "c", "d"]
@@ -452,23 +453,23 @@ def test_waits_with_the_state_when_the_list_is_empty() -> None:
     """Nobody is sent away while nobody may work."""
     f = fleet()
     f.run()
-    members = f.membership.members
+    members = f.membership.roster.members
     f.membership.hosts_listed({})
     f.run()
     assert all(f.membership.workers[m].phase is Phase.WAITING for m in members)
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.run()
-    assert f.membership.members == members
+    assert f.membership.roster.members == members
 
 
 def test_one_writes_the_state_down_when_all_who_wait_with_it_may_go() -> None:
     """The first that has it, and another one when that is gone; nobody while one of them is wanted."""
     f = fleet(least=3)
     f.run()
-    a, b, c, d = f.membership.members
+    a, b, c, d = f.membership.roster.members
 
     def writers() -> list[str]:
-        return [name for name in (a, b, c, d) if f.membership.told(name, f.now).get("writes")]
+        return [name for name in (a, b, c, d) if f.membership.news_for(name, f.now).writes]
 
     for name in (c, d):
         f.membership.exited(name, -9, f.now)
@@ -500,8 +501,8 @@ def one_ahead(least: int = 1) -> tuple[Fleet, tuple[str, ...]]:
     """Return a fleet of four whose rank 0 has died, and the others: of them one has seen the last vote pass, rank 2."""
     f = fleet(least=least)
     f.run()
-    dead, *others = f.membership.members
-    f.steps = {name: 13 if rank == 2 else 12 for rank, name in enumerate(f.membership.members)}
+    dead, *others = f.membership.roster.members
+    f.steps = {name: 13 if rank == 2 else 12 for rank, name in enumerate(f.membership.roster.members)}
     f.membership.exited(dead, -9, f.now)
     return f, tuple(others)
 
@@ -511,7 +512,7 @@ def test_the_newest_state_is_the_one_that_is_written_down() -> None:
     f, (b, c, d) = one_ahead(least=3)
     f.membership.hosts_listed({})
     f.run()
-    assert [name for name in (b, c, d) if f.membership.told(name, f.now).get("writes")] == [c]
+    assert [name for name in (b, c, d) if f.membership.news_for(name, f.now).writes] == [c]
 
 
 @pytest.mark.parametrize("left", ["wxyz", "bwxyz"])
@@ -540,7 +541,7 @@ def test_one_goes_when_there_are_more_than_max_workers() -> None:
     """Who came along with the newest state may be wanted again when the others have it."""
     f = fleet()
     f.run()
-    f.membership.max_workers = 3
+    f.membership.rounds.max_workers = 3
     f.run()
     assert f.world() == ["a", "b", "c"]
 
@@ -557,7 +558,7 @@ def test_an_offer_that_others_broke_is_held_against_nobody() -> None:
             if worker.phase is Phase.TRAINING:
                 f.say(name, "waiting")
         f.turn()  # an offer, which nobody has accepted when the next one dies
-        assert f.membership.offer
+        assert f.membership.rounds.offer
     assert f.membership.workers[slow].refused_offers == 0
 
 
@@ -577,7 +578,7 @@ def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
     """Then only the store has it, and the next attempt restores it."""
     f = fleet()
     f.run()
-    for m in f.membership.members:
+    for m in f.membership.roster.members:
         f.membership.exited(m, -9, f.now)
     assert any(isinstance(a, End) and a.verdict == "failed" for a in f.turn())
 
@@ -590,7 +591,7 @@ def test_begins_again_when_all_die_before_anybody_had_values() -> None:
     first = f.worker_on("a")
     f.say(first, "standby")
     f.turn()
-    f.say(first, "standby", accepted=f.membership.told(first, f.now)["offer"])
+    f.say(first, "standby", accepted=f.membership.news_for(first, f.now).offer)
     f.turn()
     assert f.world() == ["a"] and not f.state
     f.membership.exited(first, -9, f.now)
@@ -615,7 +616,7 @@ def test_changes_nothing_when_an_old_word_is_played_back() -> None:
     name = f.worker_on("a")
     heard = f.membership.workers[name].heard_at
     f.now += 3
-    f.membership.reported(name, 1, f.now, phase="waiting", generation=1)
+    f.membership.reported(name, f.now, Heartbeat(count=1, phase="waiting", generation=1))
     assert f.membership.workers[name].phase is Phase.TRAINING
     assert f.membership.workers[name].heard_at == heard
 
@@ -628,10 +629,10 @@ def test_comes_back_into_the_round_when_a_member_revives_itself() -> None:
     f.membership.exited(f.worker_on("c"), -9, f.now)
     f.boots = False
     f.run(5)
-    assert f.membership.generation == 1
+    assert f.membership.roster.generation == 1
     f.boots = True
     f.run(5)
-    assert f.membership.generation == 2
+    assert f.membership.roster.generation == 2
     assert f.world() == ["a", "b"]
 
 
@@ -643,7 +644,7 @@ def test_evicts_nobody_when_the_driver_itself_stood_still() -> None:
     f.say(f.worker_on("a"), "training")
     f.run()
     assert not any(isinstance(a, Stop) for a in f.acted)
-    assert f.membership.generation == 1
+    assert f.membership.roster.generation == 1
 
 
 def test_hands_over_and_leaves_when_some_are_told_to_drain_and_the_rest_are_too_few() -> None:
@@ -690,7 +691,7 @@ def test_ends_when_no_generation_finishes_a_step() -> None:
 def test_goes_on_trying_when_no_worker_boots_in_a_run_that_has_trained(hosts: str, code: int) -> None:
     """A new host whose mount is not there yet is the world's fault: with back-off, until the attempt is over."""
     f = fleet(hosts)
-    f.membership.has_trained = True
+    f.membership.blame.has_trained = True
     f.boots = False
     ended, started = 0, f.now
     while f.membership.verdict is None:
@@ -708,14 +709,14 @@ def test_waits_for_a_member_that_revives_itself_however_often_its_host_has_faile
     f = fleet("ab")
     f.run()
     for host in "ab":
-        f.membership.hosts[host].failures = FAILED_RESTARTS
+        f.membership.roster.hosts[host].failures = FAILED_RESTARTS
         f.say(f.worker_on(host), "reviving")
     f.boots = False
     f.run()
     assert f.membership.verdict is None
     f.boots = True
     f.run()
-    assert f.world() == ["a", "b"] and f.membership.generation == 2
+    assert f.world() == ["a", "b"] and f.membership.roster.generation == 2
 
 
 def test_goes_on_trying_when_the_command_fails_where_it_has_worked_once() -> None:
@@ -779,7 +780,7 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
     f.run()
     hosts = set("abcd")
     for _ in range(30):
-        alive = [n for n in f.membership.members if f.membership.workers[n].phase is not Phase.GONE]
+        alive = [n for n in f.membership.roster.members if f.membership.workers[n].phase is not Phase.GONE]
         match chance.randrange(5):
             case 0 if len(alive) > 1:
                 f.membership.exited(chance.choice(alive), chance.choice([-9, -6, 1]), f.now)
@@ -810,48 +811,48 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
 
 def breaks_at_its_begin(f: Fleet) -> None:
     """The newest generation of a fleet breaks before anybody has received anything, and nobody dies."""
-    generation = f.membership.generation
-    for name in f.membership.members:
+    generation = f.membership.roster.generation
+    for name in f.membership.roster.members:
         f.say(name, "waiting")
     f.turn()
     for _ in range(40):
-        if f.membership.generation > generation:
+        if f.membership.roster.generation > generation:
             return
         f.turn()
         for name, worker in list(f.membership.workers.items()):
             if worker.phase in (Phase.STANDBY, Phase.WAITING):
-                told = f.membership.told(name, f.now)
-                f.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=[])
+                news = f.membership.news_for(name, f.now)
+                f.say(name, worker.phase.value, accepted=news.offer, unreachable=())
 
 
 def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
     """The others have a pause each time; the first time it may have been bad luck."""
     f = fleet("abc", least=1)
     f.membership.hosts_listed({h: 1 for h in "ab"})
-    f.membership.first_workers = 2
+    f.membership.rounds.first_workers = 2
     f.run(20)
-    old = set(f.membership.members)
+    old = set(f.membership.roster.members)
     f.membership.hosts_listed({h: 1 for h in "abc"})
     f.boots = True
     for _ in range(60):
         f.turn()
         for name, worker in list(f.membership.workers.items()):
-            told = f.membership.told(name, f.now)
+            news = f.membership.news_for(name, f.now)
             if worker.phase is Phase.BOOTING:
                 f.say(name, "standby")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
-                f.say(name, worker.phase.value, accepted=told.get("offer", 0), unreachable=[])
-            elif worker.phase is Phase.TRAINING and name in old and told.get("notice"):
+                f.say(name, worker.phase.value, accepted=news.offer, unreachable=())
+            elif worker.phase is Phase.TRAINING and name in old and news.notice:
                 f.say(name, "waiting")
-        if len(f.membership.members) == 3:
+        if len(f.membership.roster.members) == 3:
             break
-    [newcomer] = set(f.membership.members) - old
-    assert f.membership.is_broken() is False
+    [newcomer] = set(f.membership.roster.members) - old
+    assert f.membership.roster.is_broken() is False
     breaks_at_its_begin(f)
-    assert set(f.membership.members) == old | {newcomer}
+    assert set(f.membership.roster.members) == old | {newcomer}
     breaks_at_its_begin(f)
     assert [(a.worker, a.reason) for a in f.acted if isinstance(a, Stop)] == [(newcomer, "join_failed")]
-    assert set(f.membership.members) == old
+    assert set(f.membership.roster.members) == old
 
 
 # --- what the driver's cost rests on ----------------------------------------------------------------------------------
@@ -861,11 +862,11 @@ def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None
     f = fleet("abcd")
     f.run()
     before = f.membership.basis(f.membership.notice(f.now))
-    for name in f.membership.members:
+    for name in f.membership.roster.members:
         f.steps[name] = 7
         f.say(name, "training")
     assert f.membership.basis(f.membership.notice(f.now)) == before
-    f.say(f.membership.members[0], "waiting")
+    f.say(f.membership.roster.members[0], "waiting")
     assert f.membership.basis(f.membership.notice(f.now)) != before
 
 
@@ -874,13 +875,13 @@ def test_no_worker_is_kept_when_it_has_been_gone_for_a_generation() -> None:
     f = fleet("ab", least=1)
     f.run(20)
     for number in range(30):
-        f.steps = dict.fromkeys(f.membership.members, number)
+        f.steps = dict.fromkeys(f.membership.roster.members, number)
         name = f.worker_on("b")
         f.membership.exited(name, -9, f.now)
         f.now += 60.0  # its host's back-off
         f.run(120)
         assert name not in f.membership.workers
-        assert f.membership.told(name, f.now) == {"evicted": True}
+        assert f.membership.news_for(name, f.now) == News(evicted=True)
     assert len(f.membership.workers) == 2 and f.world() == ["a", "b"]
 
 
@@ -888,12 +889,12 @@ def test_no_host_is_kept_when_it_left_the_list_long_ago() -> None:
     """On spot each machine has a name that never comes back."""
     f = fleet("a", least=1)
     for number in range(100):
-        f.steps = dict.fromkeys(f.membership.members, number)
+        f.steps = dict.fromkeys(f.membership.roster.members, number)
         f.membership.hosts_listed({"a": 1, f"h{number}": 1})
         f.run(10)
         f.now += 400.0
-    assert len(f.membership.hosts) < 20
-    assert len({host.order for host in f.membership.hosts.values()}) == len(f.membership.hosts)
+    assert len(f.membership.roster.hosts) < 20
+    assert len({host.order for host in f.membership.roster.hosts.values()}) == len(f.membership.roster.hosts)
 
 
 @pytest.mark.parametrize(("size", "hold_s"), [(1, 0.25), (16, 0.25), (31, 0.3125), (64, 1.0), (512, 1.0)])
@@ -902,7 +903,7 @@ def test_a_large_world_has_fewer_heartbeats_and_as_much_patience(size: int, hold
     seconds in a large world as in a small one."""
     membership = Membership(first_workers=size + 1, min_workers=1, max_workers=None)
     membership.hosts_listed({"a": size})
-    membership.workers = {str(n): Worker(str(n), "a", n, 0.0, 0.0, phase=Phase.STANDBY) for n in range(size)}
+    membership.roster.workers = {str(n): Worker(str(n), "a", n, 0.0, 0.0, phase=Phase.STANDBY) for n in range(size)}
     assert membership.hold_s() == hold_s
     limit_s = membership.limits.silence_s - membership.limits.beat_s + hold_s
     assert not any(isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))

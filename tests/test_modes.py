@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.__main__ import list_hosts, main
+from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.launch import past
+from elastic_trainer.launch.run_options import list_hosts
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.segments import compress

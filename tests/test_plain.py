@@ -20,9 +20,9 @@ import pytest
 from cluster import JOB, TESTS
 from faults import Plan
 
+from elastic_trainer.host.standbys import FOLDER_VARIABLE
 from elastic_trainer.observe.events import read_events
 from elastic_trainer.observe.verify import verify
-from elastic_trainer.standby.shim import FOLDER_VARIABLE
 
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""

@@ -19,8 +19,10 @@ from ports import free_port
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery import __main__ as script
-from elastic_trainer.discovery.agent import Agent, AgentServer, AgentUnreachable, ask
+from elastic_trainer.discovery.agent import AgentServer
+from elastic_trainer.discovery.client import AgentUnreachable, ask
 from elastic_trainer.discovery.ec2 import CloudUnavailable
+from elastic_trainer.discovery.health import Agent
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.memory import recall
 from elastic_trainer.discovery.poll import Poller
@@ -156,7 +158,8 @@ def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[...,
     s.cloud.answer = []
     assert s.poll() == [1, 2] and s.poll() == [1, 2]
     assert s.poll(5.0) == []
-    assert [(e["host"], e["why"]) for e in s.told("host_out")] == [(i.name, "the cloud knows it no more") for i in s.fleet]
+    assert [(e["host"], e["why"]) for e in s.told("host_out")] == [
+        (i.name, "the cloud does not know it any more") for i in s.fleet]
 
 
 def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: Callable[..., Story]) -> None:
@@ -227,8 +230,8 @@ def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -
     s = story(1)
     s.poll()
     s.cloud.answer = SILENT
-    s.poller.failures = 5000
-    assert s.poll(100.0) == [1] and s.poller.failures == 5001
+    s.poller.question.failures = 5000
+    assert s.poll(100.0) == [1] and s.poller.question.failures == 5001
 
 
 def test_a_cloud_that_fails_is_asked_ever_more_seldom(story: Callable[..., Story]) -> None:
@@ -287,7 +290,7 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     """The question waits in a thread of its own; its answer counts when it comes, and one that never comes is given up."""
     s, released, asked = story(3), threading.Event(), threading.Semaphore(0)
     s.poll()
-    s.poller.patience_s = 0.1
+    s.poller.question.patience_s = 0.1
 
     def hang() -> list[Instance]:
         asked.release()
@@ -304,8 +307,8 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     s.poll(20.0)
     assert asked.acquire(timeout=20)
     released.set()
-    assert s.poller._question
-    s.poller._question.result(60)
+    assert s.poller.question.pending
+    s.poller.question.pending.result(60)
     assert s.poll() == [2]
 
 
@@ -633,5 +636,6 @@ def test_the_end_of_a_host_that_had_left_is_told(story: Callable[..., Story]) ->
     assert s.poll(5.0) == [3]
     s.poll(5.0)
     assert [(e["event"], e["id"], e["why"]) for e in s.told("host_out", "host_gone")] == [
-        ("discovery.host_out", "i-1", "notice: terminate"), ("discovery.host_gone", "i-1", "the cloud knows it no more"),
-        ("discovery.host_out", "i-2", "the cloud knows it no more")]
+        ("discovery.host_out", "i-1", "notice: terminate"),
+        ("discovery.host_gone", "i-1", "the cloud does not know it any more"),
+        ("discovery.host_out", "i-2", "the cloud does not know it any more")]

@@ -592,7 +592,7 @@ def test_what_is_known_stands_while_the_group_does_not_answer(
     story.poll(REFUSED)
     assert story.poll(CloudUnavailable("as planned"), times=3) == ["launch_refused"]
     assert (
-        story.poller.failures == 0
+        story.poller.question.failures == 0
         and json.loads((tmp_path / "hosts.json").read_text())["supply"]["refusal"]
     )
     assert capfd.readouterr().err.count("as planned") == 1

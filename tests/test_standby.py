@@ -22,29 +22,24 @@ import pytest
 import s3_servers
 from cluster import Cluster, is_running
 
-from elastic_trainer.launch.attempts import is_worker
+from elastic_trainer.host.processes import is_worker
 from elastic_trainer.launch.remote import workers_of
 from elastic_trainer.observe.events import read_events
-from elastic_trainer.standby import keeper as standby
-from elastic_trainer.standby.keeper import (
-    changed_files,
-    differing,
-    idle_cores,
-    merged,
-    shim,
-    write_environment,
-)
+from elastic_trainer.standby import shim
+from elastic_trainer.standby.keeper import differing, idle_cores
+from elastic_trainer.standby.local import local_standbys
+from elastic_trainer.standby.worker import changed_files, merged, write_environment
 
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
-SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "shim.py")]
+SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "standby" / "shim.py")]
 DEADLINE_S = 30.0
 JOB = """
 import json, os, signal, sys, time
 print("imported", flush=True)
 BOOT
-from elastic_trainer.standby import keeper as standby
+from elastic_trainer.standby import worker as standby
 was = standby.is_standby()
 standby.wait_for_place()
 facts = {"was": was, "pid": os.getpid(), "name": os.environ.get("ELASTIC_TRAINER_WORKER"),
@@ -551,7 +546,7 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
     diary = bench.folder / "events.jsonl"
     diary.write_text('{"event": "worker.step_committed"}\n')
     command = [sys.executable, "-c", "import sys; from pathlib import Path\n"
-               "from elastic_trainer.standby import keeper as standby\n"
+               "from elastic_trainer.standby import service as standby\n"
                "def later(seconds):\n"
                "    print('waits', flush=True); sys.stdin.readline()\n"
                "standby.time.sleep = later\n"
@@ -573,7 +568,7 @@ def services() -> list[int]:
 
 def test_the_service_of_a_local_run_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
     """Later each time; it ends with the run, and is not started again then."""
-    with standby.local_standbys(tmp_path, ["sleep", "1000"], 1):
+    with local_standbys(tmp_path, ["sleep", "1000"], 1):
         first = wait_for("service", services)
         wait_for("diary", (tmp_path / "events.jsonl").exists)
         os.kill(first[0], signal.SIGKILL)

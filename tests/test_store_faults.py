@@ -16,7 +16,7 @@ import s3_servers
 from cluster import Cluster
 from faulty_proxy import FaultyProxy
 
-from elastic_trainer.launch.attempts import is_worker
+from elastic_trainer.host.processes import is_worker
 
 Twin = Callable[..., str]
 JOB = ("--steps", "60", "--part-bytes", "65536", "--step-s", "0.02")

@@ -199,7 +199,7 @@ def test_the_diary_goes_to_the_bucket_again_and_again(machine: Booted) -> None:
 
 def test_the_agent_runs_as_trainer_and_comes_back_when_it_is_killed(machine: Booted) -> None:
     """It may lock memory and open many files. A poller with the key hears from it."""
-    ask = ("from pathlib import Path; from elastic_trainer.discovery.agent import ask, read_key; "
+    ask = ("from pathlib import Path; from elastic_trainer.discovery.client import ask, read_key; "
            "print(ask('127.0.0.1:7411', read_key(Path('/etc/elastic-trainer/agent.key')), 5.0).state)")
 
     def says() -> str:

@@ -36,4 +36,4 @@ def outlive_readers() -> None:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         raw = Mouth(descriptor, "wb", closefd=False)
-        setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", write_through=True))  # type: ignore[type-var]
+        setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", write_through=True))

@@ -1,7 +1,8 @@
 """An S3 server on this machine, for a laptop: `./horovodrun_elastic.sh demo --store s3`.
 
-ministack (PyPI) in a virtual environment of its own, on a loopback port, with its data beside the run. Its own, since it
-pins a botocore that s3fs does not work with. It is for trying the S3 path, not for keeping anything.
+ministack (PyPI) on a loopback port, with its data beside the run. It has a virtual environment of
+its own, since it pins a botocore that s3fs does not work with. It is for trying the S3 path, not
+for keeping anything.
 
 What always holds:
 1. It answers only to the credentials made for this run, and only for its bucket (s3_gate.py). They
@@ -23,11 +24,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import make_folder
@@ -35,9 +37,11 @@ from elastic_trainer.host.modes import make_folder
 MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"
 REGION = "us-east-1"
-OTHER_CREDENTIALS = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+OTHER_CREDENTIALS = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE",
+                     "AWS_DEFAULT_PROFILE")
 """Of the user's: a token would be sent along, and a profile may name another region."""
-NO_OTHER_SERVICE = {"SFTP_ENABLED": "0", "IOT_MTLS_ENABLED": "0", "DOCKER_HOST": "unix:///nonexistent"}
+NO_OTHER_SERVICE = {"SFTP_ENABLED": "0", "IOT_MTLS_ENABLED": "0",
+                    "DOCKER_HOST": "unix:///nonexistent"}
 """ministack listens for SFTP and MQTT of its own accord, and removes containers at its end."""
 GATE = Path(__file__).with_name("s3_gate.py")
 LOG_FLAGS = os.O_CREAT | os.O_APPEND | os.O_WRONLY
@@ -47,7 +51,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @contextmanager
 def local_s3(run_dir: Path) -> Iterator[None]:
-    """Run the server, with its bucket, for as long as the block; AWS's variables of this process point to it."""
+    """Run the server, with its bucket, during the block. AWS's variables then point to it."""
     data = run_dir.parent / ".s3"
     key, secret = f"local-{secrets.token_hex(8)}", secrets.token_urlsafe(32)
     with server(data, BUCKET, key, secret) as (endpoint, process):
@@ -95,12 +99,14 @@ def server(data: Path, bucket: str, key: str,
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end the server when this process is killed: nobody else would."""
+    """Let the kernel end the server when this process is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def installed(requirement: str = MINISTACK) -> str:
-    """Return the folder of a package's programs, in a virtual environment of its own, made by the first call.
+    """Return the folder of a package's programs, in a virtual environment of its own.
+
+    The first call makes the environment.
 
     Raises ConfigError.
     """
@@ -114,31 +120,38 @@ def installed(requirement: str = MINISTACK) -> str:
             print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
             try:
                 venv.create(home, with_pip=True, clear=True)
-                subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement], check=True, capture_output=True,
-                               text=True)
+                subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement],
+                               check=True, capture_output=True, text=True)
             except subprocess.CalledProcessError as error:
-                raise ConfigError(f"{requirement} could not be installed: {(error.stderr or error.output)[-300:]!r}. Use "
+                complaint = (error.stderr or error.output)[-300:]
+                raise ConfigError(f"{requirement} could not be installed: {complaint!r}. Use "
                                   f"--store with a folder or a bucket of yours.") from error
             (home / "complete").touch()
     return str(home / "bin")
 
 
 def _make_bucket(server: subprocess.Popen[bytes], data: Path) -> None:
+    """Make the bucket as soon as the server answers. Raises ConfigError."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
+    def is_starting(error: BaseException) -> bool:
+        is_of_boto = isinstance(error, BotoCoreError | ClientError)
+        return is_of_boto and not _is_there(error) and server.poll() is None
+
     config = Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5)
     client = boto3.session.Session().client("s3", config=config)
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            client.create_bucket(Bucket=BUCKET)
-            return
-        except (BotoCoreError, ClientError) as error:
-            if isinstance(error, ClientError) and "BucketAlready" in str(error):
-                return
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise ConfigError(f"the S3 server on this machine did not start; its log is {data}/server.log. Use --store "
-                                  f"with a folder or a bucket of yours.") from error
-            time.sleep(0.05)
+    retrying = Retrying(retry=retry_if_exception(is_starting), wait=wait_fixed(0.05),
+                        stop=stop_after_delay(START_S), reraise=True)
+    try:
+        retrying(client.create_bucket, Bucket=BUCKET)
+    except (BotoCoreError, ClientError) as error:
+        if not _is_there(error):
+            raise ConfigError(f"The S3 server on this machine did not start; its log is "
+                              f"{data}/server.log. Use --store with a folder or a bucket of "
+                              f"yours.") from error
+
+
+def _is_there(error: BaseException) -> bool:
+    return "BucketAlready" in str(error)

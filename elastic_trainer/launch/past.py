@@ -1,18 +1,20 @@
-"""What the supervisor knows of the attempts before: a fold of the run's event log, saved with its position.
+"""What the supervisor knows of earlier attempts: a fold of the run's event log, saved.
 
-event log → here → attempts (which number is next, has the run come further, who may still live), the driver's environment
+event log → here → supervisor (which number is next, has the run come further, which workers may
+still live), the driver's environment
 
     runs/NAME/.past.json
 
 What always holds:
-1. It is a pure fold: `read` takes one event. The file is only a short cut: where it is absent, older, damaged or of
-   another log it is made anew from the whole log.
-2. It rests on events of driver and supervisor alone. How far the run has come is what the driver has heard of most
-   members of the world (driver.step_reached): one worker can neither claim progress nor a checkpoint that is not there.
-   In attempts that no such driver counts (an older version's, plain horovodrun's) the workers' own lines say it: such an
-   attempt's attempt.started has no `counted_by`, and nobody can write lines of an attempt that is over.
-3. What is malformed (schema.py) is left out and counted.
-4. Its memory is that of the attempts and of the workers that have not gone: nothing of it grows with the steps.
+1. It is a pure fold: `read` takes one event. The file is only a short cut. Where it is absent,
+   older, damaged or of another log, it is made anew from the whole log.
+2. It rests on events of driver and supervisor alone. The run's progress is what the driver has
+   heard of most members of the world (driver.step_reached): a single worker can claim neither
+   progress nor a checkpoint. An attempt without such a driver (an older version's, plain
+   horovodrun's) has no `counted_by` in its attempt.started: there the workers' own lines count.
+3. A malformed event (schema.py) is left out and counted.
+4. Its memory is that of the attempts and of the workers that have not gone: it does not grow with
+   the steps.
 """
 
 from __future__ import annotations
@@ -33,39 +35,39 @@ PAST_FILE = ".past.json"
 FORMAT = 2
 OF_DRIVER_AND_SUPERVISOR = ("driver.", "attempt.", "run.started", "run.host_not_reached")
 COUNTED_BY = {"counted_by": "driver"}
-"""The mark in an attempt.started: this attempt's driver tells how far the run has come."""
+"""The mark in an attempt.started: this attempt's driver logs the run's progress."""
 
 
 @dataclass
 class Past:
-    """What a run's events say, up to now, for whoever starts the next attempt."""
+    """What a run's events say up to now."""
 
     attempt: int = 0
     """The newest attempt; 0: there was none."""
     newest_checkpoint: int = 0
     """The newest step that was published as a checkpoint."""
     newest_step: int = 0
-    """How many steps the run has ever finished, those that a start from a checkpoint dropped included."""
+    """The most steps that the run has ever finished. A start from a checkpoint may drop some."""
     has_had_hosts: bool = False
-    """The discovery has named a host in this run, so it works when it is not away."""
+    """The discovery has named a host in this run, so it works."""
     first_time: float | None = None
     last_time: float = 0.0
     trained: list[int] = field(default_factory=list)
     """Attempts that have finished a step."""
     kept: list[int] = field(default_factory=list)
-    """Attempts that ended as finished, or by a person."""
+    """Attempts that ended as finished or interrupted."""
     living: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Workers that have started and of which nobody has said that they are gone: attempt and name → facts."""
+    """Workers that have started and not gone: attempt and name → facts."""
     started: list[list[Any]] = field(default_factory=list)
-    """Attempt and name of each worker that the newest attempt has started, as its environment has them."""
+    """Attempt and name of each worker that the newest attempt has started."""
     is_counted: bool = False
-    """The newest attempt's driver tells how far the run has come."""
+    """The newest attempt's driver logs the run's progress."""
     malformed: int = 0
     """Lines of the log that were left out."""
 
     @property
     def lost_attempts(self) -> int:
-        """Attempts that trained and have ended with everybody gone, or without a word."""
+        """How many attempts trained and ended with all workers gone, or with a killed driver."""
         return len(set(self.trained) - set(self.kept))
 
     @property
@@ -110,17 +112,18 @@ class Past:
         key = f"{attempt} {worker}"
         if what == "started":
             facts = ("pid", "host", "over_ssh")
-            self.living[key] = {"attempt": attempt, "worker": worker, **{f: event[f] for f in facts if f in event}}
+            self.living[key] = {"attempt": attempt, "worker": worker,
+                                **{name: event[name] for name in facts if name in event}}
             if attempt == self.attempt:
                 self.started.append([attempt, worker])
         elif what == "ready" and key in self.living and "pid" in event:
-            self.living[key]["pid"] = event["pid"]  # the one behind a shim
+            self.living[key]["pid"] = event["pid"]  # that behind a shim
         elif what == "gone":
             self.living.pop(key, None)
 
 
 def past_of(events: Iterable[dict[str, Any]]) -> Past:
-    """Return what events say."""
+    """Return the fold of events."""
     past = Past()
     for event in events:
         if flaw(event):
@@ -155,8 +158,8 @@ def _load(run_dir: Path) -> tuple[Past, Position] | None:
     try:
         saved = json.loads((run_dir / PAST_FILE).read_text())
         position = Position(*saved["position"])
-        is_of_this_log = saved["format"] == FORMAT and saved["first_line"] == first_line(run_dir)
-        if not is_of_this_log or Reader(run_dir, position).is_lost():
+        is_ours = saved["format"] == FORMAT and saved["first_line"] == first_line(run_dir)
+        if not is_ours or Reader(run_dir, position).is_lost():
             return None
         return Past(**saved["past"]), position
     except (OSError, RecursionError, *UNREADABLE):
@@ -164,8 +167,9 @@ def _load(run_dir: Path) -> tuple[Past, Position] | None:
 
 
 def _save(run_dir: Path, past: Past, position: Position) -> None:
-    """Write it whole, or not at all: it can be made again."""
-    facts = {"format": FORMAT, "position": list(position), "first_line": first_line(run_dir), "past": asdict(past)}
+    """Replace the file, if that can be done now: it can always be made again."""
+    facts = {"format": FORMAT, "position": list(position), "first_line": first_line(run_dir),
+             "past": asdict(past)}
     temporary = run_dir / f"{PAST_FILE}.{os.getpid()}"
     with suppress(OSError):
         write_text(temporary, json.dumps(facts))

@@ -1,23 +1,28 @@
 """The store in which the Gloo ends of one generation's members find each other.
 
-generation formed → here ← `hvd.init()` of each member: two requests each, a PUT and a GET that is held back
+generation formed → here ← `hvd.init()` of each member: a PUT, and a GET that is held back
 
 What always holds:
-1. Values are plain bytes, and small; nothing is unpickled (F10: Horovod's own server does, rendezvous.py:44-47).
+1. Values are plain bytes, and small; nothing is unpickled (F10: Horovod's own server unpickles,
+   rendezvous.py:44-47).
 2. Only members' addresses are answered.
-3. One thread serves all. A request has REQUEST_S to arrive, its answer REQUEST_S to be read: nobody can hold the store up.
-4. The first value of a name stays: another one is refused, and a DELETE deletes nothing (a store serves one generation).
-   Where all members meet at once, a name belongs to one rank and is put from that member's address only, so that no other
-   host can take it. Horovod's client sends no key; a process on the member's own host could be first.
-5. Names, bytes and connections are bounded by the number of members. One connection too many of an address closes the
-   oldest of that address, first of those that have not sent a whole request.
+3. One thread serves all. A request has REQUEST_S to arrive, and its answer REQUEST_S to be read, so
+   no client can block the store.
+4. The first value of a name stays: another one is refused, and a DELETE deletes nothing, since a
+   store serves one generation. Where all members meet at once, a name belongs to one rank and is
+   put from that member's address only, so no other host can take it. Horovod's client sends no key;
+   a process on the member's own host could be first.
+5. Names, bytes and connections are bounded by the number of members. One connection too many of an
+   address closes the oldest of that address, first of those that have not sent a whole request.
 
-Everybody waits for these requests whenever the world changes. Horovod's server takes 1 ms of a core for each (a thread,
-the date, an e-mail parser for three headers), and its client asks again every 10 ms for what is not there yet
-(http_store.cc:57-74). This one takes 0.3 ms, and answers when it is there. N members of an unmended Horovod send about 5 N²
-requests (5 members 190; 48 some 11,500). Those that deploy/install.sh has mended (mend_meeting) put their addresses, one
-for each peer, under `SCOPE/at-once-SIZE-RANK`, and get under the same name what all the others have put for them: 2 N
-requests, and 136 bytes for each pair in all answers together. A single byte as the answer says that a member is gone.
+All members wait for these requests whenever the world changes. Horovod's server takes 1 ms of a
+core for each (a thread, the date, an e-mail parser for three headers), and its client asks again
+every 10 ms for a value that is not there (http_store.cc:57-74). This one takes 0.3 ms, and answers
+when the value is there. N members of an unmended Horovod send about 5 N² requests (5 members 190;
+48 members 11,500). Those that deploy/install.sh has mended (mend_meeting) put their addresses, one
+for each peer, under `SCOPE/at-once-SIZE-RANK`, and get under the same name what all others have put
+for them: 2 N requests, and 136 bytes for each pair in all answers together. A single byte as the
+answer means that a member is gone.
 """
 
 from __future__ import annotations
@@ -33,22 +38,23 @@ VALUE_BYTES_EACH = 256
 """A member's value is 136 bytes for each other member (gloo, tcp/address.h)."""
 SPARE_VALUE_BYTES = 4096
 NAMES_EACH = 16
-"""A Gloo that is not mended puts two names for each member into each of three scopes (context.cc, connectFullMesh)."""
+"""An unmended Gloo puts two names for each member into each of three scopes (context.cc,
+connectFullMesh)."""
 MESHES = 4
-"""So many values for all peers a member puts at most: global, local, cross, and a process set's."""
+"""The most values for all peers that a member puts: global, local, cross, and a process set's."""
 MAX_HEAD_BYTES = 4096
 CONNECTIONS_EACH = 4
 """A member sends one request after the other."""
 SPARE_CONNECTIONS = 4
 MAX_STRANGERS = 64
-"""So many connections of addresses that are no member's may be open; one more closes the oldest."""
+"""The most open connections of other addresses than the members'; one more closes the oldest."""
 REQUEST_S = 3.0
 """How long a request may take to arrive."""
 HOLD_S = 0.5
 """How long the answer to a GET is held back when the value is not there yet."""
 BACKLOG = 1024  # F5
 ACCEPTED_AT_ONCE = 16
-"""asyncio tries so many accepts in a row, also when there are no descriptors left."""
+"""How many accepts asyncio tries in a row, also when no descriptor is free."""
 NOT_A_MEMBER = "not a member of this generation"
 TOO_MANY = "too many connections"
 NOT_ITS_NAME = "a name that is another member's, or none"
@@ -56,18 +62,20 @@ NOT_THE_FIRST = "another value for a name that has one"
 TOO_MUCH = "more names or bytes than a generation of this size has"
 AT_ONCE = re.compile(r"(/[^/]+/at-once-([1-9][0-9]{0,4})-)([0-9]{1,5})")
 GONE = b"x"
-REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 413: "Content Too Large"}
+REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
+           413: "Content Too Large"}
 
 
 class Rendezvous:
     """One generation's store, for members at these addresses, by rank.
 
-    `refused(address, why)` is called, in the store's thread, for who is not answered.
+    `refused(address, why)` is called, in the store's thread, for each refused request.
     """
 
     def __init__(self, bind: str, members: Sequence[str], refused: Callable[[str, str], None], *,
                  at_once: bool = False, request_s: float = REQUEST_S, hold_s: float = HOLD_S):
-        self.members, self.refused, self.request_s, self.hold_s = Counter(members), refused, request_s, hold_s
+        self.members, self.refused = Counter(members), refused
+        self.request_s, self.hold_s = request_s, hold_s
         self.owners = tuple(members) if at_once else ()
         """The address of each rank, where all members meet at once."""
         self.most_value_bytes = VALUE_BYTES_EACH * len(members) + SPARE_VALUE_BYTES
@@ -76,13 +84,13 @@ class Rendezvous:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Request]] = {}
         self.open: dict[str, dict[_Request, None]] = {}
-        """The connections of each member's address, oldest first; those of all others are under ""."""
+        """The connections of each member's address, oldest first; all others are under ""."""
         self.is_abandoned = False
         self.loop = asyncio.new_event_loop()
         listener = socket.create_server((bind, 0), backlog=BACKLOG)
         self.port: int = listener.getsockname()[1]
-        self._server = self.loop.run_until_complete(
-            self.loop.create_server(lambda: _Request(self), sock=listener, backlog=ACCEPTED_AT_ONCE))
+        self._server = self.loop.run_until_complete(self.loop.create_server(
+            lambda: _Request(self), sock=listener, backlog=ACCEPTED_AT_ONCE))
         listener.listen(BACKLOG)  # asyncio has set its own
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
@@ -96,7 +104,7 @@ class Rendezvous:
         self.loop.close()
 
     def abandon(self) -> None:
-        """Tell those who wait for all members that one will not come; from any thread."""
+        """Answer the members that wait for all others: one will not come. From any thread."""
         self.loop.call_soon_threadsafe(self._abandon)
 
     def _abandon(self) -> None:
@@ -105,17 +113,24 @@ class Rendezvous:
 
     def why_not(self, address: str, key: str, value: bytes) -> str:
         """Return why this address may not put this value; "" if it may."""
-        meeting = AT_ONCE.fullmatch(key)
-        if self.owners and not (meeting and int(meeting[2]) == len(self.owners)
-                                and int(meeting[3]) < len(self.owners) and self.owners[int(meeting[3])] == address):
+        if self.owners and not self._owns(address, key):
             return NOT_ITS_NAME
-        if key in self.values:
-            return "" if self.values[key] == value else NOT_THE_FIRST  # a client whose answer was lost says it again
-        is_full = len(self.values) >= NAMES_EACH * self.members.total()
-        return TOO_MUCH if is_full or self.kept_bytes + len(key) + len(value) > self.most_bytes else ""
+        if key in self.values:  # a client whose answer was lost sends the same value again
+            return "" if self.values[key] == value else NOT_THE_FIRST
+        has_room = self.kept_bytes + len(key) + len(value) <= self.most_bytes
+        has_name = len(self.values) < NAMES_EACH * self.members.total()
+        return "" if has_room and has_name else TOO_MUCH
+
+    def _owns(self, address: str, key: str) -> bool:
+        """True if a name is that of the rank at this address, where all members meet at once."""
+        meeting = AT_ONCE.fullmatch(key)
+        if not meeting or int(meeting[2]) != len(self.owners):
+            return False
+        rank = int(meeting[3])
+        return rank < len(self.owners) and self.owners[rank] == address
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a value, and answer those who wait for it, or for it as the last of their peers'."""
+        """Keep a value, and answer the members that wait for it, or for it as their last peer's."""
         self.kept_bytes += 0 if key in self.values else len(key) + len(value)
         self.values[key] = value
         meeting = AT_ONCE.fullmatch(key)
@@ -131,13 +146,14 @@ class Rendezvous:
                     waiting.answer(200, value)
 
     def found(self, key: str) -> bytes | None:
-        """Return what is there for a key; None: nothing yet."""
+        """Return the value of a key; None: it is not there yet."""
         meeting = AT_ONCE.fullmatch(key)
         if not meeting:
             return self.values.get(key)
         if self.is_abandoned:
             return GONE
-        rank, found = int(meeting[3]), [self.values.get(peer) for peer in _members(meeting)]
+        rank = int(meeting[3])
+        found = [self.values.get(peer) for peer in _members(meeting)]
         if None in found:
             return None
         return b"".join(_share(value, rank - (rank > peer), len(found) - 1)
@@ -175,7 +191,8 @@ class _Request(asyncio.Protocol):
         self.crowd = self.address if members else ""
         those = self.store.open.setdefault(self.crowd, {})
         those[self] = None
-        if len(those) > (CONNECTIONS_EACH * members + SPARE_CONNECTIONS if members else MAX_STRANGERS):
+        most = CONNECTIONS_EACH * members + SPARE_CONNECTIONS if members else MAX_STRANGERS
+        if len(those) > most:
             oldest = next((one for one in those if not one.key), next(iter(those)))
             del those[oldest]  # its end is heard later
             self.store.refused(oldest.address, TOO_MANY)
@@ -195,7 +212,7 @@ class _Request(asyncio.Protocol):
         return True  # a client may shut its half and read on
 
     def _give_up(self) -> None:
-        """End what has not become a request. A stranger's is told; a member may have died in the middle of it."""
+        """End what has not become a request. A member may have died in the middle of it."""
         if self.received and self.address not in self.store.members:
             self._refuse(403, NOT_A_MEMBER)
         else:
@@ -210,7 +227,8 @@ class _Request(asyncio.Protocol):
             return
         line, *headers = head.decode("latin-1").split("\r\n")
         method, _, path = line.rpartition(" HTTP/")[0].partition(" ")
-        lengths = (v.strip() for n, _, v in (h.partition(":") for h in headers) if n.lower() == "content-length")
+        lengths = (value.strip() for name, _, value in (line.partition(":") for line in headers)
+                   if name.lower() == "content-length")
         length = next(lengths, "" if method == "PUT" else "0")
         if self.address not in self.store.members:
             self._refuse(403, NOT_A_MEMBER)
@@ -246,8 +264,9 @@ class _Request(asyncio.Protocol):
         self.answer(code)
 
     def answer(self, code: int, value: bytes = b"") -> None:
-        """Send the answer, and close when it is read or after a while."""
+        """Send the answer, and close when it is read, or after `request_s`."""
         self.timer.cancel()
         self.timer = self.store.loop.call_later(self.store.request_s, self.transport.abort)
-        self.transport.write(f"HTTP/1.0 {code} {REASONS[code]}\r\nContent-Length: {len(value)}\r\n\r\n".encode() + value)
+        head = f"HTTP/1.0 {code} {REASONS[code]}\r\nContent-Length: {len(value)}\r\n\r\n"
+        self.transport.write(head.encode() + value)
         self.transport.close()

@@ -56,7 +56,7 @@ from elastic_trainer.observe import report
 from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events, newest_attempt
 from elastic_trainer.schedule import Schedule, owner_of, samples_digest
-from elastic_trainer.standby import keeper as standby
+from elastic_trainer.standby import worker as standby
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.state.elastic_state import ElasticState

@@ -1,15 +1,18 @@
-"""Connections before they have proved anything: one thread reads one request from each, within fixed bounds.
+"""Unauthenticated connections: one thread reads one request from each, within fixed bounds.
 
-a listening socket → here → whole requests (the agent answers them; wire.py gives a thread to a sender that has the key)
+a listening socket → here → whole requests (the agent answers them; messages.py gives a thread to a
+client that has the key)
 
 What always holds:
-1. A connection that has not sent a whole request costs a descriptor, its request so far (MAX_HEAD_BYTES and `most_body`),
-   and no thread.
-2. A request has one deadline, from the connection to its last byte. A sender of a byte now and then does not extend it.
-3. At most `most()` such connections are open, and MOST_CONNECTIONS in any case; they hold at most `most_bytes` in all. One
-   more closes the oldest of the address that has the most: a request that is sent at once is read within milliseconds,
-   so the oldest is not a worker's.
-4. Without free descriptors the thread goes on: it closes the oldest connection, and waits FULL_S before it accepts again.
+1. A connection that has not sent a whole request costs a descriptor, its request so far
+   (MAX_HEAD_BYTES and `most_body`), and no thread.
+2. A request has one deadline, from the connection to its last byte. A client that sends a byte now
+   and then does not extend it.
+3. At most `most()` such connections are open, and MOST_CONNECTIONS in any case. They hold at most
+   `most_bytes` in all. One more closes the oldest of the address that has the most: a request that
+   is sent at once is read within milliseconds, so the oldest is not a worker's.
+4. Without free descriptors the thread closes the oldest connection, and waits FULL_S before it
+   accepts again.
 
 What it does not do: check a signature, or parse a body.
 
@@ -33,7 +36,8 @@ MAX_HEAD_BYTES = 4096
 SPARE = 64
 """How many connections are allowed beyond those that a run expects."""
 MOST_CONNECTIONS = 2048
-"""However many workers a run has: with MOST_BYTES the process grew by 5.2 MiB (6,000 connections with 8 KB each)."""
+"""For any number of workers. With MOST_BYTES the process grew by 5.2 MiB (6,000 connections with
+8 KB each)."""
 MOST_BYTES = 4 << 20
 """Of all requests that are not whole yet. A worker's is whole when its first packet is read."""
 BACKLOG = 1024
@@ -56,7 +60,7 @@ class Asked:
 
 
 class NoRequest(ValueError):
-    """Bytes that cannot become a request; `code` is the HTTP status that says so."""
+    """Bytes that cannot become a request; `code` is the HTTP status of the answer."""
 
     def __init__(self, code: int, why: str):
         super().__init__(why)
@@ -64,7 +68,10 @@ class NoRequest(ValueError):
 
 
 def request_in(received: bytes | bytearray, most_body: int) -> tuple[Asked, int] | None:
-    """Return the first request in these bytes and its length; None: more bytes are needed. Raises NoRequest."""
+    """Return the first request in these bytes and its length; None: more bytes are needed.
+
+    Raises NoRequest.
+    """
     end = received.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         if len(received) >= MAX_HEAD_BYTES:
@@ -74,9 +81,11 @@ def request_in(received: bytes | bytearray, most_body: int) -> tuple[Asked, int]
     said = FIRST_LINE.fullmatch(first)
     if not said:
         raise NoRequest(400, "bytes that are no word")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = (line.partition(":") for line in lines)
+    headers = {name.lower(): value.strip() for name, _, value in fields}
     length = headers.get("content-length", "" if said[1] in ("POST", "PUT") else "0")
-    if not (length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= most_body):
+    is_number = length.isascii() and length.isdigit() and len(length) < 10
+    if not is_number or int(length) > most_body:
         raise NoRequest(403, "no body, or one that is too long")
     whole = end + 4 + int(length)
     if len(received) < whole:
@@ -86,7 +95,8 @@ def request_in(received: bytes | bytearray, most_body: int) -> tuple[Asked, int]
 
 def head(code: int, reason: str, length: int, *lines: str) -> bytes:
     """Return the head of an answer."""
-    return "\r\n".join([f"HTTP/1.1 {code} {reason}", f"Content-Length: {length}", *lines, "", ""]).encode("latin-1")
+    first = f"HTTP/1.1 {code} {reason}", f"Content-Length: {length}"
+    return "\r\n".join([*first, *lines, "", ""]).encode("latin-1")
 
 
 class Crowd:
@@ -135,14 +145,17 @@ class Caller:
 class Gate:
     """The thread that reads requests; give `serve_forever` one.
 
-    `whole(connection, address, asked, rest)` takes over a connection with its first request, in this thread, and the bytes
-    that came behind it. `refused(address, why)` hears of every connection that was refused.
+    `whole(connection, address, asked, rest)` takes over a connection with its first request and the
+    bytes that came behind it, in this thread. `refused(address, why)` hears of every connection
+    that was refused.
     """
 
-    def __init__(self, bind: str, port: int, whole: Callable[[socket.socket, str, Asked, bytes], None],
+    def __init__(self, bind: str, port: int,
+                 whole: Callable[[socket.socket, str, Asked, bytes], None],
                  refused: Callable[[str, str], None], *, request_s: float, most_body: int = 0,
                  most: Callable[[], int] = lambda: SPARE, most_bytes: int = MOST_BYTES):
-        self.whole, self.refused, self.request_s, self.most_body, self.most = whole, refused, request_s, most_body, most
+        self.whole, self.refused, self.request_s = whole, refused, request_s
+        self.most_body, self.most = most_body, most
         self.most_bytes, self.held_bytes = most_bytes, 0
         self.callers: dict[socket.socket, Caller] = {}
         self.crowd = Crowd()
@@ -210,7 +223,7 @@ class Gate:
             self._read(caller)  # its request has often come with it
 
     def _pause(self) -> None:
-        """Make room, and do not ask again at once for a descriptor that is not there."""
+        """Make room, and accept no connection for FULL_S."""
         if self.crowd.size:
             self._drop_oldest("no free descriptor")
         self._selector.unregister(self.listener)
@@ -259,12 +272,14 @@ class Gate:
         if found:
             asked, length = found
             self._drop(caller, closes=False)
-            return self.whole(caller.connection, caller.address, asked, bytes(caller.received[length:]))
+            rest = bytes(caller.received[length:])
+            return self.whole(caller.connection, caller.address, asked, rest)
         while self.held_bytes > self.most_bytes:
             self._drop_oldest("too many bytes")
 
     def _ended(self, caller: Caller) -> None:
-        """The sender has hung up. In the middle of a body it may have died; what has no head is no request."""
+        """Take a closed connection. A client may die within a body; one without a head is refused.
+        """
         if caller.received and b"\r\n\r\n" not in caller.received:
             self._refuse(caller, 400, "bytes that are no word")
         else:
@@ -277,7 +292,7 @@ class Gate:
 
 
 def refuse(connection: socket.socket, code: int) -> None:
-    """Answer with a status and close, without waiting for anybody."""
+    """Answer with a status and close, without waiting for the client."""
     with suppress(OSError):
         connection.setblocking(False)
         connection.send(head(code, "Refused", 0, "Connection: close"))

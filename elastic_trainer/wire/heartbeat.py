@@ -99,8 +99,8 @@ class Heartbeat:
         known = {name: words[name] for name in Heartbeat.__dataclass_fields__ if name in words}
         if known.get("unreachable") is not None:
             known["unreachable"] = tuple(known["unreachable"])
-        if known.get("machine") is not None:
-            known["machine"] = MachineFault.from_words(known["machine"])
+        machine = known.get("machine")
+        known["machine"] = MachineFault.from_words(machine) if machine else None
         return Heartbeat(**known)
 
 

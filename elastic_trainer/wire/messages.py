@@ -1,20 +1,24 @@
-"""Words between worker and driver: signed JSON over HTTP, and nothing else is understood.
+"""Messages between worker and driver: signed JSON over HTTP, and nothing else is understood.
 
-liveness (worker) → here → edge/gate.py → here → driver
+worker → here → gate.py → here → driver
 
 What always holds:
-1. A body is JSON under an HMAC-SHA256 of its worker's key, checked before it is parsed; no pickle on either side (F10).
-2. An answer is signed as an answer, together with the nonce of its question (edge/seal.py): an old answer, another
-   worker's, or the question itself sent back is none.
-3. A worker speaks for itself alone: its key is its own, its name is signed, and a word in another name is refused.
-4. A word is heard once: a nonce that comes again is refused, before a thread begins.
-5. Who has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no thread (edge/gate.py). Its first
-   word has at most MOST_FIRST_BYTES: a client with a longer one sends an empty word before it.
-6. The number of connections is bounded, with the key and without, by what the run expects. One more than that closes the
-   one that has been silent for the longest time, of the address that has the most.
-7. Bodies are at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
+1. A body is JSON under an HMAC-SHA256 of its worker's key, which is checked before the body is
+   parsed. No pickle on either side (F10).
+2. An answer is signed as an answer, together with the nonce of its question (seal.py). An older
+   answer, another worker's, and the question itself sent back are refused.
+3. A worker speaks for itself alone: its key is its own, its name is signed, and a message in
+   another name is refused.
+4. A message is taken once: a nonce that comes again is refused, before a thread begins.
+5. A client that has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no
+   thread (gate.py). Its first message has at most MOST_FIRST_BYTES: a client with a longer one
+   sends an empty message before it.
+6. The number of connections is bounded, with the key and without, by what the run expects. One more
+   closes the one that has been silent for the longest time, of the address that has the most.
+7. A body has at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
 
-What it does not do: hide the words (they hold no secret: ranks, steps, ports), or protect Gloo's own traffic.
+What it does not do: hide the messages (they hold no secret: ranks, steps, ports), or protect Gloo's
+own traffic.
 """
 
 from __future__ import annotations
@@ -29,19 +33,27 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_trainer.wire.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
-from elastic_trainer.wire.seal import Kind, Seen, Session, is_sealed, seal, worker_key
+from elastic_trainer.wire.seal import (
+    NONCE,
+    SIGNATURE,
+    Kind,
+    Seen,
+    Session,
+    is_sealed,
+    seal,
+    worker_key,
+)
 
 MAX_BODY_BYTES = 1 << 20
 MOST_FIRST_BYTES = 4096
 """A heartbeat has some 400 bytes."""
 FIRST_WORD_S = 5.0
-"""How long a new connection has for its first whole word."""
+"""How long a new connection has for its first whole message."""
 IDLE_S = 30.0
-"""How long a connection may be silent between two words, and how long a word may take to arrive."""
+"""How long a connection may be silent between two messages, and how long one may take to arrive."""
 CONNECTIONS_EACH = 4
-"""A worker holds three (heartbeats, its main thread, its courier), and opens one more when it starts anew in place."""
-SIGNATURE = "X-Elastic-Signature"
-NONCE = "X-Elastic-Nonce"
+"""A worker holds three (heartbeats, its main thread, its courier), and opens one more when it
+starts anew in place."""
 WORKER = "X-Elastic-Worker"
 
 
@@ -50,11 +62,11 @@ class DriverUnreachable(ConnectionError):
 
 
 class WordRefused(Exception):
-    """A word that is signed and still not its sender's; the text says why."""
+    """A message that is signed and still refused; the text says why."""
 
 
 class DriverClient:
-    """A worker's kept-open connection to the driver, with the worker's own key. Not for use by two threads."""
+    """A worker's open connection to the driver, with the worker's own key. For one thread."""
 
     def __init__(self, address: str, worker: str, key: bytes, timeout_s: float):
         host, _, port = address.rpartition(":")
@@ -62,10 +74,10 @@ class DriverClient:
         self._connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
 
     def ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        """Send words, with the worker's name, and return the driver's. Raises DriverUnreachable.
+        """Send a message, with the worker's name; return the answer. Raises DriverUnreachable.
 
-        A connection that was kept open may have been closed at the other end since: then the words go once more, over
-        a new one. That is safe, since every word has a number and counts once.
+        The other end may have closed a connection that was kept open. Then the message is sent once
+        more, over a new one. That is safe, since each message has a number and counts once.
         """
         if self._connection.sock is not None:
             try:
@@ -86,22 +98,25 @@ class DriverClient:
                     self._exchange(b"")
             return dict(json.loads(self._exchange(body)))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            with suppress(OSError):  # Gloo, when its init breaks, has been seen to close a descriptor of ours
+            with suppress(OSError):  # a Gloo whose init broke has closed descriptors of ours
                 self._connection.close()
             if isinstance(error, DriverUnreachable):
                 raise
-            raise DriverUnreachable(f"the driver at {self.address} cannot be reached: {error!r}") from error
+            raise DriverUnreachable(
+                f"the driver at {self.address} cannot be reached: {error!r}") from error
 
     def _exchange(self, body: bytes) -> bytes:
         nonce = self.session.nonce()
         signed = self.worker.encode(), nonce.encode()
-        headers = {WORKER: self.worker, NONCE: nonce, SIGNATURE: seal(self.key, Kind.WORD, *signed, body)}
+        headers = {WORKER: self.worker, NONCE: nonce,
+                   SIGNATURE: seal(self.key, Kind.WORD, *signed, body)}
         self._connection.request("POST", "/word", body, headers)
         response = self._connection.getresponse()
         answer = response.read(MAX_BODY_BYTES)
         if response.status != 200:
             raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
-        if not is_sealed(response.headers.get(SIGNATURE, ""), self.key, Kind.ANSWER, *signed, answer):
+        signature = response.headers.get(SIGNATURE, "")
+        if not is_sealed(signature, self.key, Kind.ANSWER, *signed, answer):
             raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
         return answer
 
@@ -111,21 +126,24 @@ class DriverClient:
 
 
 class WordServer:
-    """The driver's end, with the run's key: hands each signed word to `answer(words, address)`, in a thread for each
-    connection with a worker's key.
+    """The driver's end, with the run's key.
 
-    `expected` returns the number of connections of all workers that the run may have now.
+    It hands each signed message to `answer(words, address)`, in a thread for each connection with a
+    worker's key. `refused(address, why)` hears of the others. `expected` returns how many
+    connections the workers of the run may have now.
     """
 
-    def __init__(self, bind: str, key: bytes, answer: Callable[[dict[str, Any], str], dict[str, Any]],
-                 refused: Callable[[str, str], None], expected: Callable[[], int] = lambda: SPARE):
+    def __init__(self, bind: str, key: bytes,
+                 answer: Callable[[dict[str, Any], str], dict[str, Any]],
+                 refused: Callable[[str, str], None],
+                 expected: Callable[[], int] = lambda: SPARE):
         self.key, self.answer, self.refused, self.expected = key, answer, refused, expected
         self.seen = Seen()
         self.served = Crowd()
-        """The connections with the key, by address; of each address those first that have been silent the longest."""
+        """The connections with the key, by address, the one that was silent the longest first."""
         self._lock = threading.Lock()
-        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_WORD_S, most_body=MOST_FIRST_BYTES,
-                         most=lambda: SPARE + self.expected())
+        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_WORD_S,
+                         most_body=MOST_FIRST_BYTES, most=lambda: SPARE + self.expected())
         self.server_address = self.gate.address
         self.server_port = self.gate.address[1]
 
@@ -142,7 +160,7 @@ class WordServer:
         self.gate.close()
 
     def _begin(self, connection: socket.socket, address: str, asked: Asked, rest: bytes) -> None:
-        """Give a connection a thread if its first word is signed."""
+        """Give a connection a thread if its first message is signed."""
         worker = asked.headers.get(WORKER.lower(), "")
         key = worker_key(self.key, worker)
         if why := self._why_refused(asked, worker, key):
@@ -155,13 +173,14 @@ class WordServer:
         try:
             served = connection, address, worker, key
             threading.Thread(target=self._serve, args=(*served, asked, rest), daemon=True).start()
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread is free
             self._end(connection, address)
 
     def _why_refused(self, asked: Asked, worker: str, key: bytes) -> str:
         if asked.method != "POST":
             return "bytes that are no word"
-        nonce, signature = asked.headers.get(NONCE.lower(), ""), asked.headers.get(SIGNATURE.lower(), "")
+        nonce = asked.headers.get(NONCE.lower(), "")
+        signature = asked.headers.get(SIGNATURE.lower(), "")
         if not is_sealed(signature, key, Kind.WORD, worker.encode(), nonce.encode(), asked.body):
             return "signature does not match"
         with self._lock:
@@ -173,9 +192,9 @@ class WordServer:
         with suppress(OSError):  # its thread reads the end, and closes it
             connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, connection: socket.socket, address: str, worker: str, key: bytes, asked: Asked | None,
-               rest: bytes) -> None:
-        """Answer the words of one connection, which is one worker's, to its end."""
+    def _serve(self, connection: socket.socket, address: str, worker: str, key: bytes,
+               asked: Asked | None, rest: bytes) -> None:
+        """Answer the messages of one connection, which is one worker's, to its end."""
         received = bytearray(rest)
         try:
             connection.settimeout(IDLE_S)
@@ -185,7 +204,8 @@ class WordServer:
                 answer = json.dumps(self.answer(words, address) if words else {}).encode()
                 nonce = asked.headers.get(NONCE.lower(), "")
                 signature = seal(key, Kind.ANSWER, worker.encode(), nonce.encode(), answer)
-                connection.sendall(head(200, "OK", len(answer), f"{SIGNATURE}: {signature}") + answer)
+                first = head(200, "OK", len(answer), f"{SIGNATURE}: {signature}")
+                connection.sendall(first + answer)
                 with self._lock:
                     self.served.touch(address, connection)
                 asked = next_word(connection, received)
@@ -195,7 +215,7 @@ class WordServer:
             self.refused(address, str(error))
             refuse(connection, 403)
         except Exception:
-            pass  # a sender that dies in its word tells nobody here, and a word that cannot be answered gets no answer
+            pass  # a sender that dies within its message, or a message that cannot be answered
         finally:
             self._end(connection, address)
 
@@ -206,7 +226,7 @@ class WordServer:
 
 
 def own_words(body: bytes, worker: str) -> dict[str, Any]:
-    """Return what a worker says of itself. Raises WordRefused for what it says in another's name, and ValueError."""
+    """Return a message of this worker's. Raises WordRefused for another name, and ValueError."""
     words = json.loads(body)
     if not isinstance(words, dict) or words.get("worker") != worker:
         raise WordRefused(f"a word of {worker}'s in another name")
@@ -214,7 +234,10 @@ def own_words(body: bytes, worker: str) -> dict[str, Any]:
 
 
 def next_word(connection: socket.socket, received: bytearray) -> Asked | None:
-    """Read the next request of a connection with a time-out of IDLE_S; None: it has ended. Raises OSError, NoRequest."""
+    """Read the next request of a connection with a timeout of IDLE_S; None: it has ended.
+
+    Raises OSError, NoRequest.
+    """
     deadline = time.monotonic() + 2 * IDLE_S
     while not (found := request_in(received, MAX_BODY_BYTES)):
         if time.monotonic() > deadline or not (data := connection.recv(1 << 16)):

@@ -1,20 +1,23 @@
-"""Signatures: what kind of message this is, between whom, and in answer to which question.
+"""Signatures: the kind of a message, its two ends, and the question that it answers.
 
-wire.py (worker ⇄ driver) and discovery/agent.py (poller ⇄ agent) → here
+messages.py (worker ⇄ driver), discovery/client.py and agent.py (poller ⇄ agent) → here
 
 What always holds:
-1. A signature covers the kind of the message (`Kind`): a request that is sent back to its sender is no answer.
-2. An answer's signature covers the nonce of its question: an answer to another question is none to this one.
-3. Each worker has a key of its own, made from the run's key and the worker's name. The driver has the run's key, and
-   makes a worker's key from the name in the message. A worker can make neither the run's key nor another worker's.
+1. A signature covers the kind of the message (`Kind`): a request that is sent back to its sender is
+   no answer.
+2. An answer's signature covers the nonce of its question, so it is no answer to another question.
+3. Each worker has a key of its own, made from the run's key and the worker's name. The driver has
+   the run's key, and makes a worker's key from the name in the message. A worker can make neither
+   the run's key nor another worker's.
 4. Each part is signed with its length: no byte can move from one part to the next.
 5. A nonce of a worker's is accepted once (`Seen`).
 
-What it does not do: hide what a message says, or separate the workers of one user on one machine: they can read each
-other's memory (ptrace(2)).
+What it does not do: hide a message, or separate the workers of one user on one machine, which can
+read each other's memory (ptrace(2)).
 
-Source: RFC 2104 (HMAC); RFC 5869, 2.3: for one block of output HKDF-Expand is one HMAC of the info and a byte 1, and the
-run's key is uniformly random; RFC 4303, 3.4.3: the window of an anti-replay service.
+Source: RFC 2104 (HMAC). RFC 5869, 2.3: for one block of output HKDF-Expand is one HMAC of the info
+and a byte 1, and the run's key is uniformly random. RFC 4303, 3.4.3: the window of an anti-replay
+service.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ import secrets
 from collections import OrderedDict
 from enum import Enum
 
+SIGNATURE = "X-Elastic-Signature"
+NONCE = "X-Elastic-Nonce"
+"""The header fields of all signed messages."""
 WINDOW = 64
-"""Messages of one session may overtake each other by so many: two connections of it are read by two threads."""
+"""How far messages of one session may overtake each other: two threads read two connections of it.
+"""
 MOST_SESSIONS = 1 << 14
-"""A process of a worker has four sessions; the oldest unused one is forgotten."""
-NONCE = re.compile("([0-9a-f]{16})-([0-9]{1,15})")
+"""The most sessions that are remembered. A process of a worker has four."""
+FORM_OF_NONCE = re.compile("([0-9a-f]{16})-([0-9]{1,15})")
 
 
 class Kind(bytes, Enum):
-    """Who says a message to whom. Each has another signature for the same bytes."""
+    """A message's sender and receiver. Each kind has another signature for the same bytes."""
 
     WORD = b"elastic-trainer 1 worker to driver"
     ANSWER = b"elastic-trainer 1 driver to worker"
@@ -71,16 +78,16 @@ class Session:
 
 
 class Seen:
-    """The nonces that were accepted. For one thread at a time; give it nonces of messages that are rightly signed."""
+    """The accepted nonces, of messages with a right signature. For one thread at a time."""
 
     def __init__(self, most_sessions: int = MOST_SESSIONS):
         self.most_sessions = most_sessions
         self.sessions: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
-        """(worker, session) → the highest counter, and a bit for each of the WINDOW counters up to it."""
+        """(worker, session) → the highest counter, and a bit for each of WINDOW up to it."""
 
     def is_new(self, worker: str, nonce: str) -> bool:
-        """True for a nonce that this worker has not used before; it is used from now on."""
-        said = NONCE.fullmatch(nonce)
+        """True for a nonce that this worker has not used before; from now on it is used."""
+        said = FORM_OF_NONCE.fullmatch(nonce)
         if not said:
             return False
         session, count = (worker, said[1]), int(said[2])
@@ -88,7 +95,8 @@ class Seen:
         behind = highest - count
         is_new = behind < 0 or (behind < WINDOW and not bits >> behind & 1)
         if behind < 0:
-            highest, bits, behind = count, bits << -behind & (1 << WINDOW) - 1 if -behind < WINDOW else 0, 0
+            bits = bits << -behind & (1 << WINDOW) - 1 if -behind < WINDOW else 0
+            highest, behind = count, 0
         self.sessions[session] = highest, bits | (1 << behind if behind < WINDOW else 0)
         if len(self.sessions) > self.most_sessions:
             self.sessions.popitem(last=False)

@@ -1,11 +1,11 @@
-"""What the event log says of refused connections: one event at once, then one a minute for each address.
+"""Unauthenticated clients in the event log: one event at once, then one a minute for each address.
 
-wire, rendezvous → here → driver → event log
+messages, rendezvous → here → driver → event log
 
 What always holds:
 1. An address has at most one event in EVERY_S, with all that was refused since its last one.
-2. At most MOST_ADDRESSES are known at a time. All others share the name OTHERS, so a flood from many addresses does not
-   fill the log.
+2. At most MOST_ADDRESSES are known at a time. All others share the name OTHERS, so clients at many
+   addresses do not fill the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Known:
 
 @dataclass
 class Strangers:
-    """The addresses that were refused lately. For one thread at a time."""
+    """The addresses whose clients were refused lately. For one thread at a time."""
 
     known: dict[str, _Known] = field(default_factory=dict)
 
@@ -43,13 +43,14 @@ class Strangers:
             one.reasons.append(why[:200])
 
     def due(self, now: float) -> list[dict[str, Any]]:
-        """Return the facts of the events that are to be told now."""
+        """Return the facts of the events that are due now."""
         found = []
         for address, one in list(self.known.items()):
             if now - one.told_at < EVERY_S:
                 continue
             if one.refused:
-                found.append({"address": address, "reason": "; ".join(one.reasons), "refused": one.refused})
+                found.append({"address": address, "reason": "; ".join(one.reasons),
+                              "refused": one.refused})
                 self.known[address] = _Known(told_at=now)
             else:
                 del self.known[address]

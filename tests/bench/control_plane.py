@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Limits
-from elastic_trainer.launch.membership import Membership, Worker
+from elastic_trainer.launch.membership import Membership
+from elastic_trainer.launch.roster import Worker
 from elastic_trainer.observe.events import read_events
 from elastic_trainer.wire.messages import NONCE, SIGNATURE, WORKER
 from elastic_trainer.wire.seal import Kind, Session, seal
@@ -106,7 +107,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
     slots.mkdir()
     hosts = "".join(f"127.0.{number // 250}.{number % 250 + 1}:1\n" for number in range(size))
     (folder / "hosts").write_text(hosts)
-    command = [sys.executable, "-m", "elastic_trainer.launch.driver", "-np", str(size), "--min-np", str(size),
+    command = [sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", str(size), "--min-np", str(size),
                "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT, str(slots)]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(folder / "run"),
                         "ELASTIC_TRAINER_LIMITS": f"boot_s={START_S:.0f},start_s={START_S:.0f}"}
@@ -121,7 +122,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
             await until(lambda: len(started()) == size)
             workers = [Simulated(*words) for words in started()]
             membership = Membership(size, size, None)
-            membership.workers = {w.name: Worker(w.name, "", 0, 0.0, 0.0) for w in workers}
+            membership.roster.workers = {w.name: Worker(w.name, "", 0, 0.0, 0.0) for w in workers}
             tasks = [asyncio.create_task(worker.live(membership.hold_s())) for worker in workers]
             await until(lambda: all(worker.trains.is_set() for worker in workers) or any(t.done() for t in tasks))
             assert not any(t.done() for t in tasks), [t.exception() for t in tasks if t.done()][:1]

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
 
-from elastic_trainer.standby.shim import FOLDER_VARIABLE  # noqa: E402
+from elastic_trainer.host.standbys import FOLDER_VARIABLE  # noqa: E402
 
 NOTHING_MEASURABLE = 1.03
 

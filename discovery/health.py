@@ -1,0 +1,198 @@
+"""What one host knows of itself: whether it drains, whether it is sick, which workers it has.
+
+metadata service, disk, memory, GPUs, processes → here → agent.py (answers the poller)
+
+What always holds:
+1. Once draining, always draining: a notice is never taken back. A stop of the agent's service is
+   for this life only; the answers of the next one have another `life`.
+2. What cannot be found out is no illness: a machine without a metadata service is ready, and its
+   answers say so in `why`. A host that lacks descriptors keeps its last verdict, says so, too, and
+   is examined again every EXAMINE_S.
+3. A disk or GPU that hangs delays no notice: `examine` runs in a thread of its own, and a machine
+   on which it hangs is sick.
+4. Only one user's processes count as workers: this process's own, or those of another user that an
+   agent of root's is given. The environment of any process can name a worker, and an agent that
+   runs as root can read all of them. What is reported of workers is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
+from elastic_trainer.host import processes, standbys
+from elastic_trainer.wire.gate import NO_DESCRIPTOR
+
+EXAMINE_S = 2.0
+HUNG_S = 20.0
+"""The longest examination of a machine that is well; nvidia-smi alone may take half of it."""
+NVIDIA_SMI_S = 10.0
+HURRY_S = 30.0
+"""Of a notice's time: enough for the rest of a step and a rendezvous."""
+DISK_FREE = 0.02
+MEMORY_FREE = 0.02
+MOST_WORKERS, MOST_NAME = 256, 120
+"""The most workers in an answer, and characters of a name: an answer stays below 64 KiB."""
+
+
+class Agent:
+    """What one host knows of itself. `user` owns the workers; None: this process's own user."""
+
+    def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev"),
+                 user: int | None = None):
+        self.metadata, self.folder, self.user = metadata, folder, user
+        self._lock = threading.Lock()
+        self._drains: dict[str, Any] | None = None
+        self._rebalance = self._has_called = False
+        self._sick = self._unknown = self._unexamined = ""
+        self._gpus = len(list(devices.glob("nvidia[0-9]*")))
+        self._examining_since: float | None = None
+        self._life = secrets.token_hex(8)
+        self.refused = 0
+
+    def drain(self, why: str, deadline: float | None, for_good: bool = True) -> None:
+        """Begin to drain: for good, or for as long as this process lives."""
+        with self._lock:
+            if self._drains is None or for_good and not self._drains["for_good"]:
+                self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
+
+    def last_call(self) -> None:
+        """Send SIGTERM, once, to the workers that are still here when HURRY_S are left.
+
+        They then wait for nothing any more.
+        """
+        with self._lock:
+            deadline = self._drains["deadline"] if self._drains else None
+            if self._has_called or deadline is None or time.time() < deadline - HURRY_S:
+                return
+        try:
+            found = self.workers()
+        except OSError:
+            return  # no descriptor is free: the next turn tries again
+        self._has_called = True
+        for worker in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(worker["pid"], signal.SIGTERM)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the workers on this machine. Raises OSError when no descriptor is free."""
+        return workers() if self.user is None else workers(self.user)
+
+    def has_workers(self) -> bool:
+        """True if this machine has workers, or if that cannot be found out now."""
+        try:
+            return bool(self.workers())
+        except OSError:
+            return True
+
+    def deadline(self) -> float:
+        """Return when a draining host ends; 0.0 if it does not drain, or the time is unknown."""
+        with self._lock:
+            return float(self._drains["deadline"] or 0.0) if self._drains else 0.0
+
+    def refuse(self) -> None:
+        """Count a refused client."""
+        with self._lock:
+            self.refused += 1
+
+    def listen(self) -> None:
+        """Ask the metadata service once."""
+        if self.metadata is None:
+            return
+        try:
+            if notice := self.metadata.notice():
+                at = time.strftime("%H:%M:%S", time.gmtime(notice.deadline))
+                self.drain(f"{notice.action} at {at} UTC", notice.deadline)
+            self._rebalance, self._unknown = self.metadata.rebalance(), ""
+        except MetadataUnavailable as error:
+            self._unknown = str(error)
+
+    def examine(self) -> None:
+        """Examine the machine once. May hang, as a broken disk or GPU does."""
+        self._examining_since = time.monotonic()
+        try:
+            gpus = gpu_count()
+            self._gpus = max(self._gpus, gpus or 0)
+            is_lost = gpus is not None and gpus < self._gpus
+            self._sick = illness(self.folder) or (
+                f"GPU lost: {gpus} of {self._gpus} answer" if is_lost else "")
+            self._unexamined = ""
+        except OSError as error:  # no descriptor is free. That is no illness: the verdict stands
+            self._unexamined = f"not examined: {error}"
+        finally:
+            self._examining_since = None
+
+    def health(self) -> dict[str, Any]:
+        """Return the answer to the poller."""
+        with self._lock:
+            drains, since = self._drains, self._examining_since
+        hung_s = 0.0 if since is None else time.monotonic() - since
+        sick = self._sick if hung_s < HUNG_S else (
+            f"GPU lost, or disk: they have not answered for {hung_s:.0f} s")
+        reason = drains["why"] if drains else sick or self._unexamined or self._unknown
+        return {"state": "draining" if drains else "sick" if sick else "ready", "why": reason,
+                "deadline": drains["deadline"] if drains else None,
+                "for_good": bool(drains and drains["for_good"]), "life": self._life,
+                "rebalance": self._rebalance,
+                "workers": [worker | {"worker": worker["worker"][:MOST_NAME]}
+                            for worker in self.workers()[:MOST_WORKERS]],
+                "standby": standbys.waiting_in(standbys.standby_folder(os.environ, self.user)),
+                "time": time.time(), "refused": self.refused}
+
+
+def illness(folder: Path) -> str:
+    """Return what is wrong with this machine's disk or memory; "" if nothing is."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return f"disk: {error}"
+    if disk.free < DISK_FREE * disk.total:
+        return f"disk full: {disk.free >> 20} MiB left under {folder}"
+    memory = psutil.virtual_memory()
+    if memory.available < MEMORY_FREE * memory.total:
+        return f"no memory: {memory.available >> 20} MiB left"
+    return ""
+
+
+def gpu_count() -> int | None:
+    """Return how many GPUs answer; None where there is no nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
+                                timeout=NVIDIA_SMI_S)
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return 0
+    except subprocess.TimeoutExpired:
+        return 0
+
+
+def workers(user: int | None = None) -> list[dict[str, Any]]:
+    """Return a user's workers, by default one's own: name, pid, and what each does ("step 7").
+
+    A worker's children have its name, too, and so has the shim before it, which does not say what
+    it does. Signals go to the outermost process of a worker; what it does is the short name of the
+    outermost that has one of SHORT_NAME. Raises OSError when no descriptor is free.
+    """
+    found = processes.workers_of_user(os.geteuid() if user is None else user)
+    speaking = processes.outermost({pid: seen for pid, seen in found.items()
+                                    if processes.SHORT_NAME.fullmatch(seen.short_name)})
+    return [{"pid": pid, "worker": name,
+             "doing": found[speaking[name]].short_name if name in speaking else "booting"}
+            for name, pid in processes.outermost(found).items()]

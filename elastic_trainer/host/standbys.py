@@ -1,0 +1,42 @@
+"""Where the standbys of a user wait on a machine: one Unix socket each, named after its keeper.
+
+keeper, service, agent → here → the folder
+
+standby/shim.py has a copy of the first two names: it starts in 60 ms and imports nothing of ours. A
+test compares the copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+FOLDER_VARIABLE = "ELASTIC_TRAINER_STANDBY_DIR"
+"""Where keepers wait; the same for shim, keepers and agent of one machine."""
+
+
+def standby_folder(env: Mapping[str, str], user: int | None = None) -> Path:
+    """Return the folder of a user's standbys, by default of this process's user.
+
+    The path is short, because that of a Unix socket has 107 bytes at most.
+    """
+    uid = os.getuid() if user is None else user
+    return Path(env.get(FOLDER_VARIABLE) or f"/tmp/elastic-trainer-{uid}")
+
+
+def socket_of(folder: Path, command: str, keeper: int) -> Path:
+    """Return the path of the socket of a keeper (a pid), by its command's name."""
+    return folder / f"{command}-{keeper}.sock"
+
+
+def has_keeper(path: Path) -> bool:
+    """True if the keeper after which a socket is named lives."""
+    return bool(psutil.pid_exists(int(path.stem.rpartition("-")[2])))
+
+
+def waiting_in(folder: Path) -> int:
+    """Return how many standbys have booted and wait in a folder."""
+    return sum(map(has_keeper, folder.glob("*.sock")))

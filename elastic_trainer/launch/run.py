@@ -1,0 +1,109 @@
+"""`elastic-trainer run`: trains to the end, and shows what came of it.
+
+command line → run_options → here → supervisor, standbys, watch → summary
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.launch.run_options import Run, parse_run
+from elastic_trainer.wire.plain import plain, plain_output, plain_text
+
+LAST_BYTES = 1 << 20
+LAST_LINES = 25
+"""How much of the output is shown after a demo that failed."""
+EXPECTED_EXITS = (0, 130)
+
+
+def run(argv: list[str]) -> int:
+    """Train to the end, in as many attempts as it takes; returns the exit code."""
+    from elastic_trainer.launch.local_s3 import local_s3
+
+    wanted = parse_run(argv)
+    if wanted.reduce:
+        os.environ["ELASTIC_TRAINER_REDUCE"] = wanted.reduce
+    os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = wanted.mixed_hardware
+    os.environ["ELASTIC_TRAINER_STORE"] = wanted.store
+    horovodrun_options = wanted.horovodrun()
+    with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():
+        prove_store(wanted.store)
+        return _train(wanted, horovodrun_options)
+
+
+def _train(wanted: Run, horovodrun_options: list[str]) -> int:
+    from elastic_trainer.launch.attempts import supervise
+    from elastic_trainer.observe.report import print_summary, summarize_log
+    from elastic_trainer.observe.watch import Watch
+    from elastic_trainer.standby.local import local_standbys
+
+    run_dir, is_demo = wanted.run_dir, wanted.is_demo
+    started = {"command": wanted.command, "horovodrun": horovodrun_options,
+               "reduce": wanted.reduce or "exact", "store": wanted.store.partition("?")[0]}
+    print(f"run {run_dir.name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it "
+          f"with the same command and --run {run_dir.name}", flush=True)
+    watch = Watch(run_dir)
+    log_path = run_dir / "output.log"
+    make_folder(run_dir)
+    with open(log_path, "a", opener=private) as log:
+        if is_demo:
+            watch.start()
+        with local_standbys(run_dir, wanted.command, wanted.standbys):
+            exit_code = supervise(run_dir, horovodrun_options, wanted.command, started,
+                                  output=log if is_demo else None)
+        if is_demo:
+            watch.stop()
+    if exit_code not in EXPECTED_EXITS and is_demo:
+        last = end_of(log_path).splitlines()[-LAST_LINES:]
+        print(f"the last lines of {log_path}:", *map(plain_output, last), sep="\n", file=sys.stderr)
+    result = summarize_log(run_dir)
+    print_summary(result)
+    if is_demo:
+        print(*map(plain_output, last_words(log_path)), sep="\n")
+    print("weights", plain(result["weights_sha256"]))
+    return exit_code
+
+
+def prove_store(store: str) -> None:
+    """Find out before anything is started whether the store can be used.
+
+    Raises ConfigError when the store refuses. A store that does not answer may do so when the
+    workers have booted: they ask again and again (state/, RESTORE_S).
+    """
+    if "://" not in store:
+        return  # the first worker proves a folder, in a millisecond
+    from elastic_trainer.state.store import (
+        StoreRefused,
+        StoreUnavailable,
+        open_store,
+        prove_put_if_absent,
+    )
+
+    try:
+        prove_put_if_absent(open_store(store))
+    except StoreRefused as error:
+        raise ConfigError(str(error)) from error
+    except StoreUnavailable as error:
+        print(f"elastic-trainer: {plain_text(error)}",
+              "The run starts, and its workers ask the store again and again. If it will never "
+              "answer, press Ctrl-C and correct --store or AWS's variables.", sep="\n",
+              file=sys.stderr, flush=True)
+
+
+def end_of(path: Path) -> str:
+    """Return a file's end, at most LAST_BYTES: a run of weeks prints more than memory holds."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def last_words(log_path: Path, most: int = 3) -> list[str]:
+    """Return the last lines that workers printed themselves, each once."""
+    _, *printed = end_of(log_path).split("<stdout>: ")
+    lines = (line.splitlines()[0] for line in printed if line.strip())
+    return list(dict.fromkeys(lines))[-most:]
