@@ -112,9 +112,9 @@ PARSERS = [CodeBlockParser("python", run_python), CodeBlockParser("bash", run_ba
 
 @cache
 def document_of(page: Path) -> Document:
-    """Return a page's blocks; `lacks` is for the conditions of its skip directives."""
+    """Return a page's blocks. Two names are for the conditions of its skip directives."""
     document = Sybil(PARSERS).parse(page)
-    document.namespace["lacks"] = lacks
+    document.namespace |= {"lacks": lacks, "find_spec": importlib.util.find_spec}
     return document
 
 
