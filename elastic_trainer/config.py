@@ -4,7 +4,7 @@ launcher → environment → here → train()
 
 What always holds:
 1. What a launcher says in the environment is read here (`Launch.from_environment`) and in `__main__`; standby.py, shim.py
-   and place.py read only what Horovod, or a place in the world, has put there.
+   and plain_driver.py read only what Horovod, or a place in the world, has put there.
 2. A mistake of the user's is a `ConfigError` whose text names the key to change.
 """
 

@@ -37,7 +37,7 @@ from netlab import COORDINATOR, Fleet, Lab
 from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.wire.messages import DriverClient
-from elastic_trainer.world.place import unreachable
+from elastic_trainer.world.reach import unreachable
 
 HOSTILE = Path(__file__).resolve().parent / "hostile.py"
 OUTSIDE = "10.66"

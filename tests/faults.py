@@ -107,7 +107,7 @@ class Injector:
             case "hold":
                 _hold_until_there(self.folder / RELEASED)
             case "lose_vote":
-                from elastic_trainer.world.generations import (
+                from elastic_trainer.world.collectives import (
                     PeersLost,  # here: it imports torch, which a test does not need
                 )
 

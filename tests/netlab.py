@@ -13,7 +13,7 @@ What always holds:
 1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
    the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
 2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
-3. No two hosts' interfaces have the same name: driver and workers find each their own (place.py). Stock Horovod, which
+3. No two hosts' interfaces have the same name: driver and workers find each their own (reach.py). Stock Horovod, which
    gives one name to all, has to ask for a lab where they have (`interface`).
 
 It needs root, `ip`, and sshd, which it installs where apt-get can.

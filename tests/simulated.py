@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
+
 
 class Hub:
     """What the members of a simulated world share."""
@@ -55,6 +57,12 @@ class Member:
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return torch.cat(self._share(name, tensor.clone()))
+
+    def seat(self, rank: int, size: int) -> None:
+        assert (rank, size) == (self.rank, self.size)
+
+    def vote(self, step: int, ballot: Ballot) -> Outcome:
+        return outcome_of(self, step, ballot)
 
     def gather_texts(self, text: str) -> list[str]:
         return [str(shared) for shared in self._share("texts", text)]

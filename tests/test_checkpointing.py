@@ -24,7 +24,6 @@ from elastic_trainer.training.checkpointing import (
     LAST_TRIES,
     LIFE,
     Action,
-    CheckpointBallot,
     Checkpointing,
     News,
     Phase,
@@ -34,16 +33,16 @@ from elastic_trainer.training.checkpointing import (
     news_of,
     phase_of,
 )
-from elastic_trainer.world.generations import Control
-from elastic_trainer.world.place import Alone
+from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.vote import CheckpointBallot, Outcome
 
 BY_VOTE = (News.WANTED, News.ALL_UPLOADED, News.ONE_FAILED)
 
 
 def decided(*, uploaded: int = 0, upload_failed: bool = False, checkpoint: bool = False, published: int = -1,
-            change_waits: bool = False) -> Control:
+            change_waits: bool = False) -> Outcome:
     """Return what a vote says that decides nothing else."""
-    return Control(samples=0, digest=0, change=False, stop=False, failed_rank=-1, uploaded=uploaded,
+    return Outcome(voters=1, samples=0, digest=0, change=False, stop=False, has_failure=False, uploaded=uploaded,
                    upload_failed=upload_failed, checkpoint=checkpoint, published=published, all_drain=False,
                    change_waits=change_waits, differs=False)
 
@@ -173,12 +172,12 @@ class Loops:
     def stores(self) -> list[Held]:
         return self.fleet.stores
 
-    def vote(self, ballots: list[CheckpointBallot]) -> Control:
+    def vote(self, ballots: list[CheckpointBallot]) -> Outcome:
         return decided(uploaded=sum(b.is_uploaded for b in ballots), upload_failed=any(b.has_failed for b in ballots),
                        checkpoint=ballots[0].is_wanted, published=ballots[0].newest_step,
                        change_waits=any(driver.wants_change() for driver in self.drivers))
 
-    def step(self) -> Control:
+    def step(self) -> Outcome:
         """Finish a step; each worker's phase may change by the table alone."""
         for rank, loop in enumerate(self.loops):
             loop.tick(rank)

@@ -35,7 +35,7 @@ from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.events import Events
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordServer
 from elastic_trainer.wire.seal import worker_key
-from elastic_trainer.world.place import own_address_towards
+from elastic_trainer.world.reach import own_address_towards
 
 DEADLINE_S = 60.0
 SECRET = "5ec4e75ec4e7"

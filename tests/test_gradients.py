@@ -18,7 +18,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.training.loop import Result, Trainer
-from elastic_trainer.world.place import Alone
+from elastic_trainer.world.alone import Alone
 
 Model = torch.nn.Module
 Loss = Callable[[Model, Any], torch.Tensor]

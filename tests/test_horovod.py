@@ -16,13 +16,8 @@ import pytest
 from netlab import wait_for
 
 from elastic_trainer.launch.rendezvous import Rendezvous
-from elastic_trainer.world.generations import (
-    IDLE_CYCLE_MS,
-    cycle_ms,
-    gloo_timeout_s,
-    poll_s,
-    wakes_on_arrival,
-)
+from elastic_trainer.world.collectives import poll_s
+from elastic_trainer.world.session import IDLE_CYCLE_MS, cycle_ms, gloo_timeout_s, wakes_on_arrival
 
 HOROVODRUN = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds", "600",
               sys.executable, "-c"]
@@ -40,11 +35,11 @@ from contextlib import suppress
 from pathlib import Path
 import torch, horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
-from elastic_trainer.world.generations import _open_sockets
+from elastic_trainer.world.session import open_sockets
 BYTES_RECEIVED = struct.Struct("128xQ")  # linux/tcp.h, tcp_info
 hvd.init()
 rank = hvd.rank()
-sockets = [socket.socket(fileno=os.dup(descriptor)) for descriptor, _ in _open_sockets()]
+sockets = [socket.socket(fileno=os.dup(descriptor)) for descriptor, _ in open_sockets()]
 
 def received():
     return [BYTES_RECEIVED.unpack(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136))[0] for s in sockets]
@@ -117,7 +112,7 @@ except ValueError as error:
 
 @pytest.mark.parametrize(("interface", "says"), [("lo", "size 1"), ("", "refused: Horovod initialization failed")])
 def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, says: str) -> None:
-    """With the interface given, which world.py always does. Without it hvd.init() fails with the reason, and the process
+    """With the interface given, which session.py always does. Without it hvd.init() fails with the reason, and the process
     lives. (It died of SIGSEGV in a list that getaddrinfo had not filled.)"""
     inside = 'hostname nobody.invalid && exec "$0" -c "$1"'
     done = subprocess.run(["unshare", "--map-root-user", "--uts", "sh", "-c", inside, sys.executable, NAMELESS],
@@ -131,7 +126,7 @@ def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, s
 
 MEET = """
 import time, torch, horovod.torch as hvd
-from elastic_trainer.world.generations import init_error
+from elastic_trainer.world.session import init_error
 try:
     hvd.init()
 except ValueError:
@@ -145,7 +140,7 @@ else:
 
 
 def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
-    """Start a member of a world that meets at this store, as world.py does."""
+    """Start a member of a world that meets at this store, as session.py does."""
     env = {"HOROVOD_GLOO_MEET_AT_ONCE": "1", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_CONTROLLER": "gloo",
            "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_HOSTNAME": "localhost",
            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port),

@@ -50,10 +50,14 @@ from elastic_trainer.training.loop import (
     train,
 )
 from elastic_trainer.training.losses import LossNotFinite
+from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise
-from elastic_trainer.world.generations import UPLOAD_FIRST_S, PeersLost, Standing, World
-from elastic_trainer.world.place import Alone, RunOver
+from elastic_trainer.world.collectives import PeersLost, World
+from elastic_trainer.world.generations import UPLOAD_FIRST_S, Generations, Hooks
+from elastic_trainer.world.place import RunOver
 from elastic_trainer.world.replicas import ReplicaDiffers, ReplicasDisagree
+from elastic_trainer.world.standings import Standing
+from elastic_trainer.world.transfer import Transfer
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -525,12 +529,8 @@ def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() 
 
 # --- a world of threads ---------------------------------------------------------------------------------------------
 
-class Seat(Member, World):
-    """One generation, and collectives without a network."""
-
-    def __init__(self, hub: Hub, rank: int):
-        World.__init__(self, Launch(), Alone(), Events(None))
-        Member.__init__(self, hub, rank)
+class OneGeneration(Generations):
+    """The life of one generation that never breaks."""
 
     def run(self, state: Any, body: Callable[[], Iterator[Any]], **_: Any) -> Iterator[Any]:
         state.has_state = True
@@ -567,7 +567,8 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     threads = []
     for rank in range(size):
         trainer = Trainer(make(rank), Launch(), Alone(), Events(None), reduce, False)
-        trainer.world = Seat(hub, rank)
+        trainer.world = Member(hub, rank)
+        trainer.generations = OneGeneration(Launch(), Alone(), Events(None), trainer._hooks(), trainer.world)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:
         thread.start()
@@ -1085,17 +1086,19 @@ class Wanting(Alone):
 def test_a_change_waits_for_the_shares_that_go_up() -> None:
     """For so long and no longer, and not when this worker itself was told to go: then it has seconds."""
     driver = Wanting()
-    world = World(Launch(), driver, Events(None))
-    assert world._wants_change(100.0)
-    world.is_saving = lambda: True
-    assert not world._wants_change(101.0)
-    assert world._wants_change(100.0 + UPLOAD_FIRST_S)
+    saving = [False]
+    generations = Generations(Launch(), driver, Events(None), Hooks(is_saving=lambda: saving[0]))
+    assert generations.take_wishes(100.0).change
+    saving[0] = True
+    assert not generations.take_wishes(101.0).change
+    assert generations.take_wishes(101.0).change_soon
+    assert generations.take_wishes(100.0 + UPLOAD_FIRST_S).change
     driver.wants = False
-    assert not world._wants_change(120.0)
+    assert not generations.take_wishes(120.0).change
     driver.wants = True
-    assert not world._wants_change(130.0)
+    assert not generations.take_wishes(130.0).change
     driver.leaves = True
-    assert world._wants_change(131.0)
+    assert generations.take_wishes(131.0).change
 
 
 @pytest.mark.parametrize(("ranks", "told"), [
@@ -1110,15 +1113,17 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
     heard = []
     events = Events(None)
     events.listeners.append(lambda event, about: heard.append((event, about["step"])))
-    world, trained = World(Launch(), Alone(), events), built()
-    world.size = len(ranks)
+    world, trained = World(), built()
+    world.seat(0, len(ranks))
+    generations = Generations(Launch(), Alone(), events, Hooks(), world)
     state = ElasticState(trained, torch.optim.SGD(trained.parameters(), 0.1))
-    monkeypatch.setattr(world, "_standings", lambda state: [Standing(*rank, (8, 1), 0) for rank in ranks])
-    monkeypatch.setattr(world, "_transfer", lambda state: None)
+    monkeypatch.setattr(generations, "_exchange_standings",
+                        lambda state: [Standing(*rank, (8, 1), 0) for rank in ranks])
+    monkeypatch.setattr(Transfer, "move", lambda *_: None)
     for _ in range(2):
         state.committed, state.begun, state.has_state = ranks[0]
         state.prepared = state.begun
-        list(world._reconcile(state, lambda: "", lambda *vote: state.commit(*vote), lambda: iter(())))
+        list(generations._reconcile(state, lambda: "", lambda *vote: state.commit(*vote), lambda: iter(())))
         ranks[0] = state.committed, state.begun, state.has_state
     assert [step for event, step in heard if event == "worker.step_redone"] == told
 
@@ -1145,11 +1150,7 @@ def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: 
         model = built()
         state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
         state.has_state, state.extras = rank < 2, {"mine": Ordered("ab" if rank == 0 else order, 10.0**rank)}
-        world, collectives = World(Launch(), Alone(), Events(None)), Member(hub, rank)
-        world.rank, world.size, world._givers = rank, 3, [0, 1]
-        for name in ("alltoall", "allgather", "gather_texts"):
-            setattr(world, name, getattr(collectives, name))
-        world._transfer(state)
+        Transfer(Member(hub, rank), Events(None), list, lambda *_: None).move(state, [0, 1])
         return state.extras["mine"].values
 
     with ThreadPoolExecutor(3) as pool:
@@ -1199,8 +1200,8 @@ def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.M
     def said(**how: Any) -> Arithmetic:
         trainer = Trainer(job(built(torch.nn.Dropout(), **how), loss=loss), Launch(), Alone(), Events(None), "exact", False)
         trainer.run()
-        assert trainer.world.arithmetic
-        return trainer.world.arithmetic
+        assert trainer.generations.arithmetic
+        return trainer.generations.arithmetic
 
     first = said()
     if what == "program":
@@ -1220,8 +1221,8 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
             rehearse(whole)
         trainer = Trainer(whole, Launch(), Alone(), Events(None), "exact", False)
         trainer.run()
-        assert trainer.world.arithmetic
-        return trainer.world.arithmetic
+        assert trainer.generations.arithmetic
+        return trainer.generations.arithmetic
 
     torch.set_num_threads(1)
     assert said(True) == said(False)

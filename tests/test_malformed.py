@@ -311,7 +311,7 @@ def test_the_driver_remembers_few_couriers_of_a_worker() -> None:
 
 
 def test_an_honest_word_is_taken() -> None:
-    """As place.py sends them, and those of older workers."""
+    """As our_driver.py sends them, and those of older workers."""
     assert flaw_of_words(WORD) == ""
     assert flaw_of_words({"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
     assert flaw_of_words(WORD | {"machine": {"step": -1, "shard": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
@@ -429,7 +429,7 @@ def test_a_line_of_an_event_fits_into_a_word_to_the_driver() -> None:
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BOUND = {"event", "time", "run", "attempt", "worker", "generation", "rank", "size"}
-"""What Events puts on each line of a worker's (world.py binds the last three before the first step)."""
+"""What Events puts on each line of a worker's (generations.py binds the last three before the first step)."""
 
 
 def emitted() -> list[tuple[str, str, set[str], bool]]:

@@ -19,13 +19,11 @@ from ports import free_port
 from elastic_trainer.config import ConfigError, Launch, Limits
 from elastic_trainer.wire.messages import WordServer
 from elastic_trainer.wire.seal import worker_key
-from elastic_trainer.world.place import (
-    Alone,
-    Dismissed,
-    OurDriver,
-    Place,
-    PlainDriver,
-    RunOver,
+from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.our_driver import OurDriver
+from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
+from elastic_trainer.world.plain_driver import PlainDriver
+from elastic_trainer.world.reach import (
     answer_door,
     interface_towards,
     open_door,
@@ -177,7 +175,7 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, w
 def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..., OurDriver]) -> None:
     """Any number of times: whoever knocks is let go at once."""
     driver = worker()
-    driver.start(False, 0)
+    driver.start(DriverHooks(), False, 0)
     door = script.wait_for(lambda w: w["door"])["door"]
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", door), DEADLINE_S) as knock:
@@ -246,10 +244,9 @@ def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(script: Scri
 def test_writes_while_it_waits_when_the_driver_says_so(script: Script, worker: Callable[..., OurDriver]) -> None:
     """It goes on waiting, and says so; after the end of the attempt it is asked once more who writes."""
     script.say(place(1))
-    driver = worker()
+    driver, written = worker(), threading.Event()
+    driver.start(DriverHooks(write_alone=written.set), False, 0)
     driver.next_place(False, 0)
-    written = threading.Event()
-    driver.write_alone = written.set
     waiting = threading.Thread(target=lambda: pytest.raises(RunOver, driver.next_place, True, 5))
     waiting.start()
     assert not driver.is_writer(0, 5.0) and driver.is_writer(0, 100.0)
@@ -306,9 +303,8 @@ def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script,
 def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     """Bring a worker into generation 1, and return where its `on_broken` is noted."""
     broken: list[str] = []
-    driver.on_broken = lambda: broken.append(threading.current_thread().name)
     script.say(place(1, **news))
-    driver.start(False, 0)
+    driver.start(DriverHooks(on_broken=lambda: broken.append(threading.current_thread().name)), False, 0)
     driver.next_place(False, 0)
     driver.note("training", 3)
     return broken
@@ -318,7 +314,7 @@ def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(script: Scrip
                                                                   worker: Callable[..., OurDriver]) -> None:
     """Beats come by themselves, from the start, and say what was noted last."""
     driver = worker()
-    driver.start(False, 0)
+    driver.start(DriverHooks(), False, 0)
     first = script.wait_for(lambda w: w["phase"] == "standby")
     script.wait_for(lambda w: w["count"] > first["count"] + 5)
     driver.note("training", 42)
@@ -330,7 +326,7 @@ def test_no_two_words_have_one_number_when_beats_and_questions_mix(script: Scrip
                                                                   worker: Callable[..., OurDriver]) -> None:
     """So the driver can tell an old word from a new one."""
     driver = worker()
-    driver.start(False, 0)
+    driver.start(DriverHooks(), False, 0)
     script.say(lambda words: place(1) if words["count"] > 60 else {"offer": words["count"]})
     driver.next_place(False, 0)
     counts = [w["count"] for w in script.heard]
@@ -345,7 +341,7 @@ def test_the_sockets_are_closed_when_a_member_is_dead(script: Script, worker: Ca
     assert not driver.is_broken()
     script.say(place(1, dead=[1]))
     until(lambda: broken)
-    assert set(broken) == {"beats"}
+    assert set(broken) == {"heartbeats"}
     assert driver.is_broken()
 
 
@@ -364,10 +360,9 @@ def test_nothing_is_closed_when_the_dead_are_of_another_generation(script: Scrip
 
 def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker: Callable[..., OurDriver]) -> None:
     """Without a place there are no peers."""
-    driver, broken = worker(), []
-    driver.on_broken = lambda: broken.append(1)
+    driver, broken = worker(), list[int]()
     script.say(place(1, dead=[1]))
-    driver.start(False, 0)
+    driver.start(DriverHooks(on_broken=lambda: broken.append(1)), False, 0)
     script.wait_for(lambda w: w["count"] > 5)
     assert not broken
 
@@ -429,7 +424,7 @@ def test_the_driver_hears_of_the_error_when_the_users_code_fails(script: Script,
                                                                  worker: Callable[..., OurDriver]) -> None:
     """Its whole text, before the worker ends."""
     driver = worker()
-    driver.start(False, 0)
+    driver.start(DriverHooks(), False, 0)
     driver.fail("Traceback …\nValueError: bad sample")
     assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
 
@@ -458,7 +453,7 @@ def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script,
                                                                 worker: Callable[..., OurDriver]) -> None:
     """What is said last must not hide the error that it tells."""
     driver = worker(limits=SOON_LOST)
-    driver.start(False, 0)
+    driver.start(DriverHooks(), False, 0)
     script.stop()
     driver.fail("a traceback")
     driver.finish(3)
@@ -470,7 +465,7 @@ def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(script: Script,
     """It waits, in its generation, counts on from its last word, and takes only a later place."""
     driver = worker(revived_generation=3, revived_count=50)
     script.say(place(3))
-    driver.start(True, 9)
+    driver.start(DriverHooks(), True, 9)
     word = script.wait_for(lambda w: True)
     assert (word["count"], word["phase"], word["generation"], word["step"]) == (51, "waiting", 3, 9)
     assert word["holds_state"]

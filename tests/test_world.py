@@ -13,23 +13,45 @@ from simulated import Hub, Member
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.elastic_state import ElasticState
-from elastic_trainer.world.generations import PeersLost, World, WorldChanged
-from elastic_trainer.world.place import Alone, Place
+from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.collectives import PeersLost
+from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
+from elastic_trainer.world.place import Place
 
 
-class Seat(Member, World):
-    """One member of a world of threads, whose generations need no Horovod."""
+class Given(Alone):
+    """A driver that gives a worker the same rank again and again."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.given = rank, size, 0
+
+    def next_place(self, holds_state: bool, step: int) -> Place:
+        self.given += 1
+        return Place(generation=self.given, rank=self.rank, size=self.size, local_rank=0, local_size=1,
+                     rendezvous=None)
+
+
+class Session:
+    """Horovod, as far as generations need it, without a network."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def prepare(self, place: Place, step_s: float) -> None:
+        """Do nothing."""
+
+    start = close_sockets = lambda self: None
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Seat(Generations):
+    """One member of a world of threads."""
 
     def __init__(self, hub: Hub, rank: int):
-        World.__init__(self, Launch(), Alone(), Events(None))
-        Member.__init__(self, hub, rank)
-        self.entered = self.left = 0
-
-    def _enter(self, place: Place) -> None:
-        self.entered += 1
-
-    def _leave(self) -> None:
-        self.left += 1
+        self.given, self.session = Given(rank, hub.size), Session()
+        super().__init__(Launch(), self.given, Events(None), Hooks(), Member(hub, rank), self.session)
 
 
 class Count:
@@ -115,7 +137,7 @@ def test_a_run_yields_what_its_body_yields_when_generations_follow_each_other() 
     user = User(Seat(Hub(1), 0), state_at(3))
     user.breaks = [PeersLost("as planned"), WorldChanged()]
     assert user.train() == ["enters at 3"] * 3
-    assert (user.seat.entered, user.seat.left) == (3, 3)
+    assert (user.seat.given.given, user.seat.session.ended) == (3, 3)
 
 
 def test_the_callers_exception_is_not_taken_for_a_broken_generation() -> None:
@@ -124,7 +146,7 @@ def test_the_callers_exception_is_not_taken_for_a_broken_generation() -> None:
     with pytest.raises(PeersLost, match="the caller's own"):
         for _ in user.run():
             raise PeersLost("the caller's own")
-    assert user.seat.entered == 1
+    assert user.seat.given.given == 1
 
 
 def test_the_world_is_left_when_the_caller_takes_no_more_steps() -> None:
@@ -133,4 +155,4 @@ def test_the_world_is_left_when_the_caller_takes_no_more_steps() -> None:
     run = user.run()
     next(run)
     run.close()  # type: ignore[attr-defined]
-    assert (user.seat.entered, user.seat.left) == (1, 1)
+    assert (user.seat.given.given, user.seat.session.ended) == (1, 1)

@@ -15,7 +15,7 @@ from horovod.runner.util import network
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.world.place import own_address_towards
+from elastic_trainer.world.reach import own_address_towards
 
 LOOKUP_S = 30.0
 """How long the driver looks for a way to any host, before it leaves that to the next attempt."""

@@ -18,7 +18,7 @@ Facts about Horovod 0.28.1 that this project answers, by the numbers that its co
 - F10 Its rendezvous unpickles what any client puts there (rendezvous.py:44-47).
       → rendezvous, wire (signed JSON)
 - F11 Exit code 0 of one worker ends the job for all (registration.py:146-149).
-      → training, world/place
+      → training, world/plain_driver
 
 It replaces one function of Horovod's launcher (horovodrun.py). Every generation has a rendezvous
 store of its own, so a late worker of an older generation cannot disturb it.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -34,8 +33,9 @@ from elastic_trainer.state.commit_log import Fenced
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.training.timing import Timing
-from elastic_trainer.world.generations import Control, PeersLost
+from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
+from elastic_trainer.world.vote import CheckpointBallot, Outcome
 
 RESTORE_PAUSE_S = 30.0
 """Between two tries to restore. There are at most MAX_GENERATIONS_WITHOUT_PROGRESS tries (20)."""
@@ -113,7 +113,7 @@ def phase_of(share: Share | None, is_publishing: bool) -> Phase:
     return Phase.UPLOADED if share.is_up() else Phase.UPLOADING
 
 
-def news_of(control: Control, size: int) -> News | None:
+def news_of(control: Outcome, size: int) -> News | None:
     """Return what a vote of `size` workers means for the checkpoint in flight.
 
     Rank 0 wants no checkpoint while one is in flight, so a vote means one thing at most.
@@ -152,24 +152,6 @@ def is_leave_unsaved(leaves: bool, *, heard_step: int, newest_step: int, is_trie
     workers wait until they hear that it is published.
     """
     return leaves and newest_step < heard_step and not is_tried
-
-
-@dataclass(frozen=True)
-class CheckpointBallot:
-    """What this worker's vote says of checkpoints."""
-
-    is_uploaded: bool = False
-    """My share of the checkpoint in flight is in the store."""
-    has_failed: bool = False
-    """My share has failed."""
-    is_wanted: bool = False
-    """Rank 0 wants a checkpoint after this step."""
-    newest_step: int = -1
-    """The newest step that rank 0 knows to be published; -1: none."""
-
-    def arguments(self) -> tuple[tuple[bool, bool], bool, int]:
-        """Return what `World.vote` takes."""
-        return (self.is_uploaded, self.has_failed), self.is_wanted, self.newest_step
 
 
 def open_checkpoints(launch: Launch, plan: Plan, events: Events,
@@ -249,7 +231,9 @@ class Checkpointing:
         is_due = rank == 0 and self.timing.is_due(self.state.committed + 1, checkpoints.failures)
         wanted = is_wanted(rank, self.phase, is_due=is_due, is_unsaved=self._is_leave_unsaved(),
                            wants_change=self.driver.wants_change())
-        return CheckpointBallot(*checkpoints.progress(), wanted, checkpoints.newest_step)
+        is_uploaded, has_failed = checkpoints.progress()
+        return CheckpointBallot(is_uploaded=is_uploaded, has_failed=has_failed, is_wanted=wanted,
+                                newest_step=checkpoints.newest_step)
 
     # --- the places at which the loop calls -----------------------------------------------------
 
@@ -275,7 +259,7 @@ class Checkpointing:
         """Note how long a step took, without the work of this object at its end."""
         self.timing.step(step_s, self.phase is not Phase.IDLE)
 
-    def obey(self, control: Control, world: Peers) -> None:
+    def obey(self, control: Outcome, world: Peers) -> None:
         """Do what the vote has decided, after the step is applied. All workers do the same.
 
         Costs: one copy of my share, if a checkpoint begins. The store is written behind the training.
@@ -314,7 +298,7 @@ class Checkpointing:
         self.events.reach("state.share_begun", step=self.state.committed,
                           pause_s=self.timing.pause_s)
 
-    def publish_now(self, world: Peers, vote: Callable[[CheckpointBallot], Control], *,
+    def publish_now(self, world: Peers, vote: Callable[[CheckpointBallot], Outcome], *,
                     instead: bool = False) -> None:
         """Publish a checkpoint of the last step and wait for it, all workers together.
 
@@ -332,8 +316,9 @@ class Checkpointing:
             wanted = is_last_wanted(world.rank, checkpoints.share is not None, committed=committed,
                                     newest_step=checkpoints.newest_step, tries=tries,
                                     is_fenced=checkpoints.fenced is not None)
-            control = vote(CheckpointBallot(*checkpoints.progress(), wanted,
-                                            checkpoints.newest_step))
+            is_uploaded, has_failed = checkpoints.progress()
+            control = vote(CheckpointBallot(is_uploaded=is_uploaded, has_failed=has_failed,
+                                            is_wanted=wanted, newest_step=checkpoints.newest_step))
             had_share = checkpoints.share is not None
             self.obey(control, world)
             tries += bool(control.checkpoint)

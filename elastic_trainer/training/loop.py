@@ -64,7 +64,7 @@ from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers, named_parameters
 from elastic_trainer.training import determinism, probe
 from elastic_trainer.training.batches import fetch, to_device
-from elastic_trainer.training.checkpointing import CheckpointBallot, Checkpointing, open_checkpoints
+from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
 from elastic_trainer.training.machine_fault import machine_fault
@@ -91,19 +91,25 @@ from elastic_trainer.training.settings import (
 )
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
 from elastic_trainer.training.timing import Pace
+from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.world import revive
+from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
-from elastic_trainer.world.generations import Control, PeersLost, StateWithdrawn, World, WorldChanged, revive
-from elastic_trainer.world.place import (
-    MAX_ERROR_CHARACTERS,
-    Alone,
-    Dismissed,
-    Driver,
-    OurDriver,
-    PlainDriver,
-    RunOver,
+from elastic_trainer.world.collectives import PeersLost
+from elastic_trainer.world.drivers import driver_of
+from elastic_trainer.world.generations import Generations, Hooks, StateWithdrawn, WorldChanged
+from elastic_trainer.world.odd import find_odd
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver
+from elastic_trainer.world.replicas import (
+    Part,
+    Replica,
+    ReplicaDiffers,
+    ReplicasDisagree,
+    checksum,
+    fingerprint,
 )
-from elastic_trainer.world.replicas import Part, Replica, ReplicaDiffers, ReplicasDisagree, fingerprint
+from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome
 
 WARM_GRADIENTS = 5
 """A standby has touched as much memory as so many gradients take: the state it will receive, the buffers of its first step.
@@ -278,10 +284,10 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any
     events.listeners += [Guarded(listener, events) for listener in listeners or ()]
     if stood_by:
         events.emit("worker.stood_by", **stood_by)
-    driver: Driver = OurDriver(launch) if launch.driver else PlainDriver(launch) if launch.horovod else Alone()
+    driver = driver_of(launch)
     trainer: Trainer | None = None
     try:
-        with shown(events) if progress and isinstance(driver, Alone) else nullcontext():
+        with shown(events) if progress and not (launch.driver or launch.horovod) else nullcontext():
             trainer = Trainer(job, launch, driver, events, reduce, compress, plan)
             return trainer.run()
     except Dismissed:
@@ -397,12 +403,13 @@ class Trainer:
         shards = job.schedule.shards
         self.reducer: Reducer = (ExactReducer(self.flat, shards) if reduce == "exact"
                                  else RingReducer(self.flat, shards, compress=compress))
-        self.world = World(launch, driver, events)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)), self.state, driver,
                                            launch, events)
-        self.world.is_saving = self.checkpointing.is_saving
-        self.world.all_parts, self.world.part_from_odd = self.replica.all_parts, self._part_from_odd
+        self.generations = Generations(launch, driver, events, self._hooks())
+        self.world = self.generations.world
+        self._shard_s = 0.0
+        """How long a shard takes here, as the warm-up has found."""
         self._restored_step = -1
         """The step with which this attempt began, as far as this worker was there: then all held the same bits."""
         self.error: BaseException | None = None
@@ -411,27 +418,32 @@ class Trainer:
         self._shard = -1
         """The shard in hand; -1 where all workers do the same."""
 
+    def _hooks(self) -> Hooks:
+        checkpointing = self.checkpointing
+        return Hooks(
+            all_parts=self.replica.all_parts, part_from_odd=self._part_from_odd,
+            expected_step_s=self._expected_step_s, is_saving=checkpointing.is_saving,
+            write_alone=checkpointing.write_while_waiting, is_moving=checkpointing.is_moving,
+            published=checkpointing.newest_step)
+
+    def _expected_step_s(self, size: int) -> float:
+        return self._shard_s * -(-self.job.schedule.shards // size)
+
     def run(self) -> Result:
         """Warm up, stand ready, and train in generation after generation."""
         job, state = self.job, self.state
         self._warm_up()
         self._take_own_legacy()
-        if not isinstance(self.driver, Alone):
+        if self.driver.drains_on_sigterm():
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
-        if isinstance(self.driver, OurDriver):
-            driver = self.driver
-            driver.write_alone = self.checkpointing.write_while_waiting
-            driver.is_saving, driver.published = self.checkpointing.is_moving, self.checkpointing.newest_step
-            driver.start(state.has_state, state.committed, self.world.arithmetic)
         try:
-            for _ in self.world.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
-                                    hand_over=lambda: iter(()), live_state=self._write_live_state):
+            for _ in self.generations.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
+                                          hand_over=lambda: iter(()), live_state=self._write_live_state):
                 pass
         except RunOver as over:
             if over.verdict in ("failed", "interrupted"):
                 self.checkpointing.write_last(self.world.rank)
-                if isinstance(self.driver, OurDriver):
-                    self.driver.tell_last(state.committed)
+                self.driver.report_last_step(state.committed)
             if over.verdict != "finished" or state.committed < job.schedule.steps:
                 raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
         self.driver.finish(state.committed)
@@ -461,18 +473,18 @@ class Trainer:
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
             self.checkpointing.tick(world.rank)
-            control = world.vote(step, samples, digest, self.error is not None,  # network: one word. All have them
-                                 *self.checkpointing.ballot(world.rank).arguments(), held=held)
+            control = self._vote(step, Ballot(samples=samples, digest=digest, checksum=checksum(held),
+                                              checkpoint=self.checkpointing.ballot(world.rank)))  # network: one word
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
-            if control.differs and not world.drifts(step):
-                self._part_from_odd(held, range(world.size))                    # leaves the loop
+            if control.differs:                                                 # leaves the loop, mostly
+                self.generations.settle_difference(step, held, range(world.size))
             self._judge_loss(step)
             self._apply(control.samples, control.digest)
             self.events.reach("step.applied", step=step)
             step_s = time.monotonic() - started
-            world.note_step(step, step_s)
+            self.generations.note_step(step, step_s)
             self._say_committed(step, step_s)
             self.checkpointing.note_step(step_s)
             if world.rank == 0:
@@ -487,11 +499,14 @@ class Trainer:
                 raise WorldChanged                                              # somebody joins or leaves
         self._finish()
 
+    def _vote(self, step: int, ballot: Ballot) -> Outcome:
+        return self.generations.vote(step, replace(ballot, has_failed=self.error is not None))
+
     def _part_from_odd(self, held: list[Part], among: Sequence[int]) -> None:
         """End this generation: somebody's replica differs. Who is odd leaves; the others do the step again."""
         step = self.state.committed
         same_step = max(step - self.replica.slices, self._restored_step, 0)
-        self.world.find_odd(step, held, same_step, among)
+        find_odd(self.world, self.launch, self.events, held, among, step=step, since_step=same_step)
         self._go_back(step, same_step)
 
     def _go_back(self, step: int, same_step: int) -> None:
@@ -614,7 +629,8 @@ class Trainer:
 
     def fault_of_machine(self, error: BaseException) -> str:
         """Return what of this machine has failed, if an exception says so and there are others who go on; else ""."""
-        if not isinstance(self.driver, OurDriver) or self.world.size == 1 or isinstance(error, (PeerFailed, ConfigError)):
+        is_others = isinstance(error, (PeerFailed, ConfigError))
+        if is_others or self.world.size == 1 or not self.driver.takes_machine_faults():
             return ""
         return machine_fault(error)
 
@@ -623,7 +639,6 @@ class Trainer:
 
         Nothing else is tried on this machine: a disk that fails may hold an orderly end up for minutes.
         """
-        assert isinstance(self.driver, OurDriver)
         step, shard = self.state.committed, self._shard
         with suppress(OSError):
             print(f"elastic-trainer: {kind} on {self.launch.host} in step {step}: this worker leaves, and "
@@ -631,7 +646,7 @@ class Trainer:
         self.events.emit("worker.machine_failed", host=self.launch.host, error=kind, step=step, shard=shard,
                          text=text[-MAX_ERROR_CHARACTERS:])
         self.events.flush()
-        self.driver.fail_machine(step, shard, kind, text)
+        self.driver.fail_machine(MachineFault(step=step, shard=shard, kind=kind, text=text))
         os._exit(EXIT_MACHINE)
 
     def _raise_if_failed(self, failed_rank: int) -> None:
@@ -717,16 +732,16 @@ class Trainer:
         new = self._take_new_buffers()
         started = time.monotonic()
         inputs, again = self._try_shard(first, constant=new)
-        shard_s = time.monotonic() - started  # the first time takes longer
+        self._shard_s = time.monotonic() - started  # the first time takes longer
         results = {again} if new else {result, again}  # of sums with other statistics
         if job.schedule.smallest_shard < len(first):
             self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
         self.state.forget()
-        self.world.arithmetic = Arithmetic(probe.program(job.device), inputs, results.pop() if len(results) == 1 else 0,
-                                           probe.facts(job.device), self.reduce == "exact")
+        arithmetic = self.generations.arithmetic = Arithmetic(
+            probe.program(job.device), inputs, results.pop() if len(results) == 1 else 0,
+            probe.facts(job.device), self.reduce == "exact")
         if self.checkpointing.checkpoints:
-            self.checkpointing.checkpoints.facts["arithmetic"] = self.world.arithmetic.to_words()
-        self.world.expected_step_s = lambda size: shard_s * -(-job.schedule.shards // size)
+            self.checkpointing.checkpoints.facts["arithmetic"] = arithmetic.to_words()
         self.flat.adopt(trained)
         for tensor in self.flat.sums.values():
             tensor.zero_()
@@ -866,7 +881,7 @@ class Trainer:
     def _compare_with_writer(self, step: int, facts: Mapping[str, Any]) -> None:
         """Tell when a run goes on with other arithmetic than its checkpoint was computed with: allowed, and no more the
         same bits."""
-        mine, writers = self.world.arithmetic, None
+        mine, writers = self.generations.arithmetic, None
         # Others may have written these words. They are no reason to stop.
         with suppress(LookupError, TypeError, ValueError, AttributeError):
             writers = Arithmetic.from_words(facts.get("arithmetic"))
@@ -898,10 +913,10 @@ class Trainer:
                              loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
                              **({"skipped": True} if self._is_skipped(self.state.loss) else {}), **more)
 
-    def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Control:
+    def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Outcome:
         """Vote on the last checkpoint, after the last step. Raises what ends the run, on all workers."""
         self.error = self.checkpointing.fenced
-        control = self.world.vote(self.state.committed, 0, 0, self.error is not None, *ballot.arguments())
+        control = self._vote(self.state.committed, Ballot(checkpoint=ballot))
         self._raise_if_failed(control.failed_rank)
         return control
 
@@ -909,8 +924,8 @@ class Trainer:
         """Make the result durable, then agree that the run is over: exit code 0 comes after this vote (F11)."""
         state, world = self.state, self.world
         held = self.replica.all_parts() if world.size > 1 else []  # also what no vote has seen since the last steps
-        if world.vote(state.committed, 0, 0, False, held=held).differs and not world.drifts(state.committed):
-            self._part_from_odd(held, range(world.size))
+        if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
+            self.generations.settle_difference(state.committed, held, range(world.size))
         self.checkpointing.publish_now(world, self._vote_on_checkpoint)
         if self.world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
@@ -918,7 +933,7 @@ class Trainer:
             self.events.flush()
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
-        self.world.vote(state.committed, 0, 0, has_failed=False)
+        self.generations.vote(state.committed, Ballot())
 
 
 def describe(job: Job) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""A worker's heartbeat and the driver's answer, as values; here alone they become JSON objects and are read again.
+"""A worker's heartbeat and the driver's answer, as values; they become JSON objects here alone.
 
 worker (world) → Heartbeat → messages.py → driver (launch) → News → messages.py → worker
 
 What always holds:
-1. A field that one side does not send has its default at the other side, and a field that one side does not know is
-   ignored. So workers and drivers of two versions understand each other.
+1. A field that one side does not send has its default at the other side, and a field that one side
+   does not know is ignored. So workers and drivers of two versions understand each other.
 2. The names of the fields on the wire are those of the dataclasses.
 
-What it does not do: check what arrives from a worker (observe/schema.py does, before `Heartbeat.from_words`).
+What it does not do: check what arrives from a worker. observe/schema.py does, before
+`Heartbeat.from_words`.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ class MachineFault:
     @staticmethod
     def from_words(words: Mapping[str, Any]) -> MachineFault:
         """Read a JSON object."""
-        return MachineFault(step=int(words["step"]), shard=int(words["shard"]), kind=str(words["kind"]),
-                            text=str(words["text"]))
+        return MachineFault(step=int(words["step"]), shard=int(words["shard"]),
+                            kind=str(words["kind"]), text=str(words["text"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a worker reports of itself. Each one reports everything, so a lost one needs no repetition."""
+    """What a worker reports of itself.
+
+    Each heartbeat reports everything, so a lost one needs no repetition.
+    """
 
     count: int
-    """Its number. The driver ignores a heartbeat whose number is not higher than that of the last one."""
+    """Its number. The driver ignores a heartbeat whose number is not above that of the last one."""
     phase: str
     """booting, standby, training, waiting, finished or reviving (membership.Phase)."""
     generation: int
@@ -59,13 +63,14 @@ class Heartbeat:
     door: int = 0
     """The port on which peers try whether they reach it; 0: it has none."""
     meets_at_once: bool = False
-    """Its Horovod finds all peers with one answer of the rendezvous store (deploy/install.sh, mend_meeting)."""
+    """Its Horovod finds all peers with one answer of the rendezvous store (deploy/install.sh,
+    mend_meeting)."""
     saves: bool = False
     """It has a part of a checkpoint on its way to the store."""
     published: int = -1
     """The step of the newest checkpoint that it knows to be published; -1: it knows of none."""
     arithmetic: Mapping[str, Any] | None = None
-    """How it computes (world/arithmetic.py); None: the driver has it, or the worker does not know yet."""
+    """How it computes (world/arithmetic.py); None: the driver has it, or it is not known yet."""
     error: str = ""
     """The traceback of the user's own exception."""
     machine: MachineFault | None = None
@@ -122,22 +127,27 @@ class Seat:
     @staticmethod
     def from_words(words: Mapping[str, Any]) -> Seat:
         """Read a JSON object. Raises KeyError, TypeError, ValueError."""
-        return Seat(generation=int(words["generation"]), rank=int(words["rank"]), size=int(words["size"]),
-                    local_rank=int(words.get("local_rank", 0)), local_size=int(words.get("local_size", 1)),
-                    address=str(words.get("address", "")), port=int(words.get("port", 0)),
-                    at_once=bool(words.get("at_once")))
+        return Seat(
+            generation=int(words["generation"]), rank=int(words["rank"]), size=int(words["size"]),
+            local_rank=int(words.get("local_rank", 0)), local_size=int(words.get("local_size", 1)),
+            address=str(words.get("address", "")), port=int(words.get("port", 0)),
+            at_once=bool(words.get("at_once")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """All that concerns a worker now. Each answer holds everything, so a lost one needs no repetition."""
+    """All that concerns a worker now.
+
+    Each answer holds everything, so a lost one needs no repetition.
+    """
 
     version: str = ""
     """Another version has other contents."""
     place: Seat | None = None
     """Its place in the newest generation, while it trains in it."""
     notice: str = ""
-    """Why the members should leave at a step boundary for a new generation: leave, join or death; "": they should not."""
+    """Why the members should leave at a step boundary for a new generation: leave, join or death;
+    "": they should not."""
     unwanted: bool = False
     """The host of this member has left the list."""
     dead: tuple[int, ...] = ()
@@ -164,20 +174,24 @@ class News:
         words = {name: value for name, value in vars(self).items()
                  if value or name == "version" or (name == "detail" and self.over)}
         if self.place is not None:
-            words |= {"place": dict(vars(self.place)), "notice": self.notice, "unwanted": self.unwanted,
-                      "dead": list(self.dead)}
+            words |= {"place": dict(vars(self.place)), "notice": self.notice,
+                      "unwanted": self.unwanted, "dead": list(self.dead)}
         if self.reach:
             words["reach"] = {name: list(where) for name, where in self.reach.items()}
         return words
 
     @staticmethod
     def from_words(words: Mapping[str, Any]) -> News:
-        """Read a JSON object. Raises LookupError, TypeError, ValueError, AttributeError for what is none of ours."""
+        """Read a JSON object. Raises LookupError, TypeError, ValueError or AttributeError for what
+        is no answer of a driver."""
         place = words.get("place")
         return News(
             version=str(words["version"]), place=Seat.from_words(place) if place else None,
             notice=str(words.get("notice") or ""), unwanted=bool(words.get("unwanted")),
-            dead=tuple(int(rank) for rank in words.get("dead", ())), offer=int(words.get("offer", 0)),
-            reach={str(name): (str(where[0]), int(where[1])) for name, where in words.get("reach", {}).items()},
-            leave=bool(words.get("leave")), evicted=bool(words.get("evicted")), finished=bool(words.get("finished")),
-            writes=bool(words.get("writes")), over=str(words.get("over", "")), detail=str(words.get("detail", "")))
+            dead=tuple(int(rank) for rank in words.get("dead", ())),
+            offer=int(words.get("offer", 0)),
+            reach={str(name): (str(address), int(port))
+                   for name, (address, port) in words.get("reach", {}).items()},
+            leave=bool(words.get("leave")), evicted=bool(words.get("evicted")),
+            finished=bool(words.get("finished")), writes=bool(words.get("writes")),
+            over=str(words.get("over", "")), detail=str(words.get("detail", "")))

@@ -48,7 +48,7 @@ class Parts:
 
     @property
     def duration_s(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 def parts_of(survivors: Iterable[Survivor], *, forming_s: float, transfer_s: float, step_s: float) -> Parts:

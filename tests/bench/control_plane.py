@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/bench/control_plane.py [--sizes 64,512] [--seconds 20]
 
-Each slot of the driver is a `sleep`. This process sends the words of all workers as `place.OurDriver` does: each has a
+Each slot of the driver is a `sleep`. This process sends the words of all workers as `our_driver.OurDriver` does: each has a
 connection of its own, stands ready, accepts the offer, and then sends one heartbeat after the other. CPU time is that of
 the driver's process (all threads), in cores. A heartbeat's answer is late by what it took beyond the time for which the
 driver holds it (`Membership.hold_s`).

@@ -1,0 +1,77 @@
+"""Whether the members of a generation compute the same bits, and what it means if they do not.
+
+reconcile (each member's arithmetic) → here → vote, transfer: a difference is a fault, or is allowed
+
+What always holds: where members compute other bits, with the user's leave, a difference between
+replicas is no fault of a machine. It is logged once a generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from elastic_trainer.config import Launch
+from elastic_trainer.observe.events import Events
+from elastic_trainer.world.arithmetic import (
+    Arithmetic,
+    advice,
+    computes_otherwise,
+    facts_that_differ,
+)
+
+
+class Peers(Protocol):
+    """What a comparison needs of the world."""
+
+    rank: int
+    size: int
+
+    def gather_texts(self, text: str) -> list[str]: ...
+
+
+class Mixture:
+    """The arithmetic of the members of a generation."""
+
+    def __init__(self, launch: Launch, events: Events):
+        self._launch, self._events = launch, events
+        self.is_mixed = False
+        """Some members of this generation compute other bits than others, with the user's leave."""
+        self._is_drift_logged = False
+
+    def compare(self, world: Peers, members: Sequence[Arithmetic | None], mine: Arithmetic | None,
+                is_logged: bool) -> None:
+        """Find out whether all members compute the same bits, all together.
+
+        `is_logged`: the driver has compared them before it formed the generation, and logged it.
+        """
+        first = members[0]
+        odd = [rank for rank, other in enumerate(members)
+               if first and other and computes_otherwise(first, other)]
+        self.is_mixed, self._is_drift_logged = bool(odd), False
+        if not odd or is_logged:
+            return
+        assert mine
+        me = {"host": self._launch.host, **mine.to_words()}
+        everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
+        theirs = [Arithmetic.from_words(words) for words in everyone]
+        for rank in odd if world.rank == 0 else ():
+            one, other = theirs[rank], theirs[0]
+            differ = facts_that_differ(one, other) if one and other else {}
+            self._events.emit(
+                "worker.arithmetic_differs", level="warning", host=everyone[rank]["host"],
+                other_host=everyone[0]["host"], differs=differ, refused=False,
+                meaning=advice(False, differ))
+
+    def log_drift(self, world: Peers, step: int) -> None:
+        """Log, once a generation, that replicas differ because their arithmetic does."""
+        if self._is_drift_logged:
+            return
+        self._is_drift_logged = True
+        if world.rank == 0:
+            self._events.emit(
+                "worker.replicas_drift", level="warning", step=step,
+                meaning="the workers hold different bits, as their arithmetic differs "
+                        "(worker.arithmetic_differs). A fault of a machine is not found in this "
+                        "world.")

@@ -1,0 +1,180 @@
+"""Plain `horovodrun --host-discovery-script`: Horovod's own driver, not mended, with its limits.
+
+What the worker does against them: admission before `hvd.init()` (F1), leaving with 75 (F11).
+Horovod's notification service is used as it is (it checks an HMAC before it unpickles,
+network.py:92-99). The list of F1 to F11 is in launch/driver.py; docs and README name the limits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from elastic_trainer.config import Launch
+from elastic_trainer.wire.heartbeat import MachineFault
+from elastic_trainer.world.arithmetic import Arithmetic
+from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
+
+SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+ADMISSION_S = 60.0
+"""How long rank 0 waits for all members of a generation after the first."""
+ADMISSION_POLL_S = 0.02
+
+
+class PlainDriver:
+    """A worker's way to Horovod's own driver."""
+
+    count = 0
+
+    def __init__(self, launch: Launch):
+        from horovod.common.elastic import notification_manager
+
+        self.launch, self.generation, self.attempt = launch, 0, launch.attempt
+        self._changed = self._drains = False
+        env = os.environ
+        self.address = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        self.port = int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        self.host, self.local_rank = env["HOROVOD_HOSTNAME"], int(env["HOROVOD_LOCAL_RANK"])
+        notification_manager.init()
+        notification_manager.register_listener(self)
+
+    def on_hosts_updated(self, timestamp: int, result: Any) -> None:
+        """Take a notice of Horovod's driver. It calls rank 0 only; the vote informs the others."""
+        self._changed = True
+
+    def start(self, hooks: DriverHooks, holds_state: bool, step: int,
+              arithmetic: Arithmetic | None, *, meets_at_once: bool) -> None:
+        """Do nothing: Horovod's driver takes no heartbeats."""
+
+    def next_place(self, holds_state: bool, step: int) -> Place:
+        """Ask for a place and wait until all members have checked in (F1).
+
+        Raises Dismissed, RunOver.
+        """
+        is_first = self.generation == 0
+        while True:
+            if self._drains:
+                raise Dismissed
+            seat = self._first_seat() if is_first else self._next_seat()
+            is_first = False
+            if seat[0] < 0:
+                raise Dismissed
+            if self._is_admitted(seat[0], seat[1]):
+                return Place(generation=self.generation, rank=seat[0], size=seat[1],
+                             local_rank=seat[2], local_size=seat[3],
+                             rendezvous=(self.address, self.port), attempt=self.attempt)
+
+    def _first_seat(self) -> list[int]:
+        return [int(os.environ[f"HOROVOD_{name}"]) for name in SEAT]
+
+    def _next_seat(self) -> list[int]:
+        """Wait for a seat, for as long as Horovod's barrier does.
+
+        READY may be reported only once a round (registration.py:105-115), so the GET is not tried
+        again.
+        """
+        self._changed = False  # before the question: a later notice may not be in the answer
+        try:
+            answer = self._http("GET", f"rank_and_size/{self.host}:{self.local_rank}")
+        except OSError as error:
+            raise RunOver("failed", f"horovodrun is gone: {error}") from error
+        return [int(number) for number in (answer or b"-1").decode().split(",")]
+
+    def _is_admitted(self, rank: int, size: int) -> bool:
+        """Check in, and learn whether all have: rank 0 waits for all and publishes the result.
+
+        With it go the numbers of attempt and generation: rank 0 was there before, and a newcomer
+        knows neither.
+        """
+        limit_s = self.launch.limits.boot_s if self.generation == 0 else ADMISSION_S
+        deadline = time.monotonic() + limit_s
+        self._http("PUT", f"admission/{rank}", str(size).encode())
+        while time.monotonic() < deadline:
+            if rank == 0:
+                if self._are_all_here(size):
+                    self.generation += 1
+                    go = f"{self.attempt} {self.generation}"
+                    self._http("PUT", "admission/go", go.encode())
+                    return True
+            elif found := self._http("GET", "admission/go"):
+                if found != b"abort":
+                    self.attempt, self.generation = map(int, found.split())
+                return found != b"abort"
+            time.sleep(ADMISSION_POLL_S)
+        if rank == 0:
+            self._http("PUT", "admission/go", b"abort")
+        return False
+
+    def _are_all_here(self, size: int) -> bool:
+        expected = str(size).encode()
+        return all(self._http("GET", f"admission/{rank}") == expected for rank in range(size))
+
+    def _http(self, method: str, path: str, body: bytes | None = None) -> bytes | None:
+        url = f"http://{self.address}:{self.port}/{path}"
+        request = urllib.request.Request(url, data=body, method=method)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def drain(self) -> None:
+        """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
+        self._drains = True
+
+    def drains(self) -> bool:
+        """True when this worker should leave."""
+        return self._drains
+
+    must_hurry = drains
+
+    def wants_change(self) -> bool:
+        """True when Horovod's driver has reported other hosts, or this worker should leave."""
+        return self._changed or self._drains
+
+    def wants_stop(self) -> bool:
+        """Never: this driver's death is noticed only at the next change."""
+        return False
+
+    is_broken = is_finished = somebody_leaves = wants_stop
+    counts_idle_generations = compares_arithmetic = takes_machine_faults = wants_stop
+    revives_workers = wants_stop
+
+    def drains_on_sigterm(self) -> bool:
+        """Always: the exit code reports the rest to horovodrun."""
+        return True
+
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """Return whether the ranks before this one have had a second each."""
+        return waited_s >= rank
+
+    def interface(self) -> str:
+        """None: horovodrun has set it."""
+        return ""
+
+    def note(self, phase: str, step: int) -> None:
+        """Do nothing: Horovod's driver takes no heartbeats."""
+
+    def go_back(self) -> None:
+        """Count one more attempt of the run: it goes on from a checkpoint in the same processes."""
+        self.attempt += 1
+
+    def fail(self, error: str) -> None:
+        """Do nothing: the vote informs the other workers."""
+
+    def fail_machine(self, fault: MachineFault) -> None:
+        """Do nothing: Horovod's driver takes every exit for a host's failure."""
+
+    def report_last_step(self, step: int) -> None:
+        """Do nothing: Horovod's driver does not count steps."""
+
+    def finish(self, step: int) -> None:
+        """Do nothing: Horovod's driver learns it from exit code 0."""
+
+    def revive_soon(self) -> None:
+        """Do nothing: Horovod's driver would take the restart for a death."""

@@ -1,0 +1,203 @@
+"""Horovod in this process: started for one generation, its sockets shut, ended.
+
+place → environment → hvd.init() → … → sockets shut (after an error) → hvd.shutdown()
+
+What always holds:
+1. After an error this process's own Gloo sockets are shut, so that all peers notice within
+   milliseconds (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait
+   for the whole time-out). What is half sent or half received ends with its socket only in a Gloo
+   that deploy/install.sh has mended.
+2. A variable that the user has set wins over what is set here for each generation.
+
+Why the response cache is off (HOROVOD_CACHE_CAPACITY=0): after an error in one operation Horovod's
+background thread goes on to the next negotiation (operations.cc:310-318). With the cache on that is
+an allreduce on the same Gloo slot as the data, and a late chunk from a peer then breaks an
+assertion in a thread of Gloo's and aborts a healthy worker ("op.preamble.length <= op.nbytes": a
+second victim). Without the cache the negotiation uses other slots.
+
+Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), 0.28.1. The list of
+F1 to F11 is in launch/driver.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+
+import horovod.torch as hvd
+from horovod.torch import mpi_ops
+
+from elastic_trainer.config import Launch
+from elastic_trainer.world.collectives import PeersLost
+from elastic_trainer.world.place import Place
+
+IDLE_CYCLE_MS = 25.0
+"""Also how late a worker that computes notices by itself that a peer's sockets are closed."""
+FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_MEET_AT_ONCE")
+"""The variables whose values depend on the size of a generation's world."""
+PAIR_S = 0.002
+"""A rendezvous that is not at once takes about 0.3 ms for each of some 5 requests for each pair of
+members: 64 members need 6 s to find each other, 128 need 25 s. Gloo's time-out must be longer."""
+MEMBER_S = 0.3
+"""Gloo's time-out for each member where they meet at once: each connects to all, one after the
+other."""
+RUNNABLE_EACH = 4.0
+MAX_LOAD = 4.0
+"""On a machine with more than 4 runnable processes a core Gloo's time-out is longer in proportion,
+up to 4 times. It is a back-stop: the driver's heartbeats notice a death, and a time-out during a
+slow start would break the world for nothing."""
+
+
+class Session:
+    """This process's Horovod."""
+
+    def __init__(self, launch: Launch, interface: str):
+        self._launch, self._interface = launch, interface
+        self._asked = dict(os.environ)
+        self._is_up = self._was_up = False
+        self._sockets: set[tuple[int, int]] = set()
+        self._before_start: set[tuple[int, int]] = set()
+        self._starts = False
+
+    @property
+    def is_starting(self) -> bool:
+        """True while the main thread is in `hvd.init()`."""
+        return self._starts
+
+    def prepare(self, place: Place, step_s: float) -> None:
+        """Set Horovod's environment for a generation whose steps take about `step_s`."""
+        os.environ.update(self._environment(place, step_s))
+        self._before_start = open_sockets()
+        self._starts = True
+
+    def start(self) -> None:
+        """Start Horovod, as prepared. Raises PeersLost. Network: a full mesh of Gloo connections.
+
+        A Horovod that is not mended aborts the process where this one raises; see revive.py.
+        """
+        self._is_up = True  # a start that has failed must be ended too
+        try:
+            hvd.init()
+        except ValueError as error:
+            raise PeersLost(init_error() or str(error)) from error
+        finally:
+            self._starts = False
+            self._sockets = open_sockets() - self._before_start
+        if not hvd.is_initialized():
+            raise PeersLost(init_error())
+        self._was_up = True
+
+    def end(self) -> None:
+        """End Horovod, if it was started."""
+        if self._is_up:
+            self._is_up = False
+            hvd.shutdown()
+        self._sockets = set()
+
+    def close_sockets(self) -> None:
+        """Shut our Gloo sockets, so that each pending operation here and at our peers ends (F2)."""
+        during_start = open_sockets() - self._before_start if self._starts else set()
+        for descriptor, inode in self._sockets | during_start:
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as ours:
+                    # Gloo may have closed it since, and another socket may have its number. Or the
+                    # heartbeats have connected anew.
+                    if os.fstat(ours.fileno()).st_ino == inode and not self._leads_to_driver(ours):
+                        ours.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # closed already
+
+    def take_back_environment(self) -> None:
+        """Set the variables of this world as the user had them, for a process that starts anew."""
+        for name in FOR_THIS_WORLD:
+            os.environ.pop(name, None)
+            if name in self._asked:
+                os.environ[name] = self._asked[name]
+
+    def _environment(self, place: Place, step_s: float) -> dict[str, str]:
+        assert place.rendezvous is not None
+        timeout_s = gloo_timeout_s(self._launch.limits.gloo_s, place.size, place.at_once, load())
+        asked = {
+            "HOROVOD_CYCLE_TIME": f"{cycle_ms(step_s, wakes_on_arrival()):.2f}",
+            "HOROVOD_CACHE_CAPACITY": "0",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(timeout_s))}
+        if self._interface:
+            asked |= dict.fromkeys(("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), self._interface)
+        return {name: self._asked.get(name, value) for name, value in asked.items()} | {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": place.rendezvous[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(place.rendezvous[1]),
+            "HOROVOD_RANK": str(place.rank), "HOROVOD_SIZE": str(place.size),
+            # Each worker is a "host" of its own for Gloo: the contexts "local" and "cross", which
+            # nothing here uses, then have no peers to connect to. That halves the time of init
+            # (measured: 350 → 200 ms, 4 ranks).
+            "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_GLOO_MEET_AT_ONCE": "1" if place.at_once else "0",
+            # Wrong in an elastic world, also where the user has asked for them.
+            "HOROVOD_AUTOTUNE": "0", "HOROVOD_ENABLE_ASYNC_COMPLETION": "0",
+            # The first init latches NCCL's elastic mode; later ones must not ask the driver.
+            "HOROVOD_ELASTIC": "0" if self._was_up else "1"}
+
+    def _leads_to_driver(self, ours: socket.socket) -> bool:
+        try:
+            return "{0[0]}:{0[1]}".format(ours.getpeername()) == self._launch.driver
+        except OSError:
+            return False  # it listens, or its peer has gone
+
+
+def wakes_on_arrival() -> bool:
+    """True if deploy/install.sh has mended this Horovod's background thread (mend_cycle)."""
+    return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_wakes_on_arrival")
+
+
+def init_can_fail() -> bool:
+    """True if deploy/install.sh has mended Horovod's `hvd.init()` (mend_init, mend_meeting)."""
+    return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_init_error")
+
+
+def init_error() -> str:
+    """Return why the last `hvd.init()` failed."""
+    if not init_can_fail():
+        return ""
+    error = mpi_ops._basics.MPI_LIB_CTYPES.horovod_init_error
+    error.restype = ctypes.c_char_p
+    return bytes(error()).decode(errors="replace")
+
+
+def load() -> float:
+    """Return how many processes a core of this machine have wanted to run in the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def gloo_timeout_s(gloo_s: float, size: int, at_once: bool, load: float) -> float:
+    """Return Horovod's time-out for a collective and for finding the peers."""
+    for_size_s = MEMBER_S * size if at_once else PAIR_S * size**2
+    return max(gloo_s, for_size_s) * min(MAX_LOAD, max(1.0, load / RUNNABLE_EACH))
+
+
+def cycle_ms(step_s: float, wakes: bool) -> float:
+    """Choose how often Horovod's background threads negotiate, in milliseconds.
+
+    Each cycle is a few small collectives, also when there is nothing to do: at 3 ms they took 12 %
+    of a core for each of 2 workers on 2 cores. Where the thread wakes when a tensor arrives, only
+    idle cycles are as long as this. Where it does not (a Horovod that is not mended), a long cycle
+    delays each of a step's 3 or 4 operations by half of it.
+    """
+    return IDLE_CYCLE_MS if wakes else min(5.0, max(1.0, 1000.0 * step_s / 50.0))
+
+
+def open_sockets() -> set[tuple[int, int]]:
+    """Return (descriptor, inode) of this process's TCP sockets, connected or listening."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        found.add((int(name), status.st_ino))
+        except OSError:
+            continue  # closed since the listing (the listing's own descriptor is one of them)
+    return found

@@ -1,0 +1,62 @@
+"""Where each worker stands when a generation begins, and what follows from it.
+
+each member's Standing → one allgather → here → who restores, who rolls forward, who gives the state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic_trainer.world.arithmetic import Arithmetic
+from elastic_trainer.world.pauses import Survivor
+
+
+class Standing(NamedTuple):
+    """Where a worker stands when a generation begins."""
+
+    committed: int
+    begun: int
+    has_state: bool
+    last_vote: tuple[int, int]
+    """Samples and digest, totals of the last vote that it saw pass."""
+    paused_ms: int
+    """How long ago it last trained."""
+    arithmetic: Arithmetic | None = None
+    """How it computes, without the names."""
+    pause: Survivor = Survivor(0, 0, 0)
+
+    def encode(self) -> list[int]:
+        """Return it as integers."""
+        own = self.arithmetic or Arithmetic(0, 0, 0)
+        return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
+                own.program, own.inputs, own.result, *self.pause]
+
+    @staticmethod
+    def decode(numbers: Sequence[int]) -> Standing:
+        """Read the integers of `encode`."""
+        committed, begun, has_state, samples, digest, paused_ms, *more = numbers
+        program, inputs, result, *pause = more
+        return Standing(committed, begun, bool(has_state), (samples, digest), paused_ms,
+                        Arithmetic(program, inputs, result), Survivor(*pause))
+
+
+def has_state(standings: Sequence[Standing]) -> bool:
+    """True if a member has the run's values."""
+    return any(standing.has_state for standing in standings)
+
+
+def givers(standings: Sequence[Standing]) -> list[int]:
+    """Return the ranks of the members that have the run's values."""
+    return [rank for rank, standing in enumerate(standings) if standing.has_state]
+
+
+def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, int]]:
+    """Return how many steps the member that has finished most has finished, and its last vote."""
+    return max((s.committed, s.last_vote) for s in standings if s.has_state)
+
+
+def was_begun(standings: Sequence[Standing]) -> bool:
+    """True if a member had begun a step that no member has finished."""
+    step, _ = newest(standings)
+    return any(s.has_state and s.begun > step for s in standings)

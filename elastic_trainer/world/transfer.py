@@ -1,0 +1,184 @@
+"""The transfer: newcomers receive the state, each giver sends its share of the bytes.
+
+reconcile (who has the state) → here → all members have it
+
+What always holds:
+1. Only a worker without the state receives it. It receives all of it into scratch memory, checks
+   it, and then takes it over. A death in the middle leaves survivors as they are and newcomers as
+   empty as before.
+2. Each piece carries a CRC-32 of its giver's.
+3. The givers compare their tensors, and checksums of all that they hold, before the first byte.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from elastic_trainer.observe.events import Events
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import (
+    LayoutError,
+    Packed,
+    byte_ranges,
+    differing,
+    fill_range,
+    tensors_digest,
+    unpack,
+)
+from elastic_trainer.world.collectives import PeersLost
+from elastic_trainer.world.replicas import Part, checksum
+
+TRANSFER_BYTES = 16 << 20
+"""How many bytes of state go to each newcomer in one collective; the memory is used again."""
+
+Reader = Callable[[int, int], Iterable[torch.Tensor]]
+"""Returns the bytes [low, high) in pieces."""
+
+
+class Peers(Protocol):
+    """What a transfer needs of the world."""
+
+    rank: int
+    size: int
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor: ...
+    def gather_texts(self, text: str) -> list[str]: ...
+
+
+class Transfer:
+    """The transfer of the state from the members that have it (givers) to the others (takers)."""
+
+    def __init__(self, world: Peers, events: Events, all_parts: Callable[[], list[Part]],
+                 differ: Callable[[int, list[Part], Sequence[int]], None]):
+        self._world, self._events = world, events
+        self._all_parts = all_parts
+        self._differ = differ
+        """Called by all members if the givers hold different bits; it may end the generation."""
+
+    def move(self, state: ElasticState, givers: list[int]) -> None:
+        """Give all members the state, all together.
+
+        Network: the state's bytes once for each newcomer. Raises RuntimeError, on all members, if
+        the state does not fit what a worker has built.
+        """
+        started, world = time.monotonic(), self._world
+        takers = [rank for rank in range(world.size) if rank not in givers]
+        is_giver = world.rank in givers
+        packed = state.packed() if is_giver else None
+        header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
+        self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
+        # Numbers in the headers may differ, so all of the header is one giver's.
+        read_header = _reader_of(packed.header) if packed and world.rank == givers[0] else None
+        header = torch.empty(0 if is_giver else header_bytes, dtype=torch.uint8)
+        for low, piece in self._deal(read_header, header_bytes, givers[:1], takers, "header"):
+            header[low : low + piece.numel()] = piece
+        room = Packed(b"", []) if is_giver else _room_for(state, header, payload_bytes)
+        read_payload = _reader_of_payload(packed) if packed else None
+        for low, piece in self._deal(read_payload, payload_bytes, givers, takers, "payload"):
+            fill_range(room, low, piece)
+        if not is_giver:
+            state.load(unpack(room))
+            self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
+                              duration_s=round(time.monotonic() - started, 4))
+        self._events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
+
+    def _agree(self, packed: Packed | None, givers: list[int], step: int) -> tuple[int, int]:
+        """Compare what the givers hold; returns the bytes of header and payload."""
+        mine = [0, 0, 0]
+        if packed:
+            mine = [len(packed.header), packed.payload_bytes, zlib.crc32(packed.header)]
+        # With one giver there is nothing to compare.
+        held = self._all_parts() if packed and len(givers) > 1 else []
+        all_sizes = torch.tensor([[*mine, checksum(held)]])
+        everyone = self._world.allgather(all_sizes, "state.sizes").tolist()
+        theirs = [everyone[giver] for giver in givers]
+        if any(sizes[:3] != theirs[0][:3] for sizes in theirs):
+            self._compare_tensors(packed, givers)
+        if any(sizes[3] != theirs[0][3] for sizes in theirs):
+            self._differ(step, held, givers)  # else a wrong bit of one would soon be that of two
+        return int(theirs[0][0]), int(theirs[0][1])
+
+    def _compare_tensors(self, packed: Packed | None, givers: list[int]) -> None:
+        """Raise RuntimeError on all members if the givers have different tensors."""
+        digests = self._world.gather_texts(tensors_digest(packed.header) if packed else "")
+        if wrong := differing({giver: digests[giver] for giver in givers}):
+            raise RuntimeError(f"no worker can join: {wrong}.")
+
+    def _deal(self, read: Reader | None, total: int, givers: list[int], takers: list[int],
+              name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give each taker `total` bytes: each giver sends its share of each piece, with a CRC-32.
+
+        Yields to a taker (the byte where it belongs, piece), and nothing to a giver; to be
+        exhausted by both.
+        """
+        world = self._world
+        for start in range(0, total, TRANSFER_BYTES):
+            shares = _shares(start, min(start + TRANSFER_BYTES, total), givers)
+            outgoing, splits = torch.empty(0, dtype=torch.uint8), [0] * world.size
+            if read is not None:
+                low, high = shares[world.rank]
+                outgoing = _sealed_copies(read(low, high), high - low, len(takers))
+                splits = [high - low + 4 if rank in takers else 0 for rank in range(world.size)]
+            incoming = world.alltoall(outgoing, splits, f"state.{name}")
+            if world.rank in takers:
+                yield from _opened(incoming, shares)
+
+
+def _shares(start: int, stop: int, givers: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return which bytes of [start, stop) each giver sends."""
+    cuts = [start + (stop - start) * i // len(givers) for i in range(len(givers) + 1)]
+    return {giver: (cuts[i], cuts[i + 1]) for i, giver in enumerate(givers)}
+
+
+def _sealed_copies(parts: Iterable[torch.Tensor], length: int, count: int) -> torch.Tensor:
+    """Return `count` copies of a piece with its CRC-32 behind it, one behind the other.
+
+    One copy, into memory that is new: all others wait for it.
+    """
+    copies = torch.empty(count, length + 4, dtype=torch.uint8)
+    at = 0
+    for part in parts:
+        copies[0, at : at + part.numel()] = part
+        at += part.numel()
+    copies[0, at:] = torch.frombuffer(_crc(copies[0, :at]), dtype=torch.uint8)
+    copies[1:] = copies[0]
+    return copies.view(-1)
+
+
+def _opened(incoming: torch.Tensor,
+            shares: dict[int, tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield what the givers have sent: (first byte, piece). Raises PeersLost if it is damaged."""
+    at = 0
+    for giver, (low, high) in shares.items():
+        piece, at = incoming[at : at + high - low], at + high - low + 4
+        if _crc(piece) != incoming[at - 4 : at].numpy().tobytes():
+            raise PeersLost(f"the state's bytes from rank {giver} arrived damaged")
+        yield low, piece
+
+
+def _reader_of(header: bytes) -> Reader:
+    whole = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return lambda low, high: [whole[low:high]]
+
+
+def _reader_of_payload(packed: Packed) -> Reader:
+    return lambda low, high: byte_ranges(packed, low, high)
+
+
+def _room_for(state: ElasticState, header: torch.Tensor, payload_bytes: int) -> Packed:
+    try:
+        return state.room(header.numpy().tobytes(), payload_bytes)
+    except LayoutError as error:
+        raise RuntimeError(
+            f"the state of this run does not fit what this worker has built: {error}. All workers "
+            f"must build the same model and optimizer.") from error
+
+
+def _crc(piece: torch.Tensor) -> bytearray:
+    return bytearray(zlib.crc32(piece.numpy().data).to_bytes(4, "little"))

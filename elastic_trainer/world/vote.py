@@ -1,0 +1,142 @@
+"""The vote: what one worker says at the end of a step, and what all workers then know.
+
+one Ballot a worker → 16 integers → their sums over all workers → the same Outcome everywhere
+
+What always holds:
+1. A vote that passes anywhere means that every member's gradients were reduced, so every member can
+   apply the step itself.
+2. A ballot is encoded here alone (`Ballot.encode`), and decoded here alone (`Outcome.decode`).
+3. All workers decode the same sums, so all have the same outcome. The vote is one allreduce; only
+   the rank of a worker whose code has raised takes a second collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_trainer.world.replicas import are_same, words
+
+
+class Voters(Protocol):
+    """What a vote needs of the world."""
+
+    rank: int
+    size: int
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
+    def wait(self, handle: Any) -> torch.Tensor: ...
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a worker's driver wants."""
+
+    change: bool = False
+    """The world should change after this step: this worker does not wait any longer."""
+    change_soon: bool = False
+    """The world should change, after this step or soon."""
+    stop: bool = False
+    """The attempt should stop after this step, with a checkpoint."""
+    drains: bool = False
+    """This worker should leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointBallot:
+    """What one worker says of checkpoints."""
+
+    is_uploaded: bool = False
+    """Its share of the checkpoint in flight is in the store."""
+    has_failed: bool = False
+    """Its share has failed."""
+    is_wanted: bool = False
+    """There should be a checkpoint after this step. Only rank 0 says it."""
+    newest_step: int = -1
+    """The newest step that it knows to be published; -1: none. Only rank 0's counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What one worker says in a vote."""
+
+    samples: int = 0
+    """How many samples of the step it has computed."""
+    digest: int = 0
+    """The sum over them (schedule.samples_digest)."""
+    has_failed: bool = False
+    """The user's code has raised here."""
+    checksum: int = 0
+    """The checksum of a slice of its state (replicas.py)."""
+    checkpoint: CheckpointBallot = CheckpointBallot()
+    wishes: Wishes = Wishes()
+
+    def encode(self, rank: int) -> list[int]:
+        """Return the integers that are summed over all workers."""
+        mine, wishes = self.checkpoint, self.wishes
+        known = mine.newest_step + 1 if rank == 0 else 0
+        return [1, self.samples, self.digest, wishes.change, wishes.stop, self.has_failed,
+                mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
+                wishes.drains, wishes.change_soon, *words(self.checksum)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What all workers know after a vote."""
+
+    voters: int
+    samples: int
+    digest: int
+    change: bool
+    """The generation ends after this step: a worker joins or leaves."""
+    stop: bool
+    """All want the attempt to stop after this step, with a checkpoint. (One worker alone may only
+    have lost its own way to the driver: then the world changes, and the driver decides.)"""
+    has_failure: bool
+    """The user's code has raised on a worker: no worker applies the step."""
+    uploaded: int
+    """How many workers have their share of the checkpoint in flight in the store."""
+    upload_failed: bool
+    checkpoint: bool
+    """Rank 0 wants a checkpoint after this step."""
+    published: int
+    """The newest step that rank 0 knows to be published; -1: it knows of none."""
+    all_drain: bool
+    """All workers should leave: this step is the last that any of them holds."""
+    change_waits: bool
+    """A worker wants the world to change, if not after this step then soon."""
+    differs: bool
+    """The workers do not all hold the same bits in the slice of the state that was compared: no
+    worker applies the step."""
+    failed_rank: int = -1
+    """The lowest rank whose user code has raised; -1: none has."""
+
+    @staticmethod
+    def decode(sums: Sequence[int], size: int, failed_rank: int = -1) -> Outcome:
+        """Read the sums of all ballots of a world of `size` workers."""
+        (voters, samples, digest, change, stop, failed, uploaded, upload_failed, checkpoint,
+         known, drains, change_soon, *checksums) = sums
+        return Outcome(
+            voters=voters, samples=samples, digest=digest, change=change + stop > 0,
+            stop=stop == size, has_failure=failed > 0, uploaded=uploaded,
+            upload_failed=upload_failed > 0, checkpoint=checkpoint > 0, published=known - 1,
+            all_drain=drains == size, change_waits=change_soon > 0,
+            differs=not are_same(checksums, size), failed_rank=failed_rank)
+
+
+def outcome_of(world: Voters, step: int, ballot: Ballot) -> Outcome:
+    """Vote, all workers together. Network: one allreduce of 16 integers."""
+    sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
+    if world.size > 1:
+        world.wait(world.allreduce_start(sums, "vote"))
+    outcome = Outcome.decode(sums.tolist(), world.size)
+    assert outcome.voters == world.size, f"{outcome.voters} of {world.size} voted in step {step}"
+    if not outcome.has_failure:
+        return outcome
+    mine = torch.tensor([world.rank if ballot.has_failed else world.size], dtype=torch.int64)
+    ranks = world.allgather(mine, "failed") if world.size > 1 else mine  # rare
+    return Outcome.decode(sums.tolist(), world.size, int(ranks.min()))
