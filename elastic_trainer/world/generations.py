@@ -93,8 +93,7 @@ class Generations:
     def __init__(self, launch: Launch, driver: Driver, events: Events, hooks: Hooks,
                  world: World | None = None, session: Session | None = None):
         self.driver, self.events, self.hooks = driver, events, hooks
-        self.world = world or World(driver.is_broken)
-        self.mixture = Mixture(launch, events)
+        self.world, self.mixture = world or World(driver.is_broken), Mixture(launch, events)
         self.arithmetic: Arithmetic | None = None
         """How this worker computes, from its warm-up on."""
         self.pauses = Pauses(launch.revived_since)
