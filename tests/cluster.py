@@ -23,7 +23,7 @@ from faults import Plan
 
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.observe.events import EVENTS_FILE
-from elastic_trainer.observe.schema import flaw, parse_object
+from elastic_trainer.observe.schema import flaw, misfit, parse_object
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.verify import verify
 
@@ -247,6 +247,8 @@ class Cluster:
     def malformed(self) -> list[str]:
         """Return the flaws of the run's events, and the driver's reasons to refuse what workers have sent."""
         lines = [event for line in Reader(self.run_dir).lines() if (event := parse_object(line))]
+        wrong = [misfit(event) for event in lines if misfit(event)]  # also where no reader minds
+        assert not wrong, wrong
         refused = [reason for e in self.events("driver.stranger_refused") for reason in e["reason"].split("; ")
                    if reason != "a word that was said before"]  # that is a stranger's, who has overheard it
         return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [

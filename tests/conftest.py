@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -21,6 +21,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+@pytest.fixture(autouse=True)
+def only_declared_events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test in whose process an event is emitted that differs from its declaration (observe/event_table.py)."""
+    from elastic_trainer.observe.events import Events
+    from elastic_trainer.observe.schema import misfit
+
+    misfits, emit = list[str](), Events.emit
+
+    def checked(events: Events, event: str, **facts: Any) -> None:
+        if wrong := misfit({"time": 1.0, "event": event, **events.bound, **facts}):
+            misfits.append(wrong)
+        emit(events, event, **facts)
+
+    monkeypatch.setattr(Events, "emit", checked)
+    for name in ("poll", "group"):
+        if module := sys.modules.get(f"elastic_trainer.discovery.{name}"):
+            monkeypatch.setattr(module, "append_event", checking(module.append_event, misfits))
+    yield
+    assert not misfits or "made_up_events" in request.fixturenames
+
+
+def checking(append_event: Callable[..., None], misfits: list[str]) -> Callable[..., None]:
+    """Return a poller's append_event that notes what differs from the declaration of its event."""
+    from elastic_trainer.observe.schema import misfit
+
+    def checked(file: Path | None, event: str, **facts: Any) -> None:
+        if wrong := misfit({"time": 1.0, "event": event, **facts}):
+            misfits.append(wrong)
+        append_event(file, event, **facts)
+
+    return checked
+
+
+@pytest.fixture
+def made_up_events() -> None:
+    """Let a test emit events that are not declared."""
 
 
 @pytest.fixture(scope="session")

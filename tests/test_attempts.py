@@ -131,7 +131,7 @@ def test_another_runs_worker_is_left_alone_when_it_has_the_same_name_and_pid(
     """A pid that this run's diary names may by now be a worker of another run, with the same hosts' names."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     diary = Events(tmp_path / "run", attempt=1)
-    diary.emit("driver.worker_started", worker="a/0/1", host="a", pid=worker.pid, over_ssh=False)
+    diary.emit("driver.worker_started", worker="a/0/1", host="a", pid=worker.pid, over_ssh=False, slot=0)
     with open(tmp_path / "output", "wb") as output:
         supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
     assert worker.poll() is None
@@ -313,7 +313,7 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
     diary = Events(run_dir, attempt=1)
     diary.emit("attempt.started")
     if known:
-        diary.emit("driver.worker_started", worker="far/0/1", host="localhost", pid=left.pid, over_ssh=False)
+        diary.emit("driver.worker_started", worker="far/0/1", host="localhost", pid=left.pid, over_ssh=False, slot=0)
     command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
                                f"sys.exit({EXIT_USER_ERROR})")
     with open(tmp_path / "output", "wb") as output:
@@ -336,7 +336,7 @@ exec sh -c "$last"
     run_dir = (tmp_path / "run").resolve()
     diary = Events(run_dir, attempt=1)
     for host in ("far", "also"):
-        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)
+        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True, slot=0)
     diary.emit("driver.worker_gone", worker="also/0/1", host="also")
     left = orphan(run_dir, 5.0)
     command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
@@ -361,7 +361,7 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
     monkeypatch.setattr("elastic_trainer.launch.orphans.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
-        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True)
+        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True, slot=0)
     with open(tmp_path / "output", "wb") as output:
         code = supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
     assert code == EXIT_USER_ERROR

@@ -23,6 +23,7 @@ from test_state import bytes_of, trained
 from elastic_trainer.config import Launch
 from elastic_trainer.launch.past import past_of
 from elastic_trainer.observe.events import Events as EventFile
+from elastic_trainer.observe.schema import misfit
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from elastic_trainer.state.checkpoint import (
     LONGEST_REST_S,
@@ -47,6 +48,7 @@ class Events(list[tuple[str, dict[str, Any]]]):
     """Events as they are emitted."""
 
     def emit(self, event: str, **facts: Any) -> None:
+        assert not misfit({"time": 1.0, "event": event, "attempt": 1, "worker": "a/0/1", **facts})
         self.append((event, facts))
 
     def names(self) -> list[str]:

@@ -40,10 +40,26 @@ def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path, capsys: p
     assert "runs/NAME" in capsys.readouterr().err
 
 
-def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is proved of it."""
-    assert main(["verify", str(tmp_path)]) == 2
-    assert "has no events.jsonl" in capsys.readouterr().err
+@pytest.mark.parametrize(("command", "said"), [("verify", "nothing is proved"), ("report", "nothing is reported")])
+def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str,
+                                                   said: str) -> None:
+    """Nothing is proved of it, and nothing summed up."""
+    assert main([command, str(tmp_path)]) == 2
+    read = capsys.readouterr()
+    assert f"{tmp_path} has no events.jsonl, so {said}. Name a run's folder" in read.err and read.out == ""
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "There is no table"), ("{", "is not the table of a poller"), ("[]", "is not the table of a poller"),
+    ('{"hosts": [{}], "time": 1}', "is not the table of a poller")])
+def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                          text: str | None, said: str) -> None:
+    """With the file, and what to do: no traceback."""
+    if text is not None:
+        (tmp_path / "hosts.json").write_text(text)
+    assert main(["hosts", str(tmp_path / "hosts")]) == 2
+    read = capsys.readouterr()
+    assert str(tmp_path / "hosts.json") in read.err and said in read.err and "--hosts-file" in read.err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -18,8 +18,11 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.launch.actions import End
 from elastic_trainer.launch.driver import MendedDriver
 from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.report import print_hosts, print_summary, summarize
-from elastic_trainer.observe.watch import Picture, Watch, fold, panel, plain_line
+from elastic_trainer.observe.fleet_table import print_hosts
+from elastic_trainer.observe.report import summarize
+from elastic_trainer.observe.status import Status, fold
+from elastic_trainer.observe.summary_table import print_summary
+from elastic_trainer.observe.watch import Watch, panel, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]\r\u202e\u2066\x00\x7f\ud800\nline 2"
@@ -84,22 +87,22 @@ EVENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("event", EVENTS, ids=[event["event"] for event in EVENTS])
 def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None:
     """In its panel, and in its lines where there is no terminal."""
-    picture = fold(Picture(run="x"), {"time": 1.0, **event})
+    status = fold(Status(run="x"), {"time": 1.0, **event})
     console = terminal()
-    console.print(panel(picture))
+    console.print(panel(status))
     assert_harmless(said(console), of_rich=True)
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, **event}) + "\n")
     watch = Watch(tmp_path, Console(file=io.StringIO(), width=100))
     watch.start()
     watch.stop()
     assert_harmless(said(watch.console))
-    assert all(it.isprintable() for it in plain_line(picture))
+    assert all(it.isprintable() for it in plain_line(status))
 
 
 def test_watch_shows_the_beginning_of_an_endless_error() -> None:
     """A traceback of 50,000 characters has no place in a panel."""
-    picture = fold(Picture(), {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000})
-    assert len(picture.recent[-1]) < 1100
+    status = fold(Status(), {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000})
+    assert len(status.recent[-1]) < 1100
 
 
 def test_verify_and_errors_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The diary: what stands in it after the disk beneath it was full."""
+"""The event log: what is in it after its disk was full."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_full_disk_costs_the_lines_that_found_it_full(tmp_path: Path) -> None:
     assert len(lines) == len(told) + 1  # the torn one
 
 
-def test_a_line_is_whole_in_the_diary_before_its_listeners_hear_it(tmp_path: Path) -> None:
+def test_a_line_is_whole_in_the_event_log_before_its_listeners_hear_it(tmp_path: Path) -> None:
     """They act on what stands there."""
     events, heard = Events(tmp_path, attempt=3), list[object]()
     events.listeners.append(lambda event, facts: heard.append((read_events(tmp_path)[-1], facts)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import random
@@ -35,12 +34,15 @@ from elastic_trainer.observe.courier import (
     TooEarly,
 )
 from elastic_trainer.observe.events import Events, last_attempt, newest_attempt, read_events
-from elastic_trainer.observe.picture import Film
-from elastic_trainer.observe.report import print_summary, summarize, summarize_log, write_result
-from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, REQUIRED, flaw, flaw_of_words, parse
+from elastic_trainer.observe.picture import draw
+from elastic_trainer.observe.report import summarize, summarize_log, write_result
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_words, parse
 from elastic_trainer.observe.segments import LONGEST_LINE_BYTES, Reader
+from elastic_trainer.observe.status import Status, fold
+from elastic_trainer.observe.summary_table import print_summary
+from elastic_trainer.observe.timeline import Timeline
 from elastic_trainer.observe.verify import verify
-from elastic_trainer.observe.watch import Picture, fold, panel, plain_line
+from elastic_trainer.observe.watch import panel, plain_line
 from elastic_trainer.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, WordRefused, WordServer
 from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
@@ -92,10 +94,10 @@ def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Pat
     assert Follower(run_dir).read() == Follower(run_dir).read() == before
     assert write_result(run_dir) == clean | {"skipped_lines": 1}
     assert newest_attempt(run_dir) == last_attempt(events)
-    log, film, picture = Reader(run_dir), Film(), Picture()
-    for event in film.shoot(log.events()):
-        picture = fold(picture, event)
-    assert log.malformed == 1 and picture.is_over
+    log, timeline, status = Reader(run_dir), Timeline(), Status()
+    for event in timeline.through(log.events()):
+        status = fold(status, event)
+    assert log.malformed == 1 and status.is_over
     proves_nothing = line.startswith("{") and ('"worker.left"' in line or '"driver.worker' in line) and "[[[" not in line
     verdict = verify(run_dir)
     assert verdict.is_proved == proves_nothing
@@ -159,13 +161,13 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
         run_dir = Path(folder)
         (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
         Follower(run_dir).read()
-        film, picture, events = Film(), Picture(), read_events(run_dir)
-        for event in film.shoot(events):
-            picture = fold(picture, event)
-        film.draw()
+        timeline, status, events = Timeline(), Status(), read_events(run_dir)
+        for event in timeline.through(events):
+            status = fold(status, event)
+        draw(timeline)
         console = Console(file=io.StringIO(), width=100)
-        console.print(panel(picture))
-        plain_line(picture)
+        console.print(panel(status))
+        plain_line(status)
         print_summary(summarize(events), console)
         newest_attempt(run_dir)
         verify(run_dir).sentences()
@@ -369,7 +371,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     assert lines == [json.dumps(COMMITTED)] and driver.desk.lines.forget("a/0/1") == 1
     assert "the driver has refused a line of the event log" in capsys.readouterr().err
     assert [event for event, _ in told] == ["driver.stranger_refused"]
-    assert "its step is missing, or no whole number" in told[0][1]["reason"]
+    assert "its step is missing, or not a whole number" in told[0][1]["reason"]
 
 
 HEALTH = {"state": "ready", "why": "", "deadline": None, "for_good": False, "life": "1",
@@ -398,7 +400,7 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
 
 # --- what we write ourselves ------------------------------------------------------------------------------------------
 
-def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path) -> None:
+def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path, made_up_events: None) -> None:
     """A NaN loss in a batch of a million samples names them all: its line would be refused, and the run would wait."""
     events, heard = Events(tmp_path), list[Event]()
     events.listeners.append(lambda event, facts: heard.append(facts))
@@ -411,7 +413,7 @@ def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path) -> None:
     assert heard[0]["samples"] is samples and heard[0]["error"] is error
 
 
-def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path) -> None:
+def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path, made_up_events: None) -> None:
     """Also a hundred tracebacks of characters that JSON writes as twelve."""
     events = Events(tmp_path)
     events.emit("worker.failed", **{f"error_{number}": "\U0001f600" * 50_000 for number in range(100)})
@@ -425,33 +427,6 @@ def test_a_line_of_an_event_fits_into_a_word_to_the_driver() -> None:
     assert MAX_LINE_BYTES - 1000 < len(line) <= MAX_LINE_BYTES
     words = {"worker": "h" * MAX_NAME, "courier": "0" * 16, "number": 2**63, "line": line}
     assert len(json.dumps(words)) < MAX_BODY_BYTES
-
-
-PACKAGE = Path(__file__).resolve().parents[1]
-BOUND = {"event", "time", "run", "attempt", "worker", "generation", "rank", "size"}
-"""What Events puts on each line of a worker's (generations.py binds the last three before the first step)."""
-
-
-def emitted() -> list[tuple[str, str, set[str], bool]]:
-    """Return file, event, names of its facts and whether there may be more (**facts), of all places that emit one."""
-    places = []
-    for path in sorted(PACKAGE.glob("elastic_trainer/*/*.py")):
-        for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "emit":
-                names = {keyword.arg for keyword in call.keywords if keyword.arg}
-                kinds = [it.value for it in ast.walk(call.args[0]) if isinstance(it, ast.Constant)] if call.args else []
-                more = any(keyword.arg is None for keyword in call.keywords)
-                places += [(path.name, kind, names, more) for kind in kinds if isinstance(kind, str) and "." in kind]
-    return places
-
-
-def test_each_place_that_emits_an_event_names_the_fields_that_the_schema_wants() -> None:
-    """A field that is renamed on one side only would make every line of this kind malformed."""
-    places = emitted()
-    assert len(places) > 60 and set(REQUIRED) <= {kind for _, kind, _, _ in places}
-    lacking = {(path, kind): REQUIRED[kind] - names - BOUND for path, kind, names, more in places
-               if kind in REQUIRED and not more and not REQUIRED[kind] <= names | BOUND}
-    assert not lacking
 
 
 def test_the_largest_honest_values_are_no_flaw() -> None:

@@ -35,10 +35,10 @@ def written(run_dir: Path, store: Path) -> dict[str, int]:
     list_hosts(run_dir, {"a": 1})
     cloud = cast(Any, None)  # it is not asked
     poller = Poller(cloud, run_dir / "fleet", Policy(), events_file=run_dir / "events.jsonl")
-    poller.emit("discovery.host_in")
+    poller.emit("discovery.host_in", host="a", id="i-1", why="in")
     events = Events(run_dir, segment_bytes=1)
     for _ in range(3):
-        events.emit("run.started")
+        events.emit("run.started", options={})
     compress(run_dir, late_s=-1.0)
     report.write_result(run_dir)
     past.Follower(run_dir).read()

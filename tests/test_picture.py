@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_trainer.observe.picture import draw
+from elastic_trainer.observe import picture
+from elastic_trainer.observe.timeline import Timeline
+
+
+def draw(events: list[dict[str, Any]], columns: int = 72) -> list[str]:
+    timeline = Timeline()
+    for event in events:
+        timeline.take(event)
+    return picture.draw(timeline, columns)
 
 
 def step(time: float, step_s: float = 1.0, samples: int = 8, **more: Any) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
     assert (doubt["unheard"], doubt["listed"], doubt["clock_off"]) == (3, 3, 0)
     assert json.loads((s.folder / "hosts.json").read_text())["unheard"] == 3
     assert main(["hosts", str(s.hosts)]) == 0
-    assert "3 agents are not heard" in capsys.readouterr().out
+    assert "3 agents do not answer" in capsys.readouterr().out
     for number in (1, 2, 3):
         s.start_agent(number)
     assert s.poll() == [1, 2, 3] and len(s.told("poller_hears_again")) == 1

@@ -37,7 +37,8 @@ from elastic_trainer.discovery.refusals import (
     refusal_of,
     tell,
 )
-from elastic_trainer.observe.watch import Picture, fold, panel, plain_line
+from elastic_trainer.observe.status import Status, fold
+from elastic_trainer.observe.watch import panel, plain_line
 
 NOW = 1_800_000_000.0
 STANDARD = {"c6i.2xlarge": 8, "m6i.2xlarge": 8}
@@ -547,17 +548,17 @@ def test_a_refusal_is_in_the_diary_in_the_table_and_in_watch_until_machines_come
         "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests" in shown
         and "L-34B43A08" in shown
     )
-    picture = fold(Picture(run="mine"), event)
+    status = fold(Status(run="mine"), event)
     assert (
-        "MaxSpotInstanceCountExceeded" in plain_line(picture)
-        and "--desired-value 32" in picture.recent[-1]
+        "MaxSpotInstanceCountExceeded" in plain_line(status)
+        and "--desired-value 32" in status.recent[-1]
     )
     console = Console(width=400, record=True, file=open("/dev/null", "w"))
-    console.print(panel(picture))
+    console.print(panel(status))
     assert console.export_text().count("AWS refuses machines, 0 of 4 are there") == 2
     assert story.poll(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
-    picture = fold(picture, story.events()[-1])
-    assert "refuses" not in plain_line(picture) and "4 of 4" in picture.recent[-1]
+    status = fold(status, story.events()[-1])
+    assert "refuses" not in plain_line(status) and "4 of 4" in status.recent[-1]
     assert main(["hosts", str(tmp_path / "hosts")]) == 0
     assert "refuses" not in capsys.readouterr().out
 

@@ -14,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_trainer.observe.report import print_hosts, print_summary, summarize, write_result
-from elastic_trainer.observe.watch import RECENT_EVENTS, Picture, Watch, fold, panel, plain_line
+from elastic_trainer.observe.fleet_table import print_hosts
+from elastic_trainer.observe.report import summarize, write_result
+from elastic_trainer.observe.status import RECENT_EVENTS, Status, fold
+from elastic_trainer.observe.summary_table import print_summary
+from elastic_trainer.observe.watch import Watch, panel, plain_line
 
 Event = dict[str, Any]
 
@@ -181,7 +184,8 @@ def write(folder: Path, events: list[Event]) -> Path:
 def test_result_is_written_whole(tmp_path: Path) -> None:
     """result.json is what summarize() says, and nothing is left beside it."""
     result = write_result(write(tmp_path, RUN))
-    assert json.loads((tmp_path / "result.json").read_text()) == result == summarize(RUN) | {"skipped_lines": 0}
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result == summarize(RUN) | {"skipped_lines": 0, "unknown_events": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "result.json"}
 
 
@@ -196,64 +200,64 @@ def test_summary_is_readable_at_any_time(events: list[Event]) -> None:
 # --- watch --------------------------------------------------------------------------------------------------------
 
 
-def picture_of(events: list[Event]) -> Picture:
-    picture = Picture()
+def status_of(events: list[Event]) -> Status:
+    status = Status()
     for item in events:
-        picture = fold(picture, item)
-    return picture
+        status = fold(status, item)
+    return status
 
 
 def words(events: list[Event]) -> list[str]:
-    """Return what a picture says of the last of the events, without the clock."""
-    return [re.sub(r"^\d\d:\d\d:\d\d ", "", said) for said in picture_of(events).recent]
+    """Return what a status says of the last of the events, without the clock."""
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", said) for said in status_of(events).recent]
 
 
 def test_picture_shows_where_training_is() -> None:
     """Step, loss, speed, ETA and fleet are those of the last events."""
-    picture = picture_of(RUN[:13])
-    assert (picture.phase, picture.steps, picture.steps_due, picture.loss) == ("training", 3, 10, 1.0)
-    assert (picture.attempt, picture.generation, picture.size) == (1, 1, 2)
-    assert picture.samples_per_s == 8.0 and picture.eta_s == 7.0
+    status = status_of(RUN[:13])
+    assert (status.phase, status.steps, status.steps_due, status.loss) == ("training", 3, 10, 1.0)
+    assert (status.attempt, status.generation, status.size) == (1, 1, 2)
+    assert status.samples_per_s == 8.0 and status.eta_s == 7.0
 
 
 def test_picture_follows_a_restart_back_to_its_checkpoint() -> None:
     """Steps that a restart dropped are not shown as done."""
-    assert picture_of(RUN[:21]).phase == "restarting"
-    assert picture_of(RUN[:21]).workers == {}
-    picture = picture_of(RUN[:22])
-    assert (picture.phase, picture.steps, picture.attempt) == ("training", 2, 2)
+    assert status_of(RUN[:21]).phase == "restarting"
+    assert status_of(RUN[:21]).workers == {}
+    status = status_of(RUN[:22])
+    assert (status.phase, status.steps, status.attempt) == ("training", 2, 2)
 
 
 def test_picture_pauses_while_a_generation_forms() -> None:
     """Between two generations nobody trains."""
     formed = event(9.7, "driver.generation_formed", generation=2, size=1, hosts=["local-1"], reason="lost")
-    assert picture_of([*RUN[:14], formed]).phase == "pausing"
+    assert status_of([*RUN[:14], formed]).phase == "pausing"
 
 
 def test_picture_is_over_when_the_run_is() -> None:
     """A finish, the user's own error and a stop end it; a failed attempt does not."""
-    assert picture_of(RUN).phase == "finished"
+    assert status_of(RUN).phase == "finished"
     for verdict, is_over in (
         ("finished", True),
         ("user_error", True),
         ("interrupted", True),
         ("failed", False),
     ):
-        assert picture_of([event(0.0, "attempt.ended", exit_code=1, verdict=verdict)]).is_over is is_over
+        assert status_of([event(0.0, "attempt.ended", exit_code=1, verdict=verdict)]).is_over is is_over
 
 
 def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
     """One that boots is named only where there is no other, one that is gone never, one elsewhere with its own pid."""
-    assert picture_of(RUN[:2]).kill_command is None
-    assert picture_of(RUN[:4]).kill_command == "kill -9 42"
-    assert picture_of(RUN[:5]).kill_command == "kill -9 41"
-    assert picture_of(RUN[:6]).kill_command == "kill -9 42"
-    assert picture_of(RUN[:14]).kill_command == "kill -9 41"
+    assert status_of(RUN[:2]).kill_command is None
+    assert status_of(RUN[:4]).kill_command == "kill -9 42"
+    assert status_of(RUN[:5]).kill_command == "kill -9 41"
+    assert status_of(RUN[:6]).kill_command == "kill -9 42"
+    assert status_of(RUN[:14]).kill_command == "kill -9 41"
     remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1", pid=43,
                    over_ssh=True)
-    assert picture_of([remote]).kill_command is None
+    assert status_of([remote]).kill_command is None
     ready = event(1.0, "driver.worker_ready", worker="10.0.0.7/0/1", boot_s=1.0, pid=7)
-    assert picture_of([remote, ready]).kill_command == "ssh 10.0.0.7 kill -9 7"
+    assert status_of([remote, ready]).kill_command == "ssh 10.0.0.7 kill -9 7"
 
 
 def test_events_are_said_in_words() -> None:
@@ -272,10 +276,11 @@ def test_events_are_said_in_words() -> None:
 
 @pytest.mark.parametrize(("kind", "facts", "said"), [
     ("driver.clock_differs", {"host": "a", "off_s": -240.2}, "host a: its clock is -240 s off"),
-    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776}, "steps take 2.29 s, not 0.78: a host or a line is slow"),
+    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776},
+     "steps take 2.29 s, not 0.78 s: a host or a network link is slow"),
     ("worker.steps_as_before", {"step_s": 0.78}, "steps take 0.78 s again"),
     ("state.upload_stalled", {"step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"},
-     "checkpoint of step 10: h3/0/3 waits 6 s for 4 of its 4 parts to be taken"),
+     "checkpoint of step 10: h3/0/3 has waited 6 s for the store to take 4 of its 4 parts"),
 ])
 def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[str, Any], said: str) -> None:
     """A person may want to look at that host before it does."""
@@ -287,9 +292,9 @@ def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[
     [
         ("crashed", 1, "crashed (exit code 1)"),
         ("crashed", -11, "killed (SIGSEGV)"),
-        ("frozen", None, "was silent for too long and is given up"),
+        ("frozen", None, "sent no heartbeat in time and was evicted"),
         ("boot_failed", 2, "failed to boot (exit code 2)"),
-        ("boot_timeout", None, "took too long to boot"),
+        ("boot_timeout", None, "was not ready in time and was evicted"),
         ("left", 75, "left"),
     ],
 )
@@ -303,25 +308,25 @@ def test_each_end_of_a_worker_has_its_words(reason: str, exit_code: int | None, 
 
 def test_an_event_that_makes_no_sense_changes_nothing() -> None:
     """A watcher never dies of what it reads."""
-    picture = picture_of(RUN[:13])
+    status = status_of(RUN[:13])
     for odd in (
         {},
         {"event": "worker.step_committed"},
         {"event": "driver.worker_ready", "worker": "?"},
         {"event": 3},
     ):
-        assert fold(picture, odd) == picture
+        assert fold(status, odd) == status
 
 
 @pytest.mark.parametrize("until", range(0, len(RUN) + 1, 3))
 def test_every_picture_can_be_shown(until: int) -> None:
     """From before the first event to after the last there is a panel and a line."""
-    picture = picture_of(RUN[:until])
+    status = status_of(RUN[:until])
     console = Console(file=io.StringIO(), width=100)
-    console.print(panel(picture))
-    assert picture.phase in console.file.getvalue()  # type: ignore[attr-defined]
+    console.print(panel(status))
+    assert status.phase in console.file.getvalue()  # type: ignore[attr-defined]
     assert "samples/s" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert picture.phase in plain_line(picture)
+    assert status.phase in plain_line(status)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -333,7 +338,7 @@ def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: boo
     watch.wait()
     watch.stop()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert watch.picture.is_over and "finished" in shown and "4/10" in shown
+    assert watch.status.is_over and "finished" in shown and "4/10" in shown
     if not is_terminal:
         assert len(shown.splitlines()) == RECENT_EVENTS + 1
 
@@ -375,7 +380,7 @@ def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(capsys: py
 
 def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(tmp_path: Path,
                                                                          capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and can be made again from the diary."""
+    """It is said, and can be made again from the event log."""
     folder = write(tmp_path, RUN)
     (folder / "result.json").mkdir()
     assert write_result(folder)["finished"]

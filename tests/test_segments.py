@@ -19,6 +19,7 @@ from elastic_trainer.observe.segments import Reader, compress, seal, segments
 from elastic_trainer.observe.verify import verify
 from tests.test_verify import Story
 
+pytestmark = pytest.mark.usefixtures("made_up_events")
 ROOT = Path(__file__).resolve().parent.parent
 WRITERS, LINES = 4, 3000
 WRITER = """

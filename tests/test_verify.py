@@ -662,7 +662,7 @@ DOCTORED = [
     (another_seed_trained, "step 0 has digest"),
     (committed_step_done_again, "step 2 is done again, but step 4 was in flight"),
     (more_steps_than_due, "step 14 is none of the run's 14 steps"),
-    (step_without_a_digest, "makes no sense"),
+    (step_without_a_digest, "worker.step_committed is malformed"),
     (attempt_that_finished_too_early, "ended as finished without a run.finished line"),
 ]
 
@@ -737,9 +737,9 @@ def write_result_of(folder: Path, events: list[Event], **changes: Any) -> None:
     (eventful(), {"weights_sha256": "a5a5"}, False),
     (eventful()[:-9], {"finished": False}, True),
 ], ids=["empty", "no finish", "no end", "whole", "steps", "samples", "weights", "unfinished"])
-def test_the_diary_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str, Any],
+def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str, Any],
                                                  is_proved: bool) -> None:
-    """What a run has said in the end cannot be taken out of its diary."""
+    """What a run has said in the end cannot be taken out of its event log."""
     write_result_of(tmp_path, eventful(), **changes)
     verdict = verify(write(tmp_path, kept or []))
     assert verdict.is_proved is is_proved, verdict.sentences()
@@ -753,7 +753,7 @@ def test_an_older_result_is_one_of_the_run_when_it_was_made_longer(tmp_path: Pat
 
 
 def test_nothing_is_proved_when_nothing_is_told(tmp_path: Path) -> None:
-    """An empty diary is no proof, and neither is one without a step."""
+    """An empty event log is no proof, and neither is one without a step."""
     for events in ([], eventful()[:3]):
         assert not verify(write(tmp_path, events)).is_proved
 

@@ -38,7 +38,8 @@ def run(argv: list[str]) -> int:
 
 def _train(wanted: Run, horovodrun_options: list[str]) -> int:
     from elastic_trainer.launch.attempts import supervise
-    from elastic_trainer.observe.report import print_summary, summarize_log
+    from elastic_trainer.observe.report import summarize_log
+    from elastic_trainer.observe.summary_table import print_summary
     from elastic_trainer.observe.watch import Watch
     from elastic_trainer.standby.local import local_standbys
 

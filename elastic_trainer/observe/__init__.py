@@ -1,1 +1,1 @@
-"""What a run writes down of itself, and what people read of it."""
+"""The event log of a run: who writes it, and what is made of it for people."""

@@ -1,17 +1,19 @@
-"""The diary of a worker whose host does not share the folder of runs: its lines go to the driver, which writes them.
+"""Event lines of a worker whose host does not share the folder of runs: the driver writes them.
 
-events → here → wire → driver → `runs/<name>/events.jsonl`
+events → Courier (worker) → wire → Desk (driver) → `runs/<name>/events.jsonl`
 
 What always holds:
-1. No step is voted on before the line of the step before stands in the driver's diary (loop.py flushes). So a host that
-   vanishes, or loses the driver, takes at most its newest step's line with it, and the next rank 0 tells that again.
-2. A line is written once, however often it is sent: lines are numbered, and each courier has a name of its own.
-3. A worker can write of itself only, in this attempt, and nothing that driver and supervisor say; one that is given up,
-   not at all: its late lines would stand behind its successor's.
-4. What a worker sends is an event that readers can read (schema.py). A line that is none is refused: the driver counts it,
-   the courier says so on stderr and goes on with the next one.
-5. A worker may send LINES_PER_S lines and BYTES_PER_S bytes, and BURST_S times as much at once. The courier waits with a
-   line that is too early.
+1. The vote on a step waits until the line of the step before is in the driver's event log (the
+   loop flushes). A host that vanishes takes at most the line of its newest step with it, and the
+   next rank 0 writes that line again.
+2. A line is written once, also if it is sent again: lines are numbered, and each courier has a
+   name of its own.
+3. A worker can write events about itself only, of its own attempt, and none of the driver's or the
+   supervisor's. An evicted worker can write none: its late lines would be behind its successor's.
+4. The driver refuses and counts a line that is no well-formed event (schema.py). The courier
+   reports it on stderr and continues with the next line.
+5. A worker may send LINES_PER_S lines and BYTES_PER_S bytes a second, and BURST_S times as much at
+   once. The courier sends a line that exceeds this later.
 """
 
 from __future__ import annotations
@@ -33,19 +35,23 @@ from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordR
 RUN_ID_FILE = ".run-id"
 RETRY_S = 0.02
 MAX_SHOWN = 500
-"""Characters of a refused line that are shown."""
+"""Characters of a refused line that stderr gets."""
 LINES_PER_S = 500.0
-"""A worker writes one line a step, and 10,000 a day for its world's changes. One that waits for each answer sends 500."""
+"""A worker writes one line a step, and 10,000 lines a day for the changes of its world. Waiting for
+each answer, a courier sends 500 lines a second."""
 BYTES_PER_S = 256.0 * 1024
 BURST_S = 20.0
-"""How many seconds' worth of both may come at once: the tracebacks of a broken generation."""
+"""Seconds' worth of both that may come at once: the tracebacks of a broken generation."""
 COURIERS = 16
-"""How many couriers of one worker are remembered: each life of its process has one."""
+"""Couriers of one worker whose line numbers are kept: each life of its process has one."""
 WORKERS_EVENTS = ("worker.", "state.", "job.", "run.finished")
 
 
 def shares_runs(launch: Launch) -> bool:
-    """True if the run's folder on this host is the one that the supervisor has made (or nobody has said which is)."""
+    """True if the run's folder on this host is the one that the supervisor has made.
+
+    True, too, if the launcher named no folder or no run.
+    """
     if not launch.run_id or launch.run_dir is None:
         return True
     try:
@@ -55,19 +61,20 @@ def shares_runs(launch: Launch) -> bool:
 
 
 class Courier:
-    """Carries one worker's lines to the driver, in order, by a thread and a connection of its own."""
+    """Sends a worker's lines to the driver, in order, by a thread and a connection of its own."""
 
     def __init__(self, launch: Launch):
         assert launch.driver is not None
         self.patience_s = launch.limits.driver_lost_s
-        self._client = DriverClient(launch.driver, launch.worker, launch.key, launch.limits.driver_lost_s / 2)
+        self._client = DriverClient(launch.driver, launch.worker, launch.key,
+                                    self.patience_s / 2)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, str]] = deque()
-        self._name, self._number = secrets.token_hex(8), 0  # a process that starts anew in place has another one
+        self._name, self._number = secrets.token_hex(8), 0  # restarted in place: another name
         threading.Thread(target=self._carry, name="courier", daemon=True).start()
 
     def take(self, line: str) -> None:
-        """Take a line to be carried, when the lines before it have arrived."""
+        """Take a line to be sent, when the lines before it have arrived."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, self.patience_s)
             self._number += 1
@@ -85,7 +92,8 @@ class Courier:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 number, line = self._waiting[0]
             try:
-                answer = self._client.ask({"courier": self._name, "number": number, "line": line})
+                answer = self._client.ask({"courier": self._name, "number": number,
+                                           "line": line})
             except DriverUnreachable:
                 time.sleep(RETRY_S)
                 continue
@@ -93,15 +101,15 @@ class Courier:
                 time.sleep(RETRY_S)
                 continue
             if why := answer.get("refused"):
-                print(f"elastic-trainer: the driver has refused a line of the event log ({why}): {line[:MAX_SHOWN]}",
-                      file=sys.stderr, flush=True)
+                print(f"elastic-trainer: the driver has refused a line of the event log ({why}): "
+                      f"{line[:MAX_SHOWN]}", file=sys.stderr, flush=True)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
 
 
 class LineRefused(WordRefused):
-    """A line that is no event of its worker's. The text says why, without any of the line."""
+    """A line that is no event of its worker. The text says why, without any part of the line."""
 
 
 class TooEarly(WordRefused):
@@ -117,17 +125,15 @@ class Allowance:
 
     def left(self, now: float) -> float:
         """Return how much may come now."""
-        self._left = min(self.most, self._left + self.per_s * max(0.0, now - self._since))
-        self._since = now
-        return self._left
+        return min(self.most, self._left + self.per_s * max(0.0, now - self._since))
 
-    def take(self, amount: float) -> None:
+    def take(self, amount: float, now: float) -> None:
         """Note that `amount` has come."""
-        self._left -= amount
+        self._left, self._since = self.left(now) - amount, now
 
 
 class _Writer:
-    """One worker at the desk."""
+    """One worker, as the desk knows it."""
 
     def __init__(self, now: float):
         self.lines, self.bytes = Allowance(LINES_PER_S, now), Allowance(BYTES_PER_S, now)
@@ -136,13 +142,17 @@ class _Writer:
 
 
 class Desk:
-    """The driver's end: which line of which courier is written already, and which may not be. For one thread at a time."""
+    """The driver's end: it writes each line once, and refuses what a worker may not write.
 
-    def __init__(self, write: Callable[[str], None], attempt: int, clock: Callable[[], float] = time.monotonic):
+    For one thread at a time.
+    """
+
+    def __init__(self, write: Callable[[str], None], attempt: int,
+                 clock: Callable[[], float] = time.monotonic):
         self._write, self._attempt, self._clock = write, attempt, clock
         self._writers: dict[str, _Writer] = {}
         self.refused: Counter[str] = Counter()
-        """How many lines of each living worker were refused."""
+        """The number of refused lines of each living worker."""
 
     def take(self, words: dict[str, Any]) -> None:
         """Write a worker's line, once. Raises LineRefused, TooEarly."""
@@ -154,11 +164,11 @@ class Desk:
             return
         if writer.lines.left(now) < 1 or writer.bytes.left(now) < len(line):
             raise TooEarly("more lines than a worker may send")
-        writer.lines.take(1)
-        writer.bytes.take(len(line))
+        writer.lines.take(1, now)
+        writer.bytes.take(len(line), now)
         if wrong := flaw_of_line(line, worker, self._attempt):
             self.refused[worker] += 1
-            raise LineRefused(f"a line that is no event of its worker's: {wrong}")
+            raise LineRefused(f"a line that is no event of its worker: {wrong}")
         self._write(line)
         writer.written.pop(courier, None)
         writer.written[courier] = number
@@ -166,29 +176,29 @@ class Desk:
             del writer.written[next(iter(writer.written))]
 
     def forget(self, worker: str) -> int:
-        """Forget a worker that is gone. Returns how many of its lines were refused."""
+        """Forget a worker that is gone. Returns the number of its lines that were refused."""
         self._writers.pop(worker, None)
         return self.refused.pop(worker, 0)
 
 
 def flaw_of_line(line: str, worker: str, attempt: int) -> str:
-    """Describe what is wrong with a line that is not one event which this worker can tell of; "" if nothing is.
+    """Describe what is wrong with a worker's line; "" if it is an event that this worker may write.
 
-    The supervisor acts on what driver and supervisor say.
+    The supervisor acts on the events of driver and supervisor, so no worker may write one.
     """
     if len(line) > MAX_LINE_BYTES or not line.isascii() or "\n" in line:
-        return "it is too long, or no line of ASCII"
+        return "it is too long, or not a line of ASCII"
     event = parse_object(line)
     if event is None:
         return "it is no JSON object"
     if wrong := flaw(event):
         return wrong
     if not event["event"].startswith(WORKERS_EVENTS):
-        return "no worker tells of this"
+        return "no worker may write this event"
     is_own = event.get("worker") == worker and event.get("attempt") == attempt
     return "" if is_own else "it is another worker's or attempt's"
 
 
 def new_run_id(run_dir: Path, run_id: str) -> None:
-    """Leave in the run's folder what workers know it by."""
+    """Write the id by which workers recognize the run's folder."""
     write_text(run_dir / RUN_ID_FILE, run_id)

@@ -1,16 +1,19 @@
-"""The run's diary: every fact as one JSON object a line in `runs/<name>/events.jsonl`.
+"""The event log of a run: every fact as one JSON object a line in `runs/<name>/events.jsonl`.
 
-worker (by courier, where its host does not share the folder), driver, supervisor → here → watch, report, verify
+worker (by courier, if its host does not share the folder), driver, supervisor → here → readers
 
 What always holds:
-1. A line is one `write` to a file opened for append, so lines of several processes never mix and a killed
-   process loses nothing that it has said.
-2. An event is `package.subject_participle`, a literal where it is emitted, so that grep finds it.
-3. Emitting never fails the training: a full disk is said on stderr, once until it takes lines again. A line that was not
-   written whole is spoilt alone: the next one begins on a line of its own.
-4. A line has at most MAX_LINE_BYTES (schema.py): of a longer one long values are shortened, and it says so.
-5. The file is the newest segment of the log (segments.py): each write looks whether it still is, and seals one that is
-   large enough.
+1. A line is one `write` to a file opened for append, so lines of several processes never mix, and
+   a killed process loses nothing that it has emitted.
+2. An event is `package.subject_participle`, a literal where it is emitted, and is declared in
+   event_table.py. An event that is not declared is written all the same: silence would lose a
+   fact, and raising would end a run. Readers count it, and the tests fail.
+3. Emitting never fails the training: a full disk is reported on stderr, once until it takes lines
+   again. A line that was not written whole is spoilt alone: the next one begins on its own line.
+4. A line has at most MAX_LINE_BYTES (schema.py): the long values of a longer line are shortened,
+   and `shortened` says so.
+5. The file is the newest segment of the log (segments.py): each write checks whether it still is,
+   and seals a segment that is large enough.
 """
 
 from __future__ import annotations
@@ -28,46 +31,53 @@ from typing import Any
 
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.observe.courier import Courier
+from elastic_trainer.observe.event_kind import Level
+from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.observe.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
 
 __all__ = ["EVENTS_FILE", "Events", "last_attempt", "newest_attempt", "read_events"]
 
 SHORT_CHARACTERS = (10_000, 1000, 100)
-"""A value of a line that is too long keeps so many characters; fewer where the line still is."""
+"""Characters that are kept of a value if its line is too long; fewer if the line still is."""
 SHORT_ITEMS = 100
+_LEVELS = {name: {"level": kind.level.value} for name, kind in KINDS.items()
+           if kind.level in (Level.WARNING, Level.ERROR)}
+"""What the line of a warning or an error has besides its facts."""
 
 
 class Events:
-    """An append-only log of facts; facts bound once (`run`, `attempt`, `host`, …) go on every line."""
+    """An append-only log of facts; facts bound once (`run`, `attempt`, …) go on every line."""
 
-    def __init__(self, run_dir: Path | None, *, courier: Courier | None = None, segment_bytes: int = SEGMENT_BYTES,
-                 **bound: Any):
-        self.bound, self.courier, self.run_dir, self.segment_bytes = bound, courier, run_dir, segment_bytes
+    def __init__(self, run_dir: Path | None, *, courier: Courier | None = None,
+                 segment_bytes: int = SEGMENT_BYTES, **bound: Any):
+        self.bound, self.courier = bound, courier
+        self.run_dir, self.segment_bytes = run_dir, segment_bytes
         self._lock = threading.Lock()
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._fd: int | None = None
-        self._complained = self._is_torn = False
+        self._has_complained = self._is_torn = False
         if run_dir is not None:
             make_folder(run_dir)
             self._fd = _opened(run_dir)
 
     def emit(self, event: str, **facts: Any) -> None:
-        """Write one fact; listeners hear it after it is written."""
-        told = {"time": round(time.time(), 4), "event": event, **self.bound, **facts}
+        """Write one fact, then call the listeners with it."""
+        line_facts = {"time": round(time.time(), 4), "event": event, **_LEVELS.get(event, {}),
+                      **self.bound, **facts}
         if self.courier or self._fd is not None:
-            line = json.dumps(told, default=str)
-            self.write(line if len(line) <= MAX_LINE_BYTES else shortened(told))
+            line = json.dumps(line_facts, default=str)
+            self.write(line if len(line) <= MAX_LINE_BYTES else shortened(line_facts))
         for listener in self.listeners:
-            listener(event, told)
+            listener(event, line_facts)
 
     def write(self, line: str) -> None:
-        """Write a line that is there already: one's own, or one that a worker elsewhere has sent."""
+        """Write a line that is complete: an own line, or one from a worker on another host."""
         if self.courier:
             return self.courier.take(line)
         if self._fd is None:
             return
-        with self._lock:  # a thread that goes on in the next segment closes the file
+        with self._lock:  # a thread that continues in the next segment closes the file
             self._write(line)
 
     def _write(self, line: str) -> None:
@@ -78,14 +88,14 @@ class Events:
             count, error = 0, str(failure)
         if count < len(data):
             self._is_torn |= count > 0
-            if not self._complained:
+            if not self._has_complained:
                 _complain(error)
-            self._complained = True
+            self._has_complained = True
         else:
-            self._complained = self._is_torn = False
+            self._has_complained = self._is_torn = False
 
     def _newest_segment(self) -> int:
-        """Return the newest segment, open. Network where the folder is on one: its attributes are asked for."""
+        """Return the newest segment, open. Network, if the folder is remote: two attributes."""
         assert self.run_dir is not None and self._fd is not None
         mine = os.fstat(self._fd)
         if mine.st_size >= self.segment_bytes:
@@ -101,20 +111,21 @@ class Events:
         return self._fd
 
     def flush(self) -> bool:
-        """Wait until all that was emitted stands in the diary; False if it does not in time."""
+        """Wait until all emitted events are in the event log; False if they are not in time."""
         return self.courier is None or self.courier.flush()
 
     def reach(self, point: str, **facts: Any) -> None:
-        """Pass a point of the protocol that is no fact for the diary: only listeners hear it."""
+        """Call the listeners at a point of the protocol that is no event and is not logged."""
         for listener in self.listeners:
             listener(point, {**self.bound, **facts})
 
 
-def shortened(told: Mapping[str, Any]) -> str:
-    """Return an event's line with its long values cut: the end of a text and the first items of a list stay."""
+def shortened(facts: Mapping[str, Any]) -> str:
+    """Return an event's line with its long values cut: a text keeps its end, a list its start."""
     line = ""
     for most in SHORT_CHARACTERS:
-        line = json.dumps({name: _short(value, most) for name, value in told.items()} | {"shortened": True}, default=str)
+        short = {name: _short(value, most) for name, value in facts.items()}
+        line = json.dumps(short | {"shortened": True}, default=str)
         if len(line) <= MAX_LINE_BYTES:
             break
     return line
@@ -131,12 +142,13 @@ def _short(value: Any, most: int) -> Any:
 
 
 def _complain(error: str) -> None:
-    """Say on stderr that a line was not written. A process's stdout is a protocol (discovery), or the user's."""
-    import structlog  # here: it costs a third of a second that every worker would pay at its start
+    """Report on stderr that a line was not written: stdout is a protocol, or the user's."""
+    import structlog  # here: importing it takes 0.3 s, which every worker would pay at its start
 
-    log = structlog.wrap_logger(structlog.PrintLogger(sys.stderr), wrapper_class=structlog.BoundLogger,
-                                processors=[structlog.processors.JSONRenderer()])  # not as the user configures his own
-    with suppress(OSError):  # the disk that is full may be stderr's, too
+    log = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr), wrapper_class=structlog.BoundLogger,
+        processors=[structlog.processors.JSONRenderer()])  # not as the user configures their own
+    with suppress(OSError):  # stderr may be on the disk that is full
         log.error(event="events.write_failed", error=error)
 
 
@@ -150,8 +162,12 @@ def last_attempt(events: Iterable[dict[str, Any]]) -> int:
 
 
 def newest_attempt(run_dir: Path) -> int:
-    """Return the same by the log itself. Disk: reads all of it, and the JSON of few lines (0.5 s for a million steps)."""
-    number, newest = re.compile(rb'"attempt": (\d{1,10})[,}]'), 0  # in a text the quotes would be escaped
+    """Return the same from the event log. Disk: all of it, 0.5 s for a million steps.
+
+    Only lines with a larger number are parsed.
+    """
+    number = re.compile(rb'"attempt": (\d{1,10})[,}]')  # within a text the quotes are escaped
+    newest = 0
     for line in Reader(run_dir).lines(to_the_end=True):
         found = number.search(line)
         if found and int(found[1]) > newest and (event := parse(line)):
@@ -160,5 +176,5 @@ def newest_attempt(run_dir: Path) -> int:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the whole diary; a line that is not JSON (torn by a full disk) is left out."""
+    """Return all events of a log; malformed lines (torn by a full disk, …) are left out."""
     return list(Reader(run_dir).events(to_the_end=True))

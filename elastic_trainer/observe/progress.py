@@ -1,4 +1,4 @@
-"""Show on stderr how far training is, where no launcher does: `python my_train.py` alone.
+"""Show the progress of a run without a launcher (`python my_train.py`) on stderr.
 
 events of this worker → here → a bar on a terminal; a line every 10 s elsewhere (notebook, file, CI)
 
@@ -14,7 +14,7 @@ import rich.progress
 from rich.console import Console
 
 LINE_S = 10.0
-"""Between two lines where there is no terminal: a notebook or a log of CI wants one now and then."""
+"""Between two lines where stderr is no terminal: in a notebook or a log of CI."""
 
 
 class Progress:
@@ -42,7 +42,7 @@ class Progress:
                 self._end(facts)
 
     def close(self) -> None:
-        """Leave the terminal as it was, so that a traceback stands below the bar."""
+        """Leave the terminal as it was, so that a traceback is below the bar."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -55,7 +55,8 @@ class Progress:
                 text("step"), rich.progress.MofNCompleteColumn(), rich.progress.BarColumn(),
                 text("loss {task.fields[loss]:.4f}"), text("{task.fields[speed]:.0f} samples/s"),
                 rich.progress.TimeRemainingColumn(), console=self.console)
-            self._task = self.bar.add_task("", total=steps_due, completed=self.first, loss=float("nan"), speed=0.0)
+            self._task = self.bar.add_task("", total=steps_due, completed=self.first,
+                                           loss=float("nan"), speed=0.0)
             self.bar.start()
 
     def _show(self, steps: int, loss: float) -> None:
@@ -68,13 +69,15 @@ class Progress:
             return
         speed = (self._samples - self._samples_shown) / max(1e-9, now - self._shown_at)
         left_s = (self.steps_due - steps) * (now - self._began_at) / max(1, steps - self.first)
-        self._print(f"step {steps}/{self.steps_due}, loss {loss:.4f}, {speed:.1f} samples/s, about {left_s:.0f} s left")
+        self._print(f"step {steps}/{self.steps_due}, loss {loss:.4f}, {speed:.1f} samples/s, "
+                    f"about {left_s:.0f} s left")
         self._is_first, self._shown_at, self._samples_shown = False, now, self._samples
 
     def _end(self, facts: dict[str, Any]) -> None:
         self.close()
-        self._print(f"finished: {facts['steps']} steps, {facts['samples']} samples, loss {facts['loss']:.4f}, "
-                    f"{time.monotonic() - self._began_at:.0f} s")
+        self._print(f"finished: {facts['steps']} steps, {facts['samples']} samples, "
+                    f"loss {facts['loss']:.4f}, {time.monotonic() - self._began_at:.0f} s")
 
     def _print(self, line: str) -> None:
-        self.console.print(f"elastic-trainer: {line}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"elastic-trainer: {line}", markup=False, highlight=False,
+                           soft_wrap=True)

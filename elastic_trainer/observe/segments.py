@@ -1,21 +1,24 @@
-"""The files of a run's event log: the newest is `events.jsonl`, older ones are sealed and compressed.
+"""The files of a run's event log: the newest is `events.jsonl`, older ones are compressed.
 
-events (one line a write) → here → whoever reads the log: watch, report, verify, the supervisor
+events (one line a write) → here → the readers: watch, report, verify, the supervisor
 
     events-000001.jsonl.gz  events-000002.jsonl.gz  events-000003.jsonl  events.jsonl
 
 What always holds:
-1. A segment that is large enough is sealed: renamed to the next number, by whichever process writes next, under a lock.
-   Each writer looks before each write whether the file that it has open is still `events.jsonl` (1.5 µs, two system
-   calls), so what one process writes after it has heard of another's line stands behind that line.
-2. A sealed segment gets at most the lines of writers that have looked just before it was sealed, or whose NFS client
-   still believes its old answer (up to 60 s, nfs(5), acdirmax). A reader that has gone on looks back for them, and a
-   segment is not compressed before its last line is LATE_S old.
-3. A reader's position is (segment, offset): the offset is that of the text, also where it is compressed. All readers
-   list and read the log by `Reader`, in memory of one line, of which LONGEST_LINE_BYTES are read at once.
-4. `Reader.events` leaves out what is malformed (schema.py) and counts it.
+1. A segment that is large enough is sealed: the next process that writes renames it to the next
+   number, under a lock. Before each write a writer checks whether the file that it has open is
+   still `events.jsonl` (1.5 µs, two system calls). So a line that a process writes after it has
+   heard of another process's line is behind that line.
+2. A sealed segment gets only the lines of writers that checked just before it was sealed, or whose
+   NFS client still uses its old answer (up to 60 s, nfs(5), acdirmax). A reader that has continued
+   looks back for them, and a segment is not compressed before its last line is LATE_S old.
+3. A reader's position is (segment, offset); the offset is that of the text, also in a compressed
+   segment. All readers list and read the log by `Reader`, with one line in memory, of which
+   LONGEST_LINE_BYTES are read at once.
+4. `Reader.events` leaves malformed events out (schema.py) and counts them. It counts events that
+   event_table does not have, too, and yields them.
 
-What it does not do: delete anything. A million steps are 270 MB, and 30 MB compressed.
+What it does not do: delete anything. The log of 10^6 steps has 270 MB; compressed, 30 MB.
 """
 
 from __future__ import annotations
@@ -35,33 +38,33 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from elastic_trainer.host.modes import private
+from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
 
 EVENTS_FILE = "events.jsonl"
 LOCK_FILE = ".events.lock"
 SEGMENT_BYTES = 16 << 20
-"""A segment of so many bytes is sealed: some 60,000 steps. What is uploaded each minute is at most so large."""
+"""The size at which a segment is sealed: some 60,000 steps. An upload has at most this size."""
 COMPRESSION = 3
 """gzip's level: 16 MiB take 0.2 s of one core, and become a tenth."""
-
-
 LATE_S = 120.0
 LONGEST_LINE_BYTES = 2 * MAX_LINE_BYTES
 """A longer line comes in pieces of this size, each of which is malformed."""
 
 
 class Position(NamedTuple):
-    """How far a reader has come."""
+    """The place in the log up to which a reader has read."""
 
     segment: int = 1
     offset: int = 0
     """In bytes of its text."""
     before: Mapping[str, int] = MappingProxyType({})
-    """How far sealed segments were read that are not compressed yet, by file name: late lines may stand behind that."""
+    """By file name: how far each sealed segment that is not compressed was read. Late lines may
+    follow."""
 
 
 def segments(run_dir: Path) -> dict[int, Path]:
-    """Return the sealed segments by number; the compressed one where both stand there."""
+    """Return the sealed segments by number; of one that is there twice the compressed file."""
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(run_dir)):  # .jsonl before .jsonl.gz
@@ -76,13 +79,18 @@ def has_events(run_dir: Path) -> bool:
 
 
 def seal(run_dir: Path, segment_bytes: int) -> None:
-    """Give the newest segment its number if it is large enough, unless another process does so now. Raises OSError."""
-    newest, lock = run_dir / EVENTS_FILE, private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
+    """Give the newest segment its number if it is large enough. Raises OSError.
+
+    It does nothing if another process does so now.
+    """
+    newest = run_dir / EVENTS_FILE
+    lock = private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
     try:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # First of all, because an NFS client that opens the folder asks what has changed there (close-to-open): by what
-            # it knew before, the newest segment would still be the one that another host has just sealed.
+            # First of all: an NFS client that opens the folder asks what has changed there
+            # (close-to-open). By its old answer the newest segment would still be the one that
+            # another host has just sealed.
             number = max(segments(run_dir), default=0) + 1
             if newest.stat().st_size >= segment_bytes:
                 newest.rename(run_dir / f"events-{number:06d}.jsonl")
@@ -92,18 +100,22 @@ def seal(run_dir: Path, segment_bytes: int) -> None:
 
 
 def compress(run_dir: Path, late_s: float = LATE_S) -> list[Path]:
-    """Compress the sealed segments whose last line is so old; returns the new files. Raises OSError."""
+    """Compress the sealed segments whose last line is old enough; return the new files.
+
+    Raises OSError.
+    """
     made = []
     for path in segments(run_dir).values():
         target = path.with_name(path.name + ".gz")
         if path.suffix == ".gz":
-            path.with_suffix("").unlink(missing_ok=True)  # whoever made it was killed behind the rename
+            path.with_suffix("").unlink(missing_ok=True)  # its writer was killed after the rename
             continue
         if time.time() - path.stat().st_mtime < late_s:
             continue
         temporary = path.with_name(f".{target.name}")
         with open(path, "rb") as text, open(temporary, "wb", opener=private) as out:
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=out, mtime=0) as packed:
+            with gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=out,
+                               mtime=0) as packed:
                 shutil.copyfileobj(text, packed, 1 << 20)
             out.flush()
             os.fsync(out.fileno())
@@ -114,12 +126,14 @@ def compress(run_dir: Path, late_s: float = LATE_S) -> list[Path]:
 
 
 class Reader:
-    """Reads a run's event log in order: each call goes on where the last one has ended."""
+    """Reads a run's event log in order: each call continues where the last one has ended."""
 
     def __init__(self, run_dir: Path, position: Position | None = None):
         self.run_dir = run_dir
         self.malformed = 0
-        """Lines that were left out: torn ones, and events that cannot be read."""
+        """Lines that were left out: torn lines, and malformed events."""
+        self.unknown = 0
+        """Events that event_table does not have. They are not left out."""
         self._segment, self._offset, before = position or Position()
         self._before = dict(before)
 
@@ -129,7 +143,7 @@ class Reader:
 
     @classmethod
     def at_end(cls, run_dir: Path) -> Reader:
-        """Return one that reads only what is written from now on."""
+        """Return a reader of what is written from now on."""
         while True:
             sealed, size = segments(run_dir), 0
             with suppress(FileNotFoundError):
@@ -138,7 +152,7 @@ class Reader:
                 return cls(run_dir, Position(max(sealed, default=0) + 1, size))
 
     def is_lost(self) -> bool:
-        """True if the log does not reach as far as this reader has come: it is another one."""
+        """True if the log ends before this reader's position: it is another log."""
         sealed = segments(self.run_dir)
         newest = self.run_dir / EVENTS_FILE
         if self._segment > max(sealed, default=0):
@@ -147,18 +161,22 @@ class Reader:
         return self._segment not in sealed
 
     def events(self, *, to_the_end: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the events since the last call; what is malformed is left out and counted."""
+        """Yield the events since the last call; malformed events are left out and counted."""
         for line in self.lines(to_the_end=to_the_end):
             event = parse(line)
             if event is None and line.strip():
                 self.malformed += 1
-                glued = line.rfind(b'{"time"')  # behind the line of a writer that was killed in it
+                glued = line.rfind(b'{"time"')  # its writer was killed within the line
                 event = parse(line[glued:]) if glued > 0 else None
             if event is not None:
+                self.unknown += event["event"] not in KINDS
                 yield event
 
     def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
-        """Yield the whole lines since the last call; with `to_the_end` what stands behind the last line's end too."""
+        """Yield the whole lines since the last call.
+
+        With `to_the_end` also the bytes behind the last end of a line.
+        """
         yield from self._late_lines()
         while (opened := self._open()) is not None:
             file, is_sealed = opened
@@ -176,14 +194,14 @@ class Reader:
             self._segment, self._offset = self._segment + 1, 0
 
     def _late_lines(self) -> Iterator[bytes]:
-        """Yield what has come to earlier segments since they were read."""
+        """Yield the lines that earlier segments have got since they were read."""
         for name, offset in list(self._before.items()):
             try:
                 if (self.run_dir / name).stat().st_size <= offset:
                     continue
                 file: BinaryIO = open(self.run_dir / name, "rb")  # noqa: SIM115 (closed below)
             except FileNotFoundError:
-                del self._before[name]  # it is compressed, so nothing comes any more behind what stands there now
+                del self._before[name]  # it is compressed: no more lines come
                 try:
                     file = _decompressed(self.run_dir / f"{name}.gz")
                 except FileNotFoundError:
@@ -196,13 +214,17 @@ class Reader:
                     yield line
 
     def _open(self) -> tuple[BinaryIO, bool] | None:
-        """Open the segment to be read, at its offset, and say whether it is sealed; None where there is none."""
+        """Return the segment to be read, open at its offset, and whether it is sealed.
+
+        None if there is no such segment.
+        """
         while True:
             sealed = segments(self.run_dir)
             path = sealed.get(self._segment)
             try:
                 if path is None:
-                    file: BinaryIO = open(self.run_dir / EVENTS_FILE, "rb")  # noqa: SIM115 (the caller closes it)
+                    # The caller closes it.
+                    file: BinaryIO = open(self.run_dir / EVENTS_FILE, "rb")  # noqa: SIM115
                 elif path.suffix == ".gz":
                     file = _decompressed(path)
                 else:
@@ -219,12 +241,15 @@ class Reader:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Return the lines of a file; of a line that is too long, its pieces."""
+    """Return the lines of a file; of a line that is too long its pieces."""
     return iter(partial(file.readline, LONGEST_LINE_BYTES), b"")
 
 
 def _decompressed(path: Path) -> BinaryIO:
-    """Open a compressed segment. Lines are cut in C: GzipFile's own readline took a tenth of a whole `verify`."""
+    """Open a compressed segment.
+
+    BufferedReader cuts the lines in C: GzipFile.readline took a tenth of a whole `verify`.
+    """
     return io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb")))
 
 
@@ -233,5 +258,5 @@ def _is_compressed(file: BinaryIO) -> bool:
 
 
 def first_line(run_dir: Path) -> str:
-    """Return the log's first line, which tells one log from another; "" where there is none."""
+    """Return the log's first line, by which one log is told from another; "" if it is empty."""
     return next(Reader(run_dir).lines(), b"").decode(errors="replace")

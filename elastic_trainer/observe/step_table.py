@@ -1,4 +1,4 @@
-"""Numbers of each step, in arrays: what report and verify remember of a run of any length.
+"""Numbers of each step, in arrays: the memory of report and verify for a run of any length.
 
 A million rows of six numbers take 49 MB here, and 0.5 GB as objects in a dict.
 """
@@ -19,12 +19,15 @@ class _Block:
 
 
 class StepTable:
-    """A mapping from a step to a row of numbers; `codes` are the types of its columns, as in the module array."""
+    """A mapping from a step to a row of numbers.
+
+    `codes` are the types of the columns, as in the module array.
+    """
 
     def __init__(self, codes: str):
         self.codes, self._blocks = codes, dict[int, _Block]()
         self._odd: dict[int, Row] = {}
-        """Rows with a number that no column takes: of lines that claim something absurd."""
+        """Rows with a number that is too large for its column."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -76,7 +79,10 @@ class StepTable:
         return row
 
     def steps(self, start: int | None = None) -> Iterator[int]:
-        """Yield the steps that have rows, from `start` on, in order; the table must not change meanwhile."""
+        """Yield the steps that have rows, from `start` on, in order.
+
+        The table must not change meanwhile.
+        """
         odd = sorted(self._odd)
         for number in sorted({*self._blocks, *(step // ROWS for step in odd)}):
             if start is not None and (number + 1) * ROWS <= start:

@@ -1,0 +1,86 @@
+"""Print the poller's table: which hosts are listed, which are not, and why.
+
+    elastic-trainer hosts HOSTS_FILE
+
+Where it stands: poller → HOSTS_FILE.json → here → a person
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.wire.plain import plain
+
+POLLER_GONE_S = 10.0
+"""A poller that runs writes its table every second; the age of an older table is shown."""
+PIPE_COLUMNS = 200
+"""Columns where stdout is no terminal."""
+COLUMNS = ("host", "type", "slots", "cloud", "agent", "workers", "standby", "notice", "since", "in",
+           "why")
+
+
+def print_hosts(fleet: Mapping[str, Any]) -> None:
+    """Print the table, and what a person should know of the cloud and the poller."""
+    table = Table(*COLUMNS)
+    for host in fleet["hosts"]:
+        table.add_row(*(Text(plain(cell)) for cell in host_row(host, fleet["time"])))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console.print(table)
+    for line in remarks(fleet, age_s=time.time() - fleet["time"]):
+        console.print(Text(plain(line)))
+
+
+def host_row(host: Mapping[str, Any], now: float) -> tuple[Any, ...]:
+    """Return the cells of one host, at the time of the table."""
+    cloud = " ".join(filter(None, [host["lifecycle"], host["state"], host["group_state"]]))
+    refused = f", {host['refused']} refused" if host["refused"] else ""
+    workers = ", ".join(
+        f"{count} at {doing}" if doing.startswith("step") else f"{count} {doing}"
+        for doing, count in sorted(Counter(host["workers"] or ()).items()))
+    standby = "" if host["standby"] is None else str(host["standby"])
+    since = "" if host["since_s"] is None else f"{host['since_s']:.0f} s"
+    return (host["name"], host["type"], host["slots"], cloud, host["agent"] + refused, workers,
+            standby, _notice(host, now), since, "in" if host["is_in"] else "out",
+            host["agent_why"] if host["is_in"] else host["why"])
+
+
+def _notice(host: Mapping[str, Any], now: float) -> str:
+    if host["deadline"]:
+        return f"{host['deadline'] - now:.0f} s left"
+    hazards = [f"{code} in {in_s / 60:.0f} min" for code, in_s in host["events"]]
+    return ", ".join(hazards + ["rebalance"] * host["rebalance"])
+
+
+def remarks(fleet: Mapping[str, Any], age_s: float) -> list[str]:
+    """Return what a person should know beside the table."""
+    lines = lacking(fleet.get("supply"))
+    if age_s > POLLER_GONE_S:
+        lines.insert(0, f"this was {age_s:.0f} s ago: the poller has not run since. Look at its "
+                        f"service on the coordinator.")
+    if fleet["cloud_failures"]:
+        lines.append(f"the last {fleet['cloud_failures']} requests to the cloud failed; the table "
+                     f"shows its last answer")
+    if fleet["unheard"]:
+        lines.append(f"{fleet['unheard']} agents do not answer, or have another clock. So many "
+                     f"cannot be sick at once, so their hosts stay listed. Look at the network and "
+                     f"the clock of the poller.")
+    return lines
+
+
+def lacking(supply: Mapping[str, Any] | None) -> list[str]:
+    """Return how many machines are missing, why AWS refuses them, and what to do about it."""
+    if not supply or supply["there"] >= supply["wanted"]:
+        return []
+    have = f"{supply['there']} of {supply['wanted']} machines are there"
+    if not (refusal := supply["refusal"]):
+        return [f"{have}; AWS has refused none, so the others are on their way."]
+    return [f"{have}. AWS refuses more: {refusal['says']} ({refusal['code']})",
+            f"  {refusal['remedy']}"]

@@ -1,0 +1,282 @@
+"""What happened to a run, and where each second of its wall time went: a fold over its events.
+
+event log → here → report (result.json, table, picture)
+
+What always holds:
+1. The periods follow each other without a gap, from the first event to the last one: the books
+   close. Which account the time before an event is booked on is declared in event_table
+   (`closes`).
+2. A step that was done twice counts once.
+3. The clock never goes back: an event with an earlier time counts as of the latest time before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.event_table import KINDS
+from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.observe.step_table import StepTable
+
+Event = Mapping[str, Any]
+Attempt = tuple[int, int]
+"""Invocation and attempt: each invocation may count its attempts from 1."""
+
+
+class Books:
+    """The periods of a run's wall time, one after another."""
+
+    def __init__(self) -> None:
+        self.periods: list[tuple[Phase, float, float]] = []
+        """Phase, start, end. Neighbours have different phases."""
+        self.until = math.inf
+        """The books are written up to here."""
+
+    def open(self, now: float) -> None:
+        """Begin at the first event."""
+        self.until = min(self.until, now)
+
+    def book(self, phase: Phase, until: float) -> None:
+        """Book the time since the last booking as `phase`."""
+        if until <= self.until:
+            return
+        if self.periods and self.periods[-1][0] is phase:
+            self.periods[-1] = phase, self.periods[-1][1], until
+        else:
+            self.periods.append((phase, self.until, until))
+        self.until = until
+
+    def seconds(self) -> dict[Phase, float]:
+        """Return the seconds of each phase."""
+        found = dict.fromkeys(Phase, 0.0)
+        for phase, start, end in self.periods:
+            found[phase] += end - start
+        return found
+
+
+@dataclass
+class Host:
+    """The workers of one host, and their seconds booting and working (from ready until gone)."""
+
+    workers: int = 0
+    booting_s: float = 0.0
+    working_s: float = 0.0
+    booting: dict[str, float] = field(default_factory=dict)  # worker → since
+    working: dict[str, float] = field(default_factory=dict)  # worker → since
+
+    def start(self, worker: str, now: float) -> None:
+        self.workers += 1
+        self.booting[worker] = now
+
+    def ready(self, worker: str, now: float) -> None:
+        self._end_boot(worker, now)
+        self.working[worker] = now
+
+    def gone(self, worker: str, now: float) -> None:
+        self._end_boot(worker, now)
+        self.working_s += now - self.working.pop(worker, now)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the host's part of result.json."""
+        return {"workers": self.workers, "booting_s": round(self.booting_s, 3),
+                "working_s": round(self.working_s, 3)}
+
+    def close(self, now: float) -> None:
+        """Count the workers that still boot or work."""
+        self.booting_s += sum(now - since for since in self.booting.values())
+        self.working_s += sum(now - since for since in self.working.values())
+
+    def _end_boot(self, worker: str, now: float) -> None:
+        self.booting_s += now - self.booting.pop(worker, now)
+
+
+@dataclass
+class History:
+    """What a run did so far. `read` takes each event, `close` comes once behind the last one."""
+
+    run: str = ""
+    now: float = -math.inf
+    before: float = -math.inf
+    """The time of the event before this one."""
+    books: Books = field(default_factory=Books)
+    invocations: int = 0
+    attempts: set[Attempt] = field(default_factory=set)
+    world_of: Attempt | None = None
+    """The attempt that has a world now."""
+    generations: int = 0
+    pauses: list[float] = field(default_factory=list)
+    open_pauses: list[tuple[float, float]] = field(default_factory=list)
+    """End and seconds of pauses behind which no step has ended yet."""
+    kept: StepTable = field(default_factory=lambda: StepTable("qdd"))
+    """Step → samples, loss, step_s."""
+    redone: set[tuple[int, int, int, int]] = field(default_factory=set)
+    """Invocation, attempt, generation, step."""
+    rolled_back: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    """Workers lost, by reason."""
+    hosts: dict[str, Host] = field(default_factory=dict)
+    host_of: dict[str, str] = field(default_factory=dict)
+    finished: Event | None = None
+
+    def read(self, event: Event) -> None:
+        """Take one more event."""
+        self.before, self.now = self.now, max(self.now, float(event["time"]))
+        self.books.open(self.now)
+        self.run = self.run or str(event.get("run", ""))
+        if reader := _READERS.get(event["event"]):
+            reader(self, event)
+
+    def close(self) -> None:
+        """Book what still goes on."""
+        if math.isinf(self.now):
+            return
+        self._close_pauses()
+        if self.world_of is not None:
+            self._book(Phase.TRAINING, self.now)
+        self._leave_world()
+        for host in self.hosts.values():
+            host.close(self.now)
+
+    def _run_started(self, event: Event) -> None:
+        self.invocations += 1
+        self._book(Phase.RESTARTING, self.before)
+        self._book_closed_by(event)
+        self.world_of = None
+
+    def _attempt_started(self, event: Event) -> None:
+        self.attempts.add(self._attempt(event))
+        self._leave_world()
+
+    def _attempt_ended(self, event: Event) -> None:
+        self._leave_world()
+
+    def _generation_started(self, event: Event) -> None:
+        attempt, step = self._attempt(event), int(event["step"])
+        if attempt == self.world_of:  # worker.pause_ended may say more
+            self.open_pauses.append((self.now, float(event.get("pause_s") or 0.0)))
+        else:
+            self._leave_world()
+        self.generations += 1
+        self.attempts.add(attempt)
+        self.world_of = attempt
+        for later in list(self.kept.steps(step)):
+            self.kept.pop(later)
+            self.rolled_back += 1
+            self.finished = None
+
+    def _step_redone(self, event: Event) -> None:
+        self.redone.add((*self._attempt(event), self.generations, int(event["step"])))
+
+    def _job_described(self, event: Event) -> None:
+        if self.finished and event.get("steps") != self.finished["steps"]:
+            self.finished = None  # resumed with more steps
+
+    def _pause_ended(self, event: Event) -> None:
+        self.open_pauses.clear()
+        self._pause(self.now, float(event["duration_s"]))
+
+    def _step_committed(self, event: Event) -> None:
+        if not event.get("repeated"):
+            self._close_pauses()
+        if (step := int(event["step"])) not in self.kept:
+            step_s = float(event.get("step_s") or 0.0)
+            self.kept[step] = (int(event["samples"]), float(event["loss"]), step_s)
+        if not self.open_pauses:
+            self._book_closed_by(event)
+
+    def _run_finished(self, event: Event) -> None:
+        self.finished = event
+        self._close_pauses()
+        self._book_closed_by(event)
+
+    def _worker_started(self, event: Event) -> None:
+        self._host(event).start(event["worker"], self.now)
+
+    def _worker_ready(self, event: Event) -> None:
+        self._host(event).ready(event["worker"], self.now)
+
+    def _worker_gone(self, event: Event) -> None:
+        self._host(event).gone(event["worker"], self.now)
+        reason = str(event.get("reason"))
+        if reason in ENDINGS and ENDINGS[reason].is_lost:
+            self.lost[reason] += 1
+
+    def _pause(self, end: float, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self._book(Phase.TRAINING, end - seconds)
+        self._book(Phase.PAUSING, end)
+
+    def _close_pauses(self) -> None:
+        """Book the pauses of which only the generation behind them is known (version 0.1)."""
+        for end, seconds in self.open_pauses:
+            self._pause(end, seconds)
+        self.open_pauses.clear()
+
+    def _leave_world(self) -> None:
+        self._close_pauses()
+        self._book(Phase.RESTARTING, self.now)
+        self.world_of = None
+
+    def _host(self, event: Event) -> Host:
+        """Return the host of a worker; only its first event must name it."""
+        name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
+        return self.hosts.setdefault(name, Host())
+
+    def _attempt(self, event: Event) -> Attempt:
+        return (self.invocations, int(event["attempt"]))
+
+    def _book_closed_by(self, event: Event) -> None:
+        if phase := KINDS[event["event"]].closes:
+            self._book(phase, self.now)
+
+    def _book(self, phase: Phase, until: float) -> None:
+        is_first_boot = phase is Phase.RESTARTING and not self.generations
+        self.books.book(Phase.BOOTING if is_first_boot else phase, until)
+
+
+_READERS: dict[str, Callable[[History, Event], None]] = {
+    "run.started": History._run_started,
+    "attempt.started": History._attempt_started,
+    "attempt.ended": History._attempt_ended,
+    "job.described": History._job_described,
+    "worker.generation_started": History._generation_started,
+    "worker.step_redone": History._step_redone,
+    "worker.step_committed": History._step_committed,
+    "worker.pause_ended": History._pause_ended,
+    "run.finished": History._run_finished,
+    "driver.worker_started": History._worker_started,
+    "driver.worker_ready": History._worker_ready,
+    "driver.worker_gone": History._worker_gone,
+}
+
+
+def history_of(events: Iterable[Event]) -> History:
+    """Return the history of a run whose events are read once, up to its last run.finished."""
+    history = History()
+    for event in until_finished(events):
+        history.read(event)
+    history.close()
+    return history
+
+
+def until_finished(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events up to the last run.finished.
+
+    All events are yielded if the run was resumed with more steps after it.
+    """
+    finished: Event | None = None
+    later: list[Event] = []
+    """The events behind run.finished: a few, unless the run was resumed with more steps."""
+    for event in events:
+        later.append(event)
+        is_resumed = finished is not None and (
+            event["event"] == "job.described" and event.get("steps") != finished["steps"])
+        if event["event"] == "run.finished" or finished is None or is_resumed:
+            finished = event if event["event"] == "run.finished" else None
+            yield from later
+            later.clear()

@@ -1,0 +1,56 @@
+"""Print the summary of a run as a table for a person.
+
+result.json's content → here → `elastic-trainer report`, and the end of `elastic-trainer run`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.wire.plain import plain
+
+
+def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print what report.summarize() returned."""
+    console = console or Console()
+    table = Table(title=Text(plain(f"run {result['run']}")), show_header=False,
+                  title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in summary_rows(result):
+        table.add_row(label, Text(plain(text)))
+    console.print(table)
+
+
+def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a result as pairs of a label and a text."""
+    books, pauses, wall_s = result["books"], result["pauses"], result["wall_s"]
+    spent = [(key.removesuffix("_s"), seconds) for key, seconds in books.items() if seconds]
+    shares = [f"{phase} {seconds:.1f} s ({seconds / wall_s:.1%})" for phase, seconds in spent]
+    lost = ", ".join(f"{count} {reason}" for reason, count in result["workers_lost"].items())
+    state = "finished" if result["finished"] else "not finished"
+    rows = [
+        ("training", f"{state}: {result['steps']} steps"),
+        ("samples", f"{result['samples']}"),
+        ("loss", "none" if result["loss"] is None else f"{result['loss']:.4f}"),
+        ("goodput", f"{result['goodput']:.1%}"),
+        ("wall time", f"{wall_s:.1f} s: {', '.join(shares)}"),
+        ("fleet", f"generations: {result['generations']}, attempts: {result['attempts']}"),
+        ("workers lost", lost or "none"),
+        ("pauses", f"{len(pauses)}, the longest {max(pauses):.2f} s" if pauses else "none"),
+        ("steps done again", f"{result['steps_redone']}"),
+    ]
+    if result.get("skipped_lines"):
+        rows.append(("skipped", f"{result['skipped_lines']} lines of the event log, torn or "
+                                f"malformed"))
+    if result.get("unknown_events"):
+        rows.append(("unknown", f"{result['unknown_events']} events that this version of "
+                                f"elastic-trainer does not know"))
+    if result["weights_sha256"] is not None:
+        rows.append(("weights", f"SHA-256 {result['weights_sha256']}"))
+    return rows

@@ -1,0 +1,270 @@
+"""The picture of a run as an SVG file: samples a second over time, the fleet, pauses and goodput.
+
+    elastic-trainer report runs/x --svg run.svg
+
+timeline, history → here → a file
+
+What always holds:
+1. The file needs nothing else: no script, no font, no address. Text is text.
+2. It is readable in light and dark (`prefers-color-scheme`), and each kind of mark has its own
+   shape, so that no colour is needed to tell them apart.
+3. Time in which a person had stopped the run is cut out of the time axis.
+
+Why no library: the whole of it is a path, some lines and texts. matplotlib is 30 MB of packages
+and draws text as paths by default; svgwrite is no longer maintained; ElementTree escapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.sentences import count
+from elastic_trainer.observe.timeline import Change, Mark, Timeline
+from elastic_trainer.wire.plain import plain
+
+WIDTH, HEIGHT = 880, 384
+LEFT, RIGHT = 72, 864
+TOP, BOTTOM = 84, 264
+"""Of the plot of samples a second."""
+FLEET_TOP, FLEET_BOTTOM = 284, 324
+COLUMNS = 264
+"""Of the plot: one in 3 px."""
+LEAST_BAND_PX = 1.5
+STYLE = """
+svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+.paper { fill: #ffffff; } text { fill: #1f2328; } .title { font-size: 16px; font-weight: 600; }
+.dim { fill: #59636e; } .grid { stroke: #d1d9e0; stroke-width: 1; } .end { text-anchor: end; }
+.middle { text-anchor: middle; } .rate { fill: #0969da; fill-opacity: .2; stroke: #0969da; }
+.fleet { fill: none; stroke: #59636e; stroke-width: 1.5; } .pausing { fill: #d4a72c; }
+.restarting { fill: #cf222e; } .booting { fill: #8c959f; } .band { fill-opacity: .3; }
+.mark { fill: none; stroke-width: 2; } .lost { stroke: #cf222e; } .larger { stroke: #1a7f37; }
+.smaller { stroke: #9a6700; } .restart { stroke: #8250df; } .stem { stroke-dasharray: 2 3; }
+.stopped { stroke: #59636e; stroke-dasharray: 6 4; }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #0d1117; } text { fill: #f0f6fc; } .dim { fill: #9198a1; }
+  .grid { stroke: #3d444d; } .rate { fill: #4493f8; stroke: #4493f8; }
+  .fleet { stroke: #9198a1; } .lost { stroke: #f85149; } .larger { stroke: #3fb950; }
+  .smaller { stroke: #d29922; } .restart { stroke: #ab7df8; } .restarting { fill: #f85149; }
+  .stopped { stroke: #9198a1; }
+}
+"""
+SHAPES = {
+    Mark.LOST: ("lost", "M-4,-4 L4,4 M-4,4 L4,-4"),
+    Mark.LARGER: ("larger", "M-5,0 L5,0 M0,-5 L0,5"),
+    Mark.SMALLER: ("smaller", "M-5,0 L5,0"),
+    Mark.RESTART: ("restart", "M0,-5 L5,0 L0,5 L-5,0 Z"),
+}
+"""Class and outline of each mark: a cross, a plus, a minus, a diamond."""
+BANDS = (Phase.PAUSING, Phase.RESTARTING, Phase.BOOTING)
+
+Period = tuple[Phase, float, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The time axis: seconds of the run in which no person had stopped it."""
+
+    start: float
+    end: float
+    stops: tuple[tuple[float, float], ...]
+    """Start and end of the time that is cut out."""
+
+    def elapsed(self, time: float) -> float:
+        """Return the seconds on the axis at a time."""
+        time = min(max(time, self.start), self.end)
+        cut = sum(max(0.0, min(time, end) - start) for start, end in self.stops)
+        return time - self.start - cut
+
+    @property
+    def length_s(self) -> float:
+        return max(self.elapsed(self.end), 1e-6)
+
+    def x(self, time: float) -> float:
+        """Return the horizontal place of a time, in px."""
+        return LEFT + (RIGHT - LEFT) * self.elapsed(time) / self.length_s
+
+    def moment(self, elapsed_s: float) -> float:
+        """Return the time at which so many seconds of the axis are over."""
+        time = self.start + elapsed_s
+        for start, end in self.stops:
+            if time > start:
+                time += end - start
+        return time
+
+
+def axis_of(span: tuple[float, float], periods: Sequence[Period]) -> Axis:
+    """Return the axis from the first booked second, or the first step, to the last step."""
+    start, end = span
+    start = min([start, *(begin for phase, begin, _ in periods if phase is not Phase.STOPPED)])
+    stops = tuple((begin, until) for phase, begin, until in periods
+                  if phase is Phase.STOPPED and start < begin < until < end)
+    return Axis(start, end, stops)
+
+
+def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any]) -> str:
+    """Return the SVG of a run with two steps or more."""
+    assert timeline.span
+    axis = axis_of(timeline.span, periods)
+    root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img",
+                   viewBox=f"0 0 {WIDTH} {HEIGHT}", width=str(WIDTH), height=str(HEIGHT))
+    title = f"run {plain(result['run'])}"
+    SubElement(root, "title").text = title
+    SubElement(root, "desc").text = subtitle(result)
+    SubElement(root, "style").text = STYLE
+    SubElement(root, "rect", {"class": "paper", "width": "100%", "height": "100%"})
+    _text(root, LEFT, 28, title, "title")
+    _text(root, LEFT, 50, subtitle(result), "dim")
+    _draw_bands(root, axis, periods)
+    _draw_rates(root, axis, timeline)
+    _draw_fleet(root, axis, timeline)
+    _draw_time(root, axis)
+    _draw_stops(root, axis)
+    _draw_marks(root, axis, timeline.changes)
+    _draw_legend(root, {change.mark for change in timeline.changes},
+                 {phase for phase, _, _ in periods})
+    indent(root)
+    return tostring(root, encoding="unicode") + "\n"
+
+
+def subtitle(result: Mapping[str, Any]) -> str:
+    """Return the figures of a run in one line."""
+    lost = sum(result["workers_lost"].values())
+    return " · ".join([
+        f"goodput {result['goodput']:.1%}", count(result["steps"], "step"),
+        f"{count(lost, 'worker')} lost", count(len(result["pauses"]), "pause"),
+        count(result["attempts"], "attempt"), duration(result["wall_s"])])
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def ticks(most: float, about: int) -> list[float]:
+    """Return round numbers from 0 to `most`: about so many, 1, 2 or 5 times a power of 10 apart."""
+    rough = max(most, 1e-9) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [number * step for number in range(int(most / step + 1e-9) + 1)]
+
+
+def time_ticks(length_s: float) -> Iterator[tuple[float, str]]:
+    """Yield seconds and labels along the time axis, all in one unit."""
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    unit, unit_s = next((unit, unit_s) for unit, unit_s in units
+                        if length_s >= 2 * unit_s or unit_s == 1)
+    for value in ticks(length_s / unit_s, about=8):
+        yield value * unit_s, f"{value:g} {unit}"
+
+
+def _draw_bands(root: Element, axis: Axis, periods: Sequence[Period]) -> None:
+    bands = SubElement(root, "g", {"class": "bands"})
+    for phase, start, end in periods:
+        if phase not in BANDS or end <= axis.start or start >= axis.end:
+            continue
+        left, right = axis.x(start), axis.x(end)
+        width = max(LEAST_BAND_PX, right - left)
+        band = SubElement(bands, "rect", {
+            "class": f"band {phase.value}", "x": f"{left:.1f}", "y": str(TOP),
+            "width": f"{width:.1f}", "height": str(BOTTOM - TOP)})
+        SubElement(band, "title").text = f"{phase.value} for {duration(end - start)}"
+
+
+def _draw_rates(root: Element, axis: Axis, timeline: Timeline) -> None:
+    edges_s = [axis.length_s * column / COLUMNS for column in range(COLUMNS + 1)]
+    rates = timeline.rates([axis.moment(edge_s) for edge_s in edges_s])
+    top = max(rates) or 1.0
+    scale = (BOTTOM - TOP) / (1.05 * top)
+    for value in ticks(top, about=4):
+        _grid_line(root, BOTTOM - value * scale, f"{value:g}")
+    places = [LEFT + (RIGHT - LEFT) * column / COLUMNS for column in range(COLUMNS + 1)]
+    steps = [f"L{left:.1f},{y:.1f} L{right:.1f},{y:.1f}" for left, right, y in zip(
+        places, places[1:], (BOTTOM - rate * scale for rate in rates), strict=False)]
+    SubElement(root, "path", {"class": "rate", "d": " ".join(
+        [f"M{LEFT},{BOTTOM}", *steps, f"L{RIGHT},{BOTTOM} Z"])})
+    _text(root, LEFT, TOP - 10, "samples a second", "dim")
+
+
+def _draw_fleet(root: Element, axis: Axis, timeline: Timeline) -> None:
+    sizes = [timeline.first_size, *(change.size for change in timeline.changes)]
+    most = max([*sizes, 1])
+    scale = (FLEET_BOTTOM - FLEET_TOP) / most
+    for value in (0, most):
+        _grid_line(root, FLEET_BOTTOM - value * scale, str(value))
+    points, y = [f"M{LEFT},{FLEET_BOTTOM - timeline.first_size * scale:.1f}"], 0.0
+    for change in timeline.changes:
+        if change.mark in (Mark.SMALLER, Mark.LARGER):
+            y = FLEET_BOTTOM - change.size * scale
+            points.append(f"H{axis.x(change.time):.1f} V{y:.1f}")
+    SubElement(root, "path", {"class": "fleet", "d": " ".join([*points, f"H{RIGHT}"])})
+    _text(root, RIGHT, FLEET_TOP - 5, "workers", "dim end")
+
+
+def _draw_time(root: Element, axis: Axis) -> None:
+    for seconds, label in time_ticks(axis.length_s):
+        x = LEFT + (RIGHT - LEFT) * seconds / axis.length_s
+        _line(root, x, FLEET_BOTTOM, x, FLEET_BOTTOM + 5, "grid")
+        _text(root, x, FLEET_BOTTOM + 20, label, "dim middle")
+
+
+def _draw_stops(root: Element, axis: Axis) -> None:
+    for start, end in axis.stops:
+        line = _line(root, axis.x(start), TOP, axis.x(start), FLEET_BOTTOM, "stopped")
+        SubElement(line, "title").text = f"stopped for {duration(end - start)}"
+
+
+def _draw_marks(root: Element, axis: Axis, changes: Sequence[Change]) -> None:
+    marks, drawn = SubElement(root, "g", {"class": "marks"}), set()
+    for change in changes:
+        x = round(axis.x(change.time), 1)
+        if not axis.start <= change.time <= axis.end or (change.mark, round(x)) in drawn:
+            continue
+        drawn.add((change.mark, round(x)))
+        mark = _mark(marks, x, TOP - (0 if change.mark is Mark.LOST else 12), change.mark)
+        SubElement(mark, "title").text = (
+            f"{change.mark.value}, {duration(axis.elapsed(change.time))} after the start")
+        if change.mark in (Mark.LOST, Mark.RESTART):
+            _line(marks, x, TOP + 6, x, FLEET_BOTTOM, f"{SHAPES[change.mark][0]} stem")
+
+
+def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase]) -> None:
+    legend, x, y = SubElement(root, "g", {"class": "legend"}), float(LEFT), HEIGHT - 16
+    for mark in (mark for mark in Mark if mark in marks):
+        _mark(legend, x + 6, y - 4, mark)
+        _text(legend, x + 17, y, mark.value)
+        x += 32 + 6.6 * len(mark.value)
+    for phase in (phase for phase in BANDS if phase in phases):
+        SubElement(legend, "rect", {"class": f"band {phase.value}", "x": f"{x:.1f}",
+                                    "y": str(y - 11), "width": "12", "height": "13"})
+        _text(legend, x + 17, y, phase.value)
+        x += 32 + 6.6 * len(phase.value)
+
+
+def _mark(parent: Element, x: float, y: float, mark: Mark) -> Element:
+    name, outline = SHAPES[mark]
+    return SubElement(parent, "path", {
+        "class": f"mark {name}", "d": outline, "transform": f"translate({x:.1f},{y:.1f})"})
+
+
+def _grid_line(root: Element, y: float, label: str) -> None:
+    _line(root, LEFT, y, RIGHT, y, "grid")
+    _text(root, LEFT - 8, y + 4, label, "dim end")
+
+
+def _line(parent: Element, x1: float, y1: float, x2: float, y2: float, kind: str) -> Element:
+    return SubElement(parent, "line", {
+        "class": kind, "x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}"})
+
+
+def _text(parent: Element, x: float, y: float, text: str, kind: str = "") -> None:
+    element = SubElement(parent, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}",
+                                          **({"class": kind} if kind else {})})
+    element.text = text

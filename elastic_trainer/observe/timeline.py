@@ -1,0 +1,109 @@
+"""What the pictures of a run need: 24 bytes of each step, and each change of the fleet.
+
+event log → here → picture (text), svg
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from elastic_trainer.observe.sentences import ENDINGS
+
+CHUNK_STEPS = 2**16
+
+
+class Mark(Enum):
+    """A change of the fleet."""
+
+    LOST = "a worker lost"
+    SMALLER = "smaller world"
+    LARGER = "larger world"
+    RESTART = "everybody gone: a new attempt"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A mark, and the time and the size of the world from then on."""
+
+    time: float
+    mark: Mark
+    size: int
+
+
+class Timeline:
+    """A run's steps and changes, in the order of its events."""
+
+    def __init__(self) -> None:
+        self._times, self._seconds, self._samples = array("d"), array("d"), array("d")
+        self.changes: list[Change] = []
+        self.size = 0
+        """Workers in the newest world."""
+        self.first_size = 0
+
+    def through(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Take the events, and yield them."""
+        for event in events:
+            self.take(event)
+            yield event
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take one more event."""
+        match event["event"]:
+            case "worker.step_committed" if not event.get("repeated"):
+                self._times.append(float(event["time"]))
+                self._seconds.append(float(event.get("step_s") or 0.0))
+                self._samples.append(int(event["samples"]))
+            case "driver.worker_gone":
+                ending = ENDINGS.get(str(event.get("reason")))
+                if ending and ending.is_lost and ending.has_booted:
+                    self._mark(event, Mark.LOST)
+            case "worker.generation_started":
+                before, self.size = self.size, int(event["size"])
+                self.first_size = self.first_size or self.size
+                if before and self.size != before:
+                    self._mark(event, Mark.LARGER if self.size > before else Mark.SMALLER)
+            case "attempt.started" if self.size:
+                self._mark(event, Mark.RESTART)
+
+    def _mark(self, event: Mapping[str, Any], mark: Mark) -> None:
+        self.changes.append(Change(float(event["time"]), mark, self.size))
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The start of the first step and the end of the last; None before two steps."""
+        if len(self._times) < 2:
+            return None
+        return self._times[0] - self._seconds[0], self._times[-1]
+
+    def done_by(self, moments: Sequence[float]) -> list[float]:
+        """Return how many samples were done by each moment.
+
+        A step's samples are spread over its time: otherwise slow steps would look like pauses.
+        """
+        totals = [0.0] * len(moments)
+        for low in range(0, len(self._times), CHUNK_STEPS):
+            ends, seconds, samples = (
+                np.frombuffer(numbers, dtype=np.float64)[low : low + CHUNK_STEPS]
+                for numbers in (self._times, self._seconds, self._samples))
+            first, last = float((ends - seconds).min()), float(ends.max())
+            whole = float(samples.sum())
+            for place, moment in enumerate(moments):
+                if moment >= last:
+                    totals[place] += whole
+                elif moment > first:
+                    done = np.clip(1.0 - (ends - moment) / np.maximum(seconds, 1e-9), 0.0, 1.0)
+                    totals[place] += float(done @ samples)
+        return totals
+
+    def rates(self, moments: Sequence[float]) -> list[float]:
+        """Return the samples a second between each two neighbours of the moments."""
+        done = self.done_by(moments)
+        return [max(0.0, after - before) / max(end - start, 1e-9)
+                for before, after, start, end
+                in zip(done, done[1:], moments, moments[1:], strict=False)]

@@ -1,0 +1,68 @@
+"""What a run's event log proves, and what in it contradicts the promise.
+
+judge → here → `elastic-trainer verify`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.observe.sentences import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was proved, or violated."""
+
+    finished: bool
+    steps: int
+    """In the kept history."""
+    steps_due: int | None
+    """In the whole run; None when no job was described."""
+    samples: int
+    """Counted by the kept steps."""
+    whole_epochs: int
+    """Epochs of which every sample is proved to have counted exactly once."""
+    attempts: int
+    generations: int
+    repeated_lines: int
+    steps_redone: int
+    """Thrown away in flight and done again by the survivors."""
+    steps_rolled_back: int
+    """Committed, then dropped by a start from a checkpoint, and due again."""
+    finishes: tuple[tuple[int, int, str], ...]
+    """Steps, samples and SHA-256 of the weights, of each run.finished."""
+    violations: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.violations
+
+    def sentences(self, *, most: int = 20) -> list[str]:
+        """Return what was proved, or what was violated, and the notes; at most `most` of each."""
+        found = (self._proofs() if self.is_proved
+                 else _first(most, "violated", self.violations))
+        return found + _first(most, "note", self.notes)
+
+    def _proofs(self) -> list[str]:
+        due = "" if self.steps_due is None else f" of {self.steps_due}"
+        attempts = count(self.attempts, "attempt")
+        generations = count(self.generations, "generation")
+        epochs = (count(self.whole_epochs, "whole epoch") if self.whole_epochs
+                  else "no whole epoch yet")
+        return [
+            f"proved: {self.samples} samples in {self.steps}{due} steps, each counted exactly "
+            f"once.",
+            f"proved: {epochs}; a whole one has every sample of the dataset once.",
+            f"proved: one lineage through {attempts} and {generations}.",
+            f"done again: {self.steps_redone} in flight, {self.steps_rolled_back} since a "
+            f"checkpoint.",
+        ]
+
+
+def _first(most: int, label: str, sentences: Sequence[str]) -> list[str]:
+    lines = [f"{label}: {sentence}" for sentence in sentences[:most]]
+    more = len(sentences) - most
+    return lines if more <= 0 else [*lines, f"{label}: and {more} more."]

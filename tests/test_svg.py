@@ -1,0 +1,157 @@
+"""The picture of a run as an SVG: what it shows of a recorded run, and of made-up ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element, fromstring
+
+import pytest
+
+from elastic_trainer.__main__ import main
+from elastic_trainer.observe import svg
+from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.history import history_of
+from elastic_trainer.observe.report import result_of
+from elastic_trainer.observe.timeline import Timeline
+
+RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
+"""A run of four workers: one is killed twice, and new workers join."""
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def drawn(events: list[dict[str, Any]]) -> tuple[str, Element]:
+    timeline = Timeline()
+    history = history_of(timeline.through(events))
+    text = svg.draw(timeline, history.books.periods, result_of(history))
+    return text, fromstring(text)
+
+
+def of_kind(root: Element, kind: str) -> list[Element]:
+    return [it for it in root.iter() if kind in it.get("class", "").split()]
+
+
+def texts(root: Element) -> list[str]:
+    return [it.text or "" for it in root.iter() if it.tag.endswith("}text")]
+
+
+def test_the_picture_of_a_run_shows_each_change_of_its_fleet() -> None:
+    """A mark for each lost worker and each new world, a band for each pause, the goodput as text."""
+    events = events_of(RECORDED)
+    _, root = drawn(events)
+    result = result_of(history_of(events))
+    marks = next(it for it in root if it.get("class") == "marks")
+    assert len([it for it in of_kind(marks, "mark") if "lost" in it.get("class", "")]) == (
+        sum(result["workers_lost"].values())) > 0
+    assert of_kind(marks, "larger") and of_kind(marks, "smaller")
+    assert len(of_kind(root, "pausing")) - 1 == len(result["pauses"]) > 0  # one is the legend's
+    assert any(f"goodput {result['goodput']:.1%}" in text for text in texts(root))
+    assert "run recorded" in texts(root) and "workers" in texts(root)
+    assert {"a worker lost", "larger world", "pausing"} <= {*texts(root)}
+
+
+def test_the_picture_needs_nothing_but_itself_and_is_drawn_again_the_same() -> None:
+    """No address, script or font of others; text is text; the same events give the same bytes."""
+    text, root = drawn(events_of(RECORDED))
+    assert text == drawn(events_of(RECORDED))[0]
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+    assert not any(it.tag.endswith(("}script", "}image", "}use")) for it in root.iter())
+    assert "prefers-color-scheme: dark" in text and "url(" not in text
+    assert len(texts(root)) > 15 and len(text) < 64_000
+    assert root.get("role") == "img" and root[0].tag.endswith("}title")
+
+
+def test_everything_is_drawn_within_the_picture() -> None:
+    """Marks, bands and lines lie in the plot, whatever the clocks said."""
+    events = events_of(RECORDED)
+    events[30]["time"] -= 1000.0
+    for root in (drawn(events)[1], drawn(events_of(RECORDED))[1]):
+        for it in root.iter():
+            for name in ("x", "x1", "x2"):
+                assert svg.LEFT - 40 <= float(it.get(name, svg.LEFT)) <= svg.RIGHT
+            left, width = float(it.get("x", 0)), it.get("width", "0")
+            assert width == "100%" or left + float(width) <= svg.WIDTH
+
+
+def step(time: float, **more: Any) -> dict[str, Any]:
+    return {"event": "worker.step_committed", "time": time, "run": "x", "attempt": 1, "step": int(time),
+            "step_s": 1.0, "samples": 8, "loss": 1.0, **more}
+
+
+def generation(time: float, size: int, at: int) -> dict[str, Any]:
+    return {"event": "worker.generation_started", "time": time, "run": "x", "attempt": 1,
+            "generation": 1, "size": size, "step": at, "source": "memory"}
+
+
+def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
+    """A night does not press the training together; a line says where it was, and how long."""
+    night = 50_000.0
+    events = [{"event": "run.started", "time": 0.0, "run": "x"}, generation(1.0, 2, 0),
+              *(step(float(at)) for at in range(2, 12)),
+              {"event": "attempt.ended", "time": 12.0, "attempt": 1, "verdict": "interrupted"},
+              {"event": "run.started", "time": night}, generation(night + 1.0, 2, 12),
+              *(step(night + at, step=10 + at) for at in range(2, 12))]
+    _, root = drawn(events)
+    (line,) = of_kind(root, "stopped")
+    assert line[0].text == "stopped for 13.9 h"
+    assert any(text == "20 s" for text in texts(root)) and not any("h" in text for text in texts(root)
+                                                                   if re.fullmatch(r"\d+ \w+", text))
+
+
+def test_the_axis_is_its_own_inverse() -> None:
+    """Seconds on the axis, and the time that they stand for; what was cut out has one place."""
+    axis = svg.axis_of((10.0, 100.0), [(Phase.TRAINING, 5.0, 20.0), (Phase.STOPPED, 20.0, 60.0),
+                                       (Phase.TRAINING, 60.0, 100.0)])
+    assert axis.start == 5.0 and axis.length_s == 55.0
+    for time in (5.0, 12.0, 61.0, 99.0):
+        assert axis.moment(axis.elapsed(time)) == pytest.approx(time)
+    assert axis.x(20.0) == axis.x(40.0) == axis.x(60.0)
+
+
+def test_the_numbers_on_the_axes_are_round() -> None:
+    """1, 2 or 5 times a power of ten; all of one axis in one unit."""
+    assert svg.ticks(149.0, 4) == [0, 50, 100] and svg.ticks(0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
+    assert [label for _, label in svg.time_ticks(40.0)][:3] == ["0 s", "5 s", "10 s"]
+    assert [label for _, label in svg.time_ticks(7200.0)][-1] == "2 h"
+    assert [label for _, label in svg.time_ticks(600.0)][:2] == ["0 min", "2 min"]
+    assert svg.duration(0.4) == "0.4 s" and svg.duration(3 * 86_400) == "3 d"
+
+
+def test_a_hostile_name_stays_text() -> None:
+    """A run's name is not part of the markup, and no control character breaks it."""
+    hostile = "</svg><script>alert(1)</script>\x1b[31m\x00"
+    _, root = drawn([{**event, "run": hostile} for event in events_of(RECORDED)])
+    assert not any(it.tag.endswith("}script") for it in root.iter())
+    assert any("<script>" in text for text in texts(root))
+
+
+def written(folder: Path, events: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_report_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the table, into the file that the user names."""
+    run_dir = written(tmp_path / "run", events_of(RECORDED))
+    assert main(["report", str(run_dir), "--svg", str(tmp_path / "run.svg")]) == 0
+    assert "goodput" in capsys.readouterr().out
+    assert (tmp_path / "run.svg").read_text(encoding="utf-8") == drawn(events_of(RECORDED))[0]
+
+
+@pytest.mark.parametrize(("count", "file", "said"), [
+    (5, "run.svg", "has 0 finished steps, and a picture needs 2"),
+    (184, "no/run.svg", "No such file or directory. Name a file in a folder that exists"),
+])
+def test_the_user_reads_why_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                count: int, file: str, said: str) -> None:
+    """One fact and one remedy; exit code 2."""
+    run_dir = written(tmp_path / "run", events_of(RECORDED)[:count])
+    assert main(["report", str(run_dir), "--svg", str(tmp_path / file)]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / file).exists()
