@@ -33,7 +33,7 @@ class Differences:
                 self._events.emit("worker.weights_differ_as_built", **both, meaning=AS_BUILT)
             return
         meaning = advice(found.is_refused, found.differ)
-        self._events.emit("worker.arithmetic_differs", level="warning", **both,
+        self._events.emit("worker.arithmetic_differs", **both,
                           differs=found.differ, refused=found.is_refused,
                           kept_out_s=round(found.kept_out_s, 1), meaning=meaning)
         if found.is_refused:
@@ -46,7 +46,7 @@ class Differences:
     def report_host(self, name: str, host: Host) -> None:
         """Log that a host is kept out, because a replica on it held other bits."""
         kept_out_s = round(host.not_before - time.monotonic(), 1)
-        self._events.emit("driver.host_kept_out", level="error", host=name,
+        self._events.emit("driver.host_kept_out", host=name,
                           differences=host.differences, kept_out_s=kept_out_s,
                           why="a replica on it held other bits than the other workers' "
                               "(worker.replica_differs)")

@@ -60,7 +60,7 @@ class Mixture:
             one, other = theirs[rank], theirs[0]
             differ = facts_that_differ(one, other) if one and other else {}
             self._events.emit(
-                "worker.arithmetic_differs", level="warning", host=everyone[rank]["host"],
+                "worker.arithmetic_differs", host=everyone[rank]["host"],
                 other_host=everyone[0]["host"], differs=differ, refused=False,
                 meaning=advice(False, differ))
 
@@ -71,7 +71,7 @@ class Mixture:
         self._is_drift_logged = True
         if world.rank == 0:
             self._events.emit(
-                "worker.replicas_drift", level="warning", step=step,
+                "worker.replicas_drift", step=step,
                 meaning="the workers hold different bits, as their arithmetic differs "
                         "(worker.arithmetic_differs). A fault of a machine is not found in this "
                         "world.")

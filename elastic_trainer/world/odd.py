@@ -43,7 +43,7 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
     names = found.tensors[:NAMED_TENSORS]
     if world.rank == among[(found.majority or (0,))[0]]:
         for rank in odd:
-            events.emit("worker.replica_differs", level="error", step=step, since_step=since_step,
+            events.emit("worker.replica_differs", step=step, since_step=since_step,
                         host=everyone[rank]["host"], odd_worker=everyone[rank]["worker"],
                         odd_rank=rank, majority=len(found.majority), tensors=names,
                         tensors_count=len(found.tensors))
