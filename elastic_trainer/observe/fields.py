@@ -11,18 +11,17 @@ What always holds:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from elastic_trainer.host.names import HOST_NAME
 
 MAX_NAME = 300
 """Characters of a name: a worker, a reason, a kind of event."""
 MAX_PEERS = 4096
 MAX_ERROR = 50_000
 """Characters of a traceback (place.MAX_ERROR_CHARACTERS)."""
-HOST_NAME = re.compile(
-    r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9_-]{0,62}))*")
 
 Check = Callable[[Any], bool]
 

@@ -22,7 +22,6 @@ from elastic_trainer.observe.event_kind import EventKind
 from elastic_trainer.observe.event_table import COMMON, KINDS
 from elastic_trainer.observe.fields import (
     FLAG,
-    HOST_NAME,
     MAX_ERROR,
     MAX_NAME,
     MAX_PEERS,
@@ -45,8 +44,8 @@ from elastic_trainer.observe.fields import (
     reads,
 )
 
-__all__ = ["HOST_NAME", "MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED",
-           "UNREADABLE", "fields_of", "flaw", "flaw_of_words", "misfit", "parse", "parse_object"]
+__all__ = ["MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED", "UNREADABLE",
+           "fields_of", "flaw", "flaw_of_words", "misfit", "parse", "parse_object"]
 
 MAX_LINE_BYTES = (1 << 19) - 4096
 """The longest line of an event. A traceback of 50,000 characters fits, also where most of them are
