@@ -7,13 +7,14 @@ if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
     from elastic_trainer.schedule import constant as constant
     from elastic_trainer.schedule import cosine as cosine
-    from elastic_trainer.training.loop import Result as Result
-    from elastic_trainer.training.loop import local_rank as local_rank
-    from elastic_trainer.training.loop import train as train
+    from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
+    from elastic_trainer.training.train import train as train
+    from elastic_trainer.training.trainer import Trainer as Trainer
+    from elastic_trainer.training.worker import local_rank as local_rank
 
-_WHERE = {"ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.loop", "constant": "schedule",
-          "cosine": "schedule", "local_rank": "training.loop", "train": "training.loop"}
+_WHERE = {"ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
+          "cosine": "schedule", "local_rank": "training.worker", "train": "training.train", "Trainer": "training.trainer"}
 __all__ = list(_WHERE)
 
 

@@ -46,9 +46,11 @@ class ElasticState(hvd_elastic.TorchState):
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
+        self.phase, self.phases = 0, 1
+        """The phase of that step to do next, and how many a step has (several.py)."""
         self.prepared = 0
         self.begun = 0
-        """Steps begun: one more than `committed` while a step is in flight, and after it broke."""
+        """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False
         """True once this worker holds the run's values (its own from the start, restored, or received)."""
         self.is_applying = False
@@ -61,8 +63,11 @@ class ElasticState(hvd_elastic.TorchState):
         """What the job was asked for, as JSON values, for whoever goes on with the run."""
         self.loss = float("nan")
         self.samples = 0
-        self.last_vote = (0, 0)
-        """Samples and their digest in the last finished step, as the vote has summed them over all workers."""
+        self.last_vote: tuple[int, ...] = (0, 0, 0, 0)
+        """Of the last finished step, as the vote has summed it over all workers: samples, their digest, the run's clock in
+        milliseconds (rank 0's), how many workers asked to finish the run."""
+        self.clocks_ms = (0, 0)
+        """The run's clock at the end of the last two steps."""
         self.extra_state = ExtraState(model)
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())
@@ -89,11 +94,31 @@ class ElasticState(hvd_elastic.TorchState):
         self.left_out = [name for name in own.values() if name not in exported]
         """What is not in it: buffers that are not persistent."""
 
+    @property
+    def ticks(self) -> int:
+        """Phases that are finished: what a worker's progress is counted in. With one phase: steps."""
+        return self.committed * self.phases + self.phase
+
+    @property
+    def is_prepared(self) -> bool:
+        """True while this worker holds the reduced gradient of the phase in flight."""
+        return self.prepared > self.ticks
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True while a phase is in flight, and after it broke."""
+        return self.begun > self.ticks
+
+    @property
+    def is_finished_early(self) -> bool:
+        """True if the user's code has asked to finish the run after the last step, on any worker."""
+        return self.phase == 0 and self.last_vote[3] > 0
+
     # --- a step's life -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Keep what a forward pass changes (BatchNorm's buffers, modes), so that `restore` can put it back."""
-        self.begun = self.committed + 1
+        self.begun = self.ticks + 1
         self._modes_before = [module.training for module in self._modules]
         if self.buffers:
             self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
@@ -101,7 +126,7 @@ class ElasticState(hvd_elastic.TorchState):
 
     def forget(self) -> None:
         """Forget the step in flight: its begin is not to be gone back to."""
-        self.begun, self._buffers_before, self._modes_before = self.committed, {}, []
+        self.begun, self._buffers_before, self._modes_before = self.ticks, {}, []
         self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
@@ -146,13 +171,20 @@ class ElasticState(hvd_elastic.TorchState):
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
-        self.prepared = self.committed + 1
+        self.prepared = self.ticks + 1
 
-    def commit(self, samples: int = 0, digest: int = 0) -> None:
-        """Make the step in flight final. (Stock `commit` copies everything and broadcasts a pickle; this counts.)"""
-        self.committed += 1
-        self.samples, self.last_vote = self.samples + samples, (samples, digest)
-        self.prepared = self.committed
+    def commit(self, samples: int = 0, digest: int = 0, clock_ms: int = 0, finishes: int = 0) -> None:
+        """Make the phase in flight final; the last one ends the step. (Stock `commit` copies everything and broadcasts a
+        pickle; this counts.)"""
+        self.phase = (self.phase + 1) % self.phases
+        _, _, clock_was, finishes_was = self.last_vote
+        carried = finishes_was if self.phase != 1 % self.phases else 0  # a phase before this one may have asked
+        self.last_vote = (samples, digest, max(clock_ms, clock_was), finishes + carried)
+        if self.phase == 0:
+            self.committed += 1
+            self.samples += samples
+            self.clocks_ms = (self.clocks_ms[1], self.last_vote[2])
+        self.prepared = self.ticks
         self._buffers_before, self._modes_before = {}, []
 
     def restore(self) -> None:
@@ -207,6 +239,7 @@ class ElasticState(hvd_elastic.TorchState):
         return {
             "identity": self.identity,
             "step": self.committed,
+            **({"phase": self.phase, "clock_ms": self.clocks_ms[1]} if self.phases > 1 else {}),
             "samples": self.samples,
             "loss": self.loss,
             "last_vote": self.last_vote,
@@ -259,6 +292,8 @@ class ElasticState(hvd_elastic.TorchState):
                 if tensor_kind(group[key]) != tensor_kind(theirs[key]):
                     raise LayoutError(f"{key} of the optimizer's group {number} is {theirs[key]!r} there, but "
                                       f"{group[key]!r} in this job: a tensor and a number, or tensors of other types")
+        if not 0 <= values.get("phase", 0) < self.phases:
+            raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this job has {self.phases}")
         names = [settings["optimizer"] for settings in (values.get("settings", {}), self.settings) if settings]
         if len(set(names)) > 1:
             raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
@@ -335,16 +370,20 @@ class ElasticState(hvd_elastic.TorchState):
         self.settings = dict(values.get("settings", {}))
         self.extra_state.load(values.get("extra_state", {}))
         self.lineage = int(values["lineage"])
-        self.committed = self.prepared = int(values["step"])
+        self.committed, self.phase = int(values["step"]), int(values.get("phase", 0))
+        self.prepared = self.ticks
         self.samples, self.loss = int(values["samples"]), float(values["loss"])
-        self.last_vote = tuple(values["last_vote"])
+        self.last_vote = (*values["last_vote"], 0, 0)[:4]  # version 0.1 has two
+        clock_ms = int(values.get("clock_ms", self.last_vote[2]))
+        self.clocks_ms = (clock_ms, clock_ms)
         self.forget()
         self.has_state = True
 
 
 OPTIONAL: dict[str, Any] = {
     "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
-    "scheduler": None, "extra_state": {}, "settings": {}}
+    "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0,
+    "clock_ms": 0}
 """What version 0.1 has not written."""
 
 
@@ -360,7 +399,8 @@ def check_kinds(values: Any) -> None:
     kinds: dict[str, Any] = {
         "identity": object, "optimizer": dict, "base_rates": (list, tuple), "rate_used": (int, float),
         "scheduler": (dict, type(None)), "scaler": (dict, type(None)), "loss": (int, float),
-        "last_vote": (list, tuple), "step": int, "samples": int, "lineage": int}
+        "last_vote": (list, tuple), "step": int, "samples": int, "lineage": int, "phase": int,
+        "clock_ms": int}
     odd = [name for name, kind in kinds.items()
            if name not in found or not isinstance(found[name], kind)]
     texts = ("evaluating", "trained", "left_out")
@@ -389,11 +429,11 @@ def _contents(found: dict[str, Any]) -> dict[str, bool]:
             isinstance(groups, (list, tuple)) and len(found["base_rates"]) == len(groups)),
         "scheduler": not scheduler or (isinstance(scheduler.get("class"), str)
                                        and isinstance(scheduler.get("state"), dict)),
-        "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) == 2,
+        "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) in (2, 4),
         "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
         "aliases": (set(found["aliases"].values())
                     <= found["parameters"].keys() | found["buffers"].keys()),
-    } | {name: found[name] >= 0 for name in ("step", "samples", "lineage")}
+    } | {name: found[name] >= 0 for name in ("step", "samples", "lineage", "phase")}
 
 
 def _is_dict(value: Any, kind: Any) -> bool:

@@ -90,6 +90,10 @@ class Rates:
             self.scheduler.step()
         self._marks = self._now()
 
+    def note(self) -> None:
+        """End a phase of a step that has another one: the rates stay as `set` left them."""
+        self._marks = self._now()
+
     # --- as values --------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:

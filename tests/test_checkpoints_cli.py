@@ -20,7 +20,7 @@ from elastic_trainer.state import checkpoint
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.store import FolderStore
-from elastic_trainer.training.loop import train
+from elastic_trainer.training.train import train
 
 
 @pytest.fixture(scope="module")

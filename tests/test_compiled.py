@@ -17,7 +17,7 @@ from elastic_trainer import train
 from elastic_trainer.__main__ import main
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_ranges, decode, pack
-from elastic_trainer.training.loop import Result
+from elastic_trainer.training.job import Result
 
 DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)),
                      torch.randn(24, 3, generator=torch.Generator().manual_seed(2)))

@@ -551,3 +551,24 @@ def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path,
     assert 7 < restored["step"] < result["steps"]
     assert result["attempts"] == 2
     assert result["steps_redone"] == 0
+
+
+@pytest.mark.parametrize(("rank", "point"), [(2, "step.voted"), (0, "step.prepared")])
+def test_a_loop_of_the_users_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int,
+                                                                   point: str) -> None:
+    """`for step in trainer` has the bits of train(), and costs one step at most."""
+    plan = Plan().kill(host=host(rank), at=point, step=12)
+    with Cluster(tmp_path, job=(*FEW, "--iterator"), plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
+    assert result["steps_redone"] <= 1
+
+
+def test_an_exception_in_a_loop_of_the_users_ends_the_run_everywhere(tmp_path: Path) -> None:
+    """With its traceback, without a retry, and without `with`."""
+    with Cluster(tmp_path, job=(*FEW, "--iterator", "--raise-at", f"{host(2)}:12")) as cluster:
+        assert cluster.finish() == EXIT_USER_ERROR
+        (failed,) = cluster.events("worker.failed")
+        (stopped,) = cluster.events("driver.stopped")
+    assert "ValueError: in the loop, as planned" in failed["error"] and failed["worker"].startswith(host(2))
+    assert stopped["verdict"] == "user_error" and "in the loop, as planned" in stopped["detail"]

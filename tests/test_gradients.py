@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import INPUT, NUMBERS, SIZE, TARGET, built, in_a_world, job, mse, sgd, trained
+from test_loop import INPUT, NUMBERS, SIZE, TARGET, Trainer, built, in_a_world, job, mse, sgd, trained
 
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.elastic_state import ElasticState
-from elastic_trainer.training.loop import Result, Trainer
+from elastic_trainer.training.job import Result
 from elastic_trainer.world.alone import Alone
 
 Model = torch.nn.Module
@@ -361,14 +361,14 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     """Its reduced gradient has the layout of that step, and says which parameters had none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
         trainer = Trainer(job(**made), Launch(), Alone(), Events(None), "exact", False)
-        trainer._warm_up()
+        trainer.do(trainer.warm_up.run(is_exact=True))
         trainer.state.has_state = True
         for step in range(2):
-            samples, digest = trainer._forward_backward(step)
-            trainer._reduce()
+            samples, digest = trainer.do(trainer.shards.run(step, trainer.world, None))
+            trainer.shards.reduce(trainer.world)
             trainer.state.prepare()
             if step == 0:
-                trainer._apply(samples, digest)
+                trainer.end.apply(samples, digest)
         return trainer
 
     first = until_the_vote(thawed_after(0))
@@ -376,10 +376,10 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     made = thawed_after(0)
     launch = Launch(revived_from=path)
     second = Trainer(job(**made), launch, Alone(), Events(None), "exact", False)
-    second._warm_up()
+    second.do(second.warm_up.run(is_exact=True))
     second._take_own_legacy()
     for trainer in (first, second):
-        trainer._apply(8, 0)
+        trainer.end.apply(8, 0)
     assert all(torch.equal(a, b) for a, b in zip(first.job.model.parameters(), second.job.model.parameters(), strict=True))
 
 

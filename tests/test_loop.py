@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,14 @@ from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.store import StoreRefused
-from elastic_trainer.training.loop import (
-    Job,
-    PeerFailed,
-    Result,
-    Trainer,
-    UserExited,
-    describe,
-    fewest_samples,
-    local_rank,
-    rehearse,
-    seed_everything,
-    train,
-)
+from elastic_trainer.training.failures import PeerFailed, UserExited
+from elastic_trainer.training.job import Job, Result, describe, fewest_samples
+from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.losses import LossNotFinite
+from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.training.train import Loss, drive, train
+from elastic_trainer.training.warm_up import rehearse
+from elastic_trainer.training.worker import local_rank
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise
 from elastic_trainer.world.collectives import PeersLost, World
@@ -537,13 +532,40 @@ class OneGeneration(Generations):
         yield from body()
 
 
-def job(model: Model, **changes: Any) -> Job:
+@dataclass(frozen=True, kw_only=True)
+class JobOfTrain(Job):
+    """A job whose loss is a function, as train() has it."""
+
+    loss: Loss
+
+
+class Trainer(Loop):
+    """A loop that is driven as train() drives it."""
+
+    def run(self) -> Result:
+        result: Result = self.do(self.moves())
+        return result
+
+    def do(self, moves: Any) -> Any:
+        """Run the loss of each shard; returns what the moves return."""
+        assert isinstance(self.job, JobOfTrain)
+        return drive(moves, self.job.model, self.job.loss)
+
+
+def rehearse_alone(whole: JobOfTrain) -> None:
+    """Warm up as a standby does."""
+    moves = rehearse(whole, Loop(whole, Launch(), Alone(), Events(None), "exact", False).warm_up)
+    for shard in moves:
+        shard.backward(whole.loss(whole.model, shard.batch))
+
+
+def job(model: Model, **changes: Any) -> JobOfTrain:
     whole: dict[str, Any] = {
         "model": model, "optimizer": sgd(model), "dataset": DATA, "loss": mse, "schedule": SCHEDULE,
         "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate, "extras": {},
         "after_step": lambda step: None,
         "device": torch.device("cpu")}
-    return Job(**(whole | changes))
+    return JobOfTrain(**(whole | changes))
 
 
 class Odd(Exception):
@@ -568,7 +590,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     for rank in range(size):
         trainer = Trainer(make(rank), Launch(), Alone(), Events(None), reduce, False)
         trainer.world = Member(hub, rank)
-        trainer.generations = OneGeneration(Launch(), Alone(), Events(None), trainer._hooks(), trainer.world)
+        trainer.generations = OneGeneration(Launch(), Alone(), Events(None), trainer.hooks(), trainer.world)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:
         thread.start()
@@ -1218,7 +1240,7 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
         whole = job(built(torch.nn.BatchNorm1d(8), torch.nn.Dropout()), rate=cosine(warmup_steps=2, total_steps=6),
                     schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
         if rehearses:
-            rehearse(whole)
+            rehearse_alone(whole)
         trainer = Trainer(whole, Launch(), Alone(), Events(None), "exact", False)
         trainer.run()
         assert trainer.generations.arithmetic

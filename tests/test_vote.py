@@ -16,7 +16,8 @@ CHECKPOINTS = st.builds(CheckpointBallot, is_uploaded=st.booleans(), has_failed=
                         newest_step=st.integers(-1, 2**40))
 BALLOTS = st.builds(
     Ballot, samples=st.integers(0, 2**30), digest=st.integers(0, 2**40), has_failed=st.booleans(),
-    checkpoint=CHECKPOINTS, checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wishes=WISHES)
+    clock_ms=st.integers(0, 2**40), finishes=st.booleans(), checkpoint=CHECKPOINTS,
+    checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wishes=WISHES)
 
 
 def counted(ballots: list[Ballot]) -> Outcome:
@@ -28,7 +29,8 @@ def counted(ballots: list[Ballot]) -> Outcome:
         has_failure=any(b.has_failed for b in ballots), uploaded=sum(c.is_uploaded for c in checkpoints),
         upload_failed=any(c.has_failed for c in checkpoints), checkpoint=any(c.is_wanted for c in checkpoints),
         published=checkpoints[0].newest_step, all_drain=all(wish.drains for wish in wishes),
-        change_waits=any(wish.change_soon for wish in wishes), differs=len({b.checksum for b in ballots}) > 1)
+        change_waits=any(wish.change_soon for wish in wishes), differs=len({b.checksum for b in ballots}) > 1,
+        clock_ms=ballots[0].clock_ms, finishes=sum(b.finishes for b in ballots))
 
 
 @given(st.lists(BALLOTS, min_size=1, max_size=9))
@@ -37,7 +39,7 @@ def test_the_sums_of_all_ballots_say_what_the_ballots_say(ballots: list[Ballot])
     encoded = [ballot.encode(rank) for rank, ballot in enumerate(ballots)]
     sums = [sum(column) for column in zip(*encoded, strict=True)]
     assert Outcome.decode(sums, len(ballots)) == counted(ballots)
-    assert len(sums) == 16 and all(total < 2**63 for total in sums)
+    assert len(sums) == 18 and all(total < 2**63 for total in sums)
 
 
 @pytest.mark.parametrize("size", [1, 3])

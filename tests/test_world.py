@@ -88,11 +88,11 @@ class User:
         self.drawn: list[str] = []
         self.breaks: list[BaseException] = []
 
-    def roll_forward(self, samples: int, digest: int) -> None:
+    def roll_forward(self, samples: int, digest: int, *more: int) -> None:
         with torch.no_grad():
             for parameter in self.state.model.parameters():
                 parameter += 1.0
-        self.state.commit(samples, digest)
+        self.state.commit(samples, digest, *more)
         self.unseen.append(self.state.committed)
 
     def hand_over(self) -> Iterator[str]:

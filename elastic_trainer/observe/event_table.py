@@ -79,8 +79,13 @@ _RUN = (
     EventKind(
         "run.finished", INFO, "All steps are done, and the result is durable.",
         (*reads(attempt=ATTEMPT, steps=STEP, samples=SAMPLES, weights_sha256=NAME),
-         *may_read(loss=NUMBER)), "finished: {steps} steps, {samples} samples, loss {loss:.4f}",
+         *may_read(loss=NUMBER, planned_steps=STEP)), "finished: {steps} steps, {samples} samples, loss {loss:.4f}",
         Phase.TRAINING),
+    EventKind(
+        "run.finished_early", INFO,
+        "The user's code has asked to finish the run before its planned steps are done.",
+        has(steps=STEP, planned_steps=STEP, reason=TEXT),
+        "finished after {steps} of {planned_steps} steps: {reason}"),
 )
 
 _JOB = (
@@ -212,6 +217,12 @@ _WORKERS = (
         "The user's code raised, or called sys.exit. The run ends on all ranks.", has(error=TEXT),
         "{worker} failed: {error:last}", remedy="The traceback is in `error`."),
     EventKind(
+        "worker.loop_left", WARNING,
+        "The user's loop was left before its end, by `break`, `return` or an exception that the "
+        "script caught. The run ends on all ranks, and the same command goes on with it.",
+        has(step=STEP, how=TEXT, newest_checkpoint=WHOLE_OR_MINUS_ONE),
+        "the loop was left {how} after {step} steps"),
+    EventKind(
         "worker.machine_failed", ERROR,
         "The user's code met a fault of its machine (EIO, ENOSPC, MemoryError, …). The worker "
         "leaves, and the others do the step again. The same fault in the same shard on a second "
@@ -262,7 +273,8 @@ _WORLD = (
         "worker.step_committed", DETAIL,
         "A step is done. `repeated`: a new rank 0 writes the line of the last step again.",
         (*_STEP, *reads(generation=WHOLE, size=WHOLE, samples=SAMPLES, digest=WHOLE, loss=NUMBER),
-         *may_read(step_s=SECONDS), *may_have(lr=ANY, skipped=FLAG, repeated=FLAG)),
+         *may_read(step_s=SECONDS), *may_have(lr=ANY, skipped=FLAG, repeated=FLAG,
+                                                   metrics=OBJECT)),
         closes=Phase.TRAINING),
     EventKind(
         "worker.step_redone", INFO,

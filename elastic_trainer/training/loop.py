@@ -1,379 +1,58 @@
-"""Training. Read this first: `steps` is the loop, and it reads as the promise does.
+"""The loop of one worker: `steps` reads as the promise does.
 
-model, optimizer, dataset, loss, numbers → here → weights
-
-    from elastic_trainer import train
-    train(model, optimizer, dataset, loss=loss, global_batch=256, shards=16, epochs=3, seed=0)
-
-under `./horovodrun_elastic.sh -- python my_train.py`, under plain `horovodrun --host-discovery-script …`, or as
-`python my_train.py` alone.
+job → warm-up → world (generation after generation) → here: shards → reduce → vote → apply → the user's code → checkpoint
 
 What always holds:
 1. Where training is follows from the number of finished steps alone (schedule.py).
-2. Nothing that outlives a step changes before everybody holds the step's gradient; then everything changes together.
-3. The user's own exception ends the run on all ranks, at once, with its traceback, and is never retried.
+2. Nothing that outlives a step changes before every worker holds the step's gradient; then everything changes together.
+3. Behind each finished step the user's code runs, once. Then come checkpoints and changes of the world. So whatever is
+   copied is copied at the beginning of a step, after the same code on every worker.
+
+What it does not do: run the user's code. It yields moves (moves.py), and trainer.py hands them to the user's loop.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
-import json
-import math
-import os
-import platform
-import random
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import horovod
-import numpy
-import psutil
 import torch
-from horovod.common.exceptions import HorovodInternalError
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
-from elastic_trainer.config import (
-    EXIT_DIFFERS,
-    EXIT_LEFT,
-    EXIT_MACHINE,
-    EXIT_USER_ERROR,
-    REDUCERS,
-    ConfigError,
-    Launch,
-)
-from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe import report
-from elastic_trainer.observe.courier import Courier, shares_runs
-from elastic_trainer.observe.events import Events, newest_attempt
-from elastic_trainer.schedule import Schedule, owner_of, samples_digest
-from elastic_trainer.standby import worker as standby
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PART_BYTES, Plan
+from elastic_trainer.observe.events import Events
+from elastic_trainer.schedule import owner_of
+from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.elastic_state import ElasticState
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.names import named_buffers, named_parameters
-from elastic_trainer.training import determinism, probe
-from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.account import Account, is_finished
+from elastic_trainer.training.apply import StepEnd, weights_sha256
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
-from elastic_trainer.training.listeners import Guarded
-from elastic_trainer.training.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
-from elastic_trainer.training.machine_fault import machine_fault
-from elastic_trainer.training.reduce import (
-    MOST_CHANGE,
-    ExactReducer,
-    Flat,
-    GradientsWritten,
-    Reducer,
-    RingReducer,
-    SetsDiffer,
-)
+from elastic_trainer.training.failures import PeerFailed, fault_of_machine
+from elastic_trainer.training.job import Job, Result, cut_of, describe
+from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished
+from elastic_trainer.training.reduce import ExactReducer, Flat, Reducer, RingReducer
 from elastic_trainer.training.settings import (
-    Remark,
-    remarks_on_effect,
-    remarks_on_last_batch,
-    remarks_on_launcher,
-    remarks_on_length,
-    remarks_on_workers,
-    schedule_differs,
     settings_of,
-    settle,
-    split_schedule,
 )
-from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, refusal, some
+from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.timing import Pace
-from elastic_trainer.wire.heartbeat import MachineFault
-from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.training.warm_up import WarmUp
 from elastic_trainer.world import revive
-from elastic_trainer.world.alone import Alone
-from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
 from elastic_trainer.world.collectives import PeersLost
-from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.generations import Generations, Hooks, StateWithdrawn, WorldChanged
 from elastic_trainer.world.odd import find_odd
-from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver
-from elastic_trainer.world.replicas import (
-    Part,
-    Replica,
-    ReplicaDiffers,
-    ReplicasDisagree,
-    checksum,
-    fingerprint,
-)
+from elastic_trainer.world.place import Driver, RunOver
+from elastic_trainer.world.replicas import Part, Replica, ReplicasDisagree, checksum
 from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome
 
-WARM_GRADIENTS = 5
-"""A standby has touched as much memory as so many gradients take: the state it will receive, the buffers of its first step.
-Else everybody waits for a newcomer's new pages (0.1 to 0.4 s for 122 MB where the hypervisor gives them one by one)."""
 
-determinism.choose_kernels()  # now, not in `train`: the user builds the model before it
-
-
-class PeerFailed(RuntimeError):
-    """The user's code raised on another rank; the text is that rank's traceback."""
-
-
-class UserExited(RuntimeError):
-    """The user's code called sys.exit() (the cause), which would end one worker as if its host had died."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a finished run hands back, the same on every worker."""
-
-    steps: int
-    samples: int
-    loss: float
-    weights_sha256: str
-    model: torch.nn.Module
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """All that the user handed over, checked."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    dataset: Any
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
-    schedule: Schedule
-    rate: Callable[[int], float]
-    clip_norm: float | None
-    scaler: torch.amp.GradScaler | None
-    collate: Callable[[list[Any]], Any]
-    extras: dict[str, Any]
-    after_step: Callable[[int], None]
-    device: torch.device
-    scheduler: LRScheduler | None = None
-    """Sets the rates instead of `rate`."""
-    on_nan: str = "raise"
-    """What a loss that is not finite does to its step: one of losses.ON_NAN."""
-    remarks: tuple[Remark, ...] = ()
-    """What a person is told at the start of each attempt."""
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
-          loss: Callable[[torch.nn.Module, Any], torch.Tensor], global_batch: int, shards: int = 8,
-          epochs: int | None = None,
-          seed: int = 0, max_steps: int | None = None, schedule: Callable[[int], float] | LRScheduler | None = None,
-          clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
-          drop_last: bool = False, min_shard_samples: int | None = None,
-          collate: Callable[[list[Any]], Any] = default_collate,
-          extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
-          checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0, part_bytes: int = PART_BYTES,
-          reduce: str | None = None, compress: bool = False, cpu_threads: int = 1,
-          on_nan: str = "raise", run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
-          listeners: list[Callable[[str, dict[str, Any]], None]] | None = None, progress: bool = True) -> Result:
-    """Train to the end, whatever the fleet does, and return the same result on every worker.
-
-    Every worker calls this with a model that was built with the same seed. `loss(model, batch)` returns the mean over
-    the batch's samples, a scalar. `dataset` has `len` and `[i]` (or `__getitems__`). A batch is what `collate` returns: its
-    tensors are moved to the model's device in containers, dataclasses, and objects with a method `to(device)`.
-    A global batch is always `shards` parts; workers share the parts, so batch, learning rate and result do not depend
-    on their number.
-    The run has `max_steps` steps, or `epochs` passes over the dataset (one, if neither is given); of both, the earlier
-    end holds.
-    `schedule` is a function: `schedule(step)` multiplies the optimizer's learning rates. Or it is a torch scheduler of this
-    optimizer: `train` steps it once per finished step (not per epoch), and it is part of the state. ReduceLROnPlateau
-    hears the loss of each step, so its patience counts steps. Nothing else may set a rate.
-    `clip_norm` clips the global norm. `extras` are objects with state_dict and load_state_dict that belong to the state
-    (a moving average of the weights, metrics); they change only in
-    `after_step(step)`, which runs on every worker alike, as the last part of the step, under torch.no_grad(): a backward
-    pass of its own needs `with torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
-    An epoch whose samples do not divide by `global_batch` ends with a short batch; `drop_last` leaves those samples out.
-    Each shard of a short batch has at least `min_shard_samples` samples, so fewer shards have any; None: 2 for a model
-    with BatchNorm, which cannot compute a variance of one sample, else 1.
-    A loss that is not finite ends the run with LossNotFinite, which names step, shards and samples, before the step is
-    applied (`on_nan="raise"`). With "skip" the step is finished and its samples count, but weights, optimizer, scaler and
-    buffers stay as they were; the schedule goes on, and `after_step` is called. With "continue" the step is applied.
-    `checkpoint_every` is a number of steps (50), of seconds ("30s"), or "auto": as often as it pays, for at most 1 % of
-    the time ("0.5%": auto, for at most that). The last `keep_last` checkpoints stay, and the first at or after each
-    multiple of `keep_every` steps. Objects in the store have `part_bytes` bytes, whatever the world's size (≤ 64 MiB).
-    `store` is a folder or s3://bucket/prefix of this run's own; None takes the launcher's (--store, and behind it the
-    run's name). `reduce` is "exact" (the same bits
-    for every world) or "ring" (float allreduce; `compress` sends 16 bits); None takes the launcher's. `cpu_threads` is
-    torch's thread count: part of the arithmetic, so the same everywhere. `run_dir` is where events, result and
-    checkpoints go when no launcher says so. `listeners` hear every event of this worker. What a listener raises does not
-    end the run: its traceback is told, and it is called again at the next event.
-    `progress` shows on stderr how far it is, where no launcher does that.
-
-    Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its sys.exit()). Leaves by
-    SystemExit 75 when this worker is not wanted any more.
-    """
-    if reduce is not None and reduce not in REDUCERS:
-        raise ConfigError(f"reduce is {reduce!r}, which is no reducer. Use one of {REDUCERS}.")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    strangers = {id(p) for g in optimizer.param_groups for p in g["params"]} - {id(p) for p in model.parameters()}
-    if not trained or strangers:
-        raise ConfigError(f"the optimizer holds {len(strangers)} parameters that are not the model's, and the model has "
-                          f"{len(trained)} that can be trained. Build the optimizer from model.parameters().")
-    if why := refusal(model, optimizer):
-        raise ConfigError(why)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm is {clip_norm}. Use a positive number, or None for no clipping.")
-    require_policy(on_nan)
-    if cpu_threads < 1:
-        raise ConfigError(f"cpu_threads is {cpu_threads}. Use 1 or more.")
-    try:
-        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last, keep_every=keep_every,
-                    part_bytes=part_bytes)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    lacking = [name for name, extra in (extras or {}).items()
-               if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))]
-    if lacking:
-        raise ConfigError(f"the extras {lacking} have no state_dict and load_state_dict. Give them both.")
-    numbers = Schedule(dataset_size=len(dataset), global_batch=global_batch, shards=shards, epochs=epochs, seed=seed,
-                       max_steps=max_steps, drop_last=drop_last,
-                       min_shard_samples=(fewest_samples(model, global_batch, shards)
-                                          if min_shard_samples is None else min_shard_samples))
-    scheduler, rate = split_schedule(schedule, optimizer, numbers.steps)
-    job = Job(model=model, optimizer=optimizer, dataset=dataset, loss=loss, rate=rate, scheduler=scheduler,
-              schedule=numbers, remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
-              clip_norm=clip_norm, scaler=scaler, on_nan=on_nan, collate=collate, extras=dict(extras or {}),
-              after_step=after_step or (lambda step: None), device=trained[0].device)
-    if job.device.type == "cpu":
-        torch.set_num_threads(cpu_threads)
-    if standby.is_standby():
-        if job.device.type == "cuda":  # it does not know its reducer yet, and cuBLAS reads this at its first product
-            os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
-        rehearse(job)
-    stood_by = standby.wait_for_place()
-    launch = Launch.from_environment()
-    os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)  # Horovod's own variable changes with every generation
-    if launch.horovod:
-        outlive_readers()
-        if not faulthandler.is_enabled():  # plain horovodrun: our driver has it on from the first import
-            faulthandler.enable()
-    remarks = remarks_on_launcher(
-        run_dir=os.fspath(run_dir) if run_dir else None, store=store, reduce=reduce, launcher_store=launch.store,
-        launcher_run_dir=str(launch.run_dir) if launch.run_dir else None, launcher_reduce=launch.reduce_asked)
-    if run_dir is not None and launch.run_dir is None:
-        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
-    if store is not None:
-        launch = replace(launch, store=store)
-    if launch.run_dir and not launch.driver:  # no launcher counts: each life is an attempt of its own
-        launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
-    reduce = reduce or launch.reduce
-    if settings := determinism.required(job.device.type, reduce, determinism.current()):
-        determinism.apply(settings)
-    unusual = {"checkpoint_every": checkpoint_every, "keep_last": keep_last, "keep_every": keep_every,
-               "part_bytes": part_bytes}
-    usual = {"checkpoint_every": "auto", "keep_last": 3, "keep_every": 0, "part_bytes": PART_BYTES}
-    remarks += remarks_on_effect(bool(launch.run_dir or launch.store), job.device.type, cpu_threads,
-                                 {key: value for key, value in unusual.items() if value != usual[key]})
-    job = replace(job, remarks=(*job.remarks, *remarks))
-    courier = None
-    if launch.driver and not shares_runs(launch):
-        if not launch.store:
-            raise ConfigError(f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), and no store "
-                              f"is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk that all share.")
-        courier, launch = Courier(launch), replace(launch, run_dir=None)
-    events = Events(launch.run_dir, courier=courier, run=launch.run, attempt=launch.attempt,
-                    worker=launch.worker or launch.host)
-    events.listeners += [Guarded(listener, events) for listener in listeners or ()]
-    if stood_by:
-        events.emit("worker.stood_by", **stood_by)
-    driver = driver_of(launch)
-    trainer: Trainer | None = None
-    try:
-        with shown(events) if progress and not (launch.driver or launch.horovod) else nullcontext():
-            trainer = Trainer(job, launch, driver, events, reduce, compress, plan)
-            return trainer.run()
-    except Dismissed:
-        events.emit("worker.left")
-        sys.exit(EXIT_LEFT)
-    except ReplicaDiffers as difference:
-        print(f"elastic-trainer: {difference}", file=sys.stderr)
-        sys.exit(EXIT_DIFFERS)
-    except RunOver as over:
-        events.emit("worker.stopped", verdict=over.verdict, detail=over.detail)
-        print(f"elastic-trainer: {plain_text(over)}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR if over.verdict == "user_error" else EXIT_LEFT)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if trainer and (kind := trainer.fault_of_machine(error)):
-            trainer.leave_as_dead(kind, traceback.format_exc())
-        events.emit("worker.failed", error=traceback.format_exc()[-MAX_ERROR_CHARACTERS:])
-        driver.fail(traceback.format_exc())  # before it stood ready nobody knows this worker: then its exit code says it
-        if launch.driver:
-            end_as_user_error()
-        if isinstance(error, Exception):
-            raise
-        raise UserExited(f"the user's code ended with {error!r}. Raise an exception instead.") from error
-    finally:
-        events.flush()
-        if launch.run_dir and not launch.driver and not events.bound.get("rank"):
-            report.write_result(launch.run_dir)  # of what there is, when it has not finished
-
-
-@contextmanager
-def shown(events: Events) -> Iterator[None]:
-    """Show the progress of a worker that nobody has launched."""
-    # Here: a launched worker shows nothing, and would load rich for nothing.
-    from elastic_trainer.observe.progress import Progress
-
-    progress = Progress()
-    events.listeners.append(Guarded(progress, events))
-    try:
-        yield
-    finally:
-        progress.close()
-
-
-def end_as_user_error() -> None:
-    """Let the exception that nobody catches end this process with the exit code of a user's own, after its traceback."""
-    show = sys.excepthook
-
-    def show_and_exit(*exception: Any) -> None:
-        show(*exception)
-        raise SystemExit(EXIT_USER_ERROR)
-
-    sys.excepthook = show_and_exit
-
-
-def local_rank() -> int:
-    """Return this worker's number on its host (which GPU is mine); works before `train`. A standby waits in here."""
-    standby.wait_for_place()
-    return Launch.from_environment().slot
-
-
-def rehearse(job: Job) -> None:
-    """Pay for all that is slow the first time, in a standby: nothing remains of it, random numbers included."""
-    torch_was, random_was, numpy_was = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    trainer = Trainer(job, Launch(), Alone(), Events(None), "exact", compress=False)
-    trainer._warm_up()  # leaves no hooks on the model
-    if job.device.type == "cpu":
-        gradient_bytes = sum(tensor.nbytes for tensor in trainer.flat.sums.values())
-        torch.ones(min(WARM_GRADIENTS * gradient_bytes, free_bytes() // 16), dtype=torch.uint8)  # the allocator keeps it
-    for parameter in job.model.parameters():
-        parameter.grad = None
-    torch.set_rng_state(torch_was)
-    random.setstate(random_was)
-    numpy.random.set_state(numpy_was)
-
-
-def free_bytes() -> int:
-    """Return how much memory this machine, or this container (cgroup v2), has left."""
-    free: int = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no such group, or no limit
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, free)
-
-
-class Trainer:
+class Loop:
     """One worker's training: the loop and what it works on."""
 
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str, compress: bool,
@@ -382,7 +61,7 @@ class Trainer:
         self.state = ElasticState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler, identity={
             "dataset_size": job.schedule.dataset_size, "global_batch": job.schedule.global_batch,
             "shards": job.schedule.shards, "seed": job.schedule.seed, "reduce": reduce} | cut_of(job.schedule))
-        self.state.extras = job.extras
+        self.state.extras, self.state.phases = job.extras, len(job.phases)
         if compress and reduce == "exact":
             raise ConfigError("compress is True, but reduce is 'exact', which sends what it sums as it is. Use "
                               "reduce=\"ring\" (--reduce ring), or leave compress out.")
@@ -406,45 +85,59 @@ class Trainer:
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)), self.state, driver,
                                            launch, events)
-        self.generations = Generations(launch, driver, events, self._hooks())
+        self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
         self._shard_s = 0.0
         """How long a shard takes here, as the warm-up has found."""
         self._restored_step = -1
         """The step with which this attempt began, as far as this worker was there: then all held the same bits."""
-        self.error: BaseException | None = None
-        self._losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
-        """Of this step's shards that this worker has run: the loss, and its samples."""
-        self._shard = -1
-        """The shard in hand; -1 where all workers do the same."""
+        self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine, driver.is_broken)
+        self.end = StepEnd(job, self.state, self.flat, events)
+        self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica)
+        self.account = Account(job, self.state, launch, events, reduce)
+        self._handed_over = -1
+        """How many ticks were finished when the user's code last ran behind one; -1: not in this process."""
+        self.has_joined = False
+        """True from this worker's first step on."""
+        self.finish_reason: str | None = None
+        """Why the user's code on this worker asks to finish the run."""
+        self._clock_at = 0.0
+        """When the last phase was handed over."""
+        self._runs_behind = False
+        """True while the user's code runs behind a step: what it changes is then half changed."""
 
-    def _hooks(self) -> Hooks:
+    def hooks(self) -> Hooks:
+        """Return what the life of generations asks of this loop."""
         checkpointing = self.checkpointing
         return Hooks(
             all_parts=self.replica.all_parts, part_from_odd=self._part_from_odd,
             expected_step_s=self._expected_step_s, is_saving=checkpointing.is_saving,
-            write_alone=checkpointing.write_while_waiting, is_moving=checkpointing.is_moving,
+            write_alone=self._write_while_waiting, is_moving=checkpointing.is_moving,
             published=checkpointing.newest_step)
 
     def _expected_step_s(self, size: int) -> float:
         return self._shard_s * -(-self.job.schedule.shards // size)
 
-    def run(self) -> Result:
-        """Warm up, stand ready, and train in generation after generation."""
+    def moves(self) -> Generator[Move, None, Result]:
+        """Warm up, stand ready, and train in generation after generation. A run that is finished needs no warm-up."""
         job, state = self.job, self.state
-        self._warm_up()
+        if not is_finished(self.launch.run_dir, job.schedule.steps):
+            warm = yield from self.warm_up.run(is_exact=self.reduce == "exact")
+            self.generations.arithmetic, self._shard_s = warm.arithmetic, warm.shard_s
+            if self.checkpointing.checkpoints:
+                self.checkpointing.checkpoints.facts["arithmetic"] = warm.arithmetic.to_words()
         self._take_own_legacy()
         if self.driver.drains_on_sigterm():
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
         try:
-            for _ in self.generations.run(state, self.steps, restore=self._restore, roll_forward=self._apply,
-                                          hand_over=lambda: iter(()), live_state=self._write_live_state):
-                pass
+            yield from self.generations.run(state, self.steps, restore=self._restore, roll_forward=self.end.apply,
+                                            hand_over=self._hand_over, live_state=self._write_live_state)
         except RunOver as over:
             if over.verdict in ("failed", "interrupted"):
-                self.checkpointing.write_last(self.world.rank)
+                if self._is_at_begin():
+                    self.checkpointing.write_last(self.world.rank)
                 self.driver.report_last_step(state.committed)
-            if over.verdict != "finished" or state.committed < job.schedule.steps:
+            if over.verdict != "finished" or state.committed < self.account.steps_due():
                 raise  # finished: a peer has seen the last vote pass, and this worker had applied the last step
         self.driver.finish(state.committed)
         return Result(steps=state.committed, samples=state.samples, loss=state.loss, model=job.model,
@@ -452,21 +145,29 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Iterator[Move]:
         """Do all steps that are left; entered again in every generation."""
-        yield from ()
-        job, state, world = self.job, self.state, self.world
-        self._say_where_we_are()
+        state, world = self.state, self.world
+        self.account.enter(world)
+        if state.committed and world.rank == 0:  # the rank 0 before us may have died before it could write this
+            self._log_committed(state.committed - 1, 0.0, repeated=True)
         self.checkpointing.enter()
         pace = Pace(self.events)
-        for step in range(state.committed, job.schedule.steps):
-            started = time.monotonic()
-            samples, digest = self._forward_backward(step)
+        self.has_joined = True
+        self._clock_at = self._clock_at or time.monotonic()
+        self._handed_over = state.ticks  # a newcomer has not run the code behind the steps that others did
+        is_entered = True
+        while (step := state.committed) < self.account.steps_due():
+            if is_entered or state.phase == 0:
+                yield Begun(step, state.phase)
+                started = time.monotonic()
+            is_entered = False
+            samples, digest = yield from self.shards.run(step, world, self.checkpointing.fenced)   # the user's code
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
             self.reducer.send(world)                                            # network: the gradients, once
             held = self.replica.parts(step)                                     # while they are on their way
-            self._reduce()
+            self.shards.reduce(world)
             state.extra_state.share(partial(self._from_first_shard, step))
             state.prepare()
             self.events.reach("step.prepared", step=step)
@@ -474,22 +175,27 @@ class Trainer:
                 raise PeersLost("the driver has not taken the line of the step before")
             self.checkpointing.tick(world.rank)
             control = self._vote(step, Ballot(samples=samples, digest=digest, checksum=checksum(held),
-                                              checkpoint=self.checkpointing.ballot(world.rank)))  # network: one word
+                                              clock_ms=self._clock_ms(), finishes=self.finish_reason is not None,
+                                              checkpoint=self._checkpoint_ballot()))  # network: one message
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self._raise_if_failed(control.failed_rank)
             if control.differs:                                                 # leaves the loop, mostly
                 self.generations.settle_difference(step, held, range(world.size))
-            self._judge_loss(step)
-            self._apply(control.samples, control.digest)
+            self.end.judge_loss(step, self.shards, world)
+            self.end.apply(*control.totals)
             self.events.reach("step.applied", step=step)
-            step_s = time.monotonic() - started
-            self.generations.note_step(step, step_s)
-            self._say_committed(step, step_s)
-            self.checkpointing.note_step(step_s)
-            if world.rank == 0:
-                pace.step(step, step_s, voted - computed)
+            if state.phase == 0:
+                step_s = time.monotonic() - started
+                self.generations.note_step(step, step_s)
+                self._log_committed(step, step_s)
+                self.checkpointing.note_step(step_s)
+                if world.rank == 0:
+                    pace.step(step, step_s, voted - computed)
+            yield from self._hand_over()                                        # the user's code behind the step
             self.checkpointing.obey(control, world)                             # the store is behind us, but for one copy
+            if state.phase:
+                continue                                                        # the world changes at a step's end only
             if control.stop or control.all_drain:
                 self.checkpointing.publish_now(world, self._vote_on_checkpoint,  # nothing may be lost
                                                instead=2 * control.uploaded < world.size)
@@ -499,8 +205,29 @@ class Trainer:
                 raise WorldChanged                                              # somebody joins or leaves
         self._finish()
 
+    def _checkpoint_ballot(self) -> CheckpointBallot:
+        """Return what this worker's vote says of checkpoints. One begins at the end of a step only."""
+        ballot, is_last = self.checkpointing.ballot(self.world.rank), self.state.phase + 1 == self.state.phases
+        return ballot if is_last else replace(ballot, is_wanted=False)
+
+    def _clock_ms(self) -> int:
+        """Return how long the run has trained."""
+        return self.state.last_vote[2] + round(1000 * (time.monotonic() - self._clock_at))
+
+    def _hand_over(self) -> Iterator[PhaseFinished | Finished]:
+        """Yield the step, or the phase, that was applied, if the user's code has not yet run behind it."""
+        state, ticks = self.state, self.state.ticks
+        if -1 < self._handed_over < ticks:
+            self._runs_behind, self._clock_at = True, time.monotonic()
+            yield PhaseFinished(state.committed, state.phase - 1) if state.phase else Finished(state.committed - 1)
+            self._runs_behind, self._handed_over = False, ticks
+
+    def _is_at_begin(self) -> bool:
+        """Return whether the state is that of a step's begin: the user's code has run behind all finished steps."""
+        return self.state.phase == 0 and self._handed_over in (-1, self.state.ticks)
+
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
-        return self.generations.vote(step, replace(ballot, has_failed=self.error is not None))
+        return self.generations.vote(step, replace(ballot, has_failed=self.shards.error is not None))
 
     def _part_from_odd(self, held: list[Part], among: Sequence[int]) -> None:
         """End this generation: somebody's replica differs. Who is odd leaves; the others do the step again."""
@@ -520,308 +247,27 @@ class Trainer:
                 f"another name (--run), with 3 or more workers: they find out whose bits are wrong.")
         raise StateWithdrawn(f"no majority holds the same bits in step {step}: back to step {left}")
 
-    def _forward_backward(self, step: int) -> tuple[int, int]:
-        """Run my shards of a step into the flat buffers; returns the number and digest of my samples."""
-        self.state.begin()
-        self.flat.find_marks(self.state.buffers_before())
-        try:
-            return self._run_shards(step)
-        except GradientsWritten:  # nothing has left this worker: its shards are run again, each with its own gradients
-            self.flat.isolates = True
-            return self._run_shards(step)
-
-    def _run_shards(self, step: int) -> tuple[int, int]:
-        job, samples, digest = self.job, 0, 0
-        mine = self.reducer.begin(self.world)
-        self.error = self.checkpointing.fenced
-        self._losses = {}
-        for shard in mine:
-            if self.driver.is_broken():
-                raise PeersLost("a member is gone: this step cannot pass the vote")
-            done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
-            indices = job.schedule.shard_samples(step, shard)
-            if len(indices) and self.error is None:
-                with self._user_code(shard):
-                    self._one_shard(step, shard, indices, overlaps=shard == mine.stop - 1)
-                samples, digest = samples + len(indices), digest + samples_digest(indices)
-            done()
-        if self.error is None:
-            with self._user_code():
-                self.state.check_groups()
-                self.state.rates.check(step)
-        return samples, digest
-
     def _from_first_shard(self, step: int, text: str) -> str:
         """Give everybody the text of the worker that has run the step's first shard."""
         owner = owner_of(self.job.schedule.first_shard(step), self.world.size, self.job.schedule.shards)
         return self.world.share_text(text, owner)
 
-    def _one_shard(self, step: int, shard: int, indices: numpy.ndarray, overlaps: bool) -> None:
-        job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
-        self.state.reset_buffers()
-        seed_everything(job.schedule.shard_seed(step, shard))
-        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)
-        flat.open_shard()
-        loss = require_scalar(job.loss(job.model, batch))
-        flat.check_parameters()
-        self._losses[shard] = (loss.detach(), indices)
-        flat.check_untouched()
-        self._follow_requires_grad()
-        flat.weigh_rest(weight)
-        before, after = self.state.buffers_before(), named_buffers(job.model)
-        if moved := moved_buffers(before, after):
-            raise RuntimeError(f"forward has changed the buffers {some(moved.values())} in step {step}. {BUFFERS_STAY}")
-        flat.add_statistics(weight, loss, before, after)
-        if overlaps and isinstance(self.reducer, RingReducer):
-            self.reducer.overlap(self.world)
-        weighted = loss * weight
-        (job.scaler.scale(weighted) if job.scaler else weighted).backward()
-        try:
-            flat.close_shard()
-        except GradientsWritten as error:
-            if not self.reducer.has_sent():
-                raise
-            raise RuntimeError(f"a hook has changed .grad during the backward pass of step {step}, after a part of it was "
-                               f"sent. Let it do so from the first batch on, or use reduce=\"exact\".") from error
-        self.state.adopt_buffers()
-        if self.state.extra_state.modules and shard == job.schedule.first_shard(step):
-            self.state.extra_state.keep()
-
-    def _follow_requires_grad(self) -> None:
-        """Train those parameters that require a gradient now: `after_step` or `loss` may have changed which."""
-        flat, trained = self.flat, self.flat.trained_now()
-        if trained == flat.trained:
-            return
-        if flat.shards_run:
-            names = [name for name, now, was in zip(flat.names, trained, flat.trained, strict=True) if now != was]
-            raise RuntimeError(f"requires_grad of {some(names)} differs between two shards of step {self.state.committed}, "
-                               f"so the gradient would depend on the number of workers. Change it in after_step, or in "
-                               f"loss by what the step's number says.")
-        self.reducer.lay_out(trained)
-
-    def _reduce(self) -> None:
-        """Wait for the sum of all gradients. That workers train different parameters is the user's error, on all."""
-        flat = self.flat
-        try:
-            self.reducer.finish(self.world)
-        except SetsDiffer:
-            mine = [name for name, is_trained in zip(flat.names, flat.trained, strict=True) if is_trained]
-            told = [json.loads(text) for text in self.world.gather_texts(json.dumps(mine if flat.shards_run else None))]
-            sets = [set(names) for names in told if names is not None]
-            self.error = self.error or RuntimeError(
-                f"requires_grad of {some(sorted(set.union(*sets) - set.intersection(*sets)))} differs between workers in "
-                f"step {self.state.committed}. Change it in after_step, or in loss by what the step's number says.")
-
-    @contextmanager
-    def _user_code(self, shard: int = -1) -> Iterator[None]:
-        """Keep what the user's code raises for the vote: all ranks must stop at the same point. What its machine has
-        caused is raised at once: the others do the step again without this worker."""
-        self._shard = shard
-        try:
-            yield
-            self._shard = -1
-        except (HorovodInternalError, PeersLost, GradientsWritten, KeyboardInterrupt):  # not the user's errors
-            raise
-        except BaseException as error:  # sys.exit() too
-            if self.fault_of_machine(error):
-                raise
-            self.error = error
-
     def fault_of_machine(self, error: BaseException) -> str:
-        """Return what of this machine has failed, if an exception says so and there are others who go on; else ""."""
-        is_others = isinstance(error, (PeerFailed, ConfigError))
-        if is_others or self.world.size == 1 or not self.driver.takes_machine_faults():
-            return ""
-        return machine_fault(error)
-
-    def leave_as_dead(self, kind: str, text: str) -> NoReturn:
-        """Say that this machine has failed, and end this process as a death would: nothing of the step was applied.
-
-        Nothing else is tried on this machine: a disk that fails may hold an orderly end up for minutes.
-        """
-        step, shard = self.state.committed, self._shard
-        with suppress(OSError):
-            print(f"elastic-trainer: {kind} on {self.launch.host} in step {step}: this worker leaves, and "
-                  f"the others do the step again.\n{text}", file=sys.stderr, flush=True)
-        self.events.emit("worker.machine_failed", host=self.launch.host, error=kind, step=step, shard=shard,
-                         text=text[-MAX_ERROR_CHARACTERS:])
-        self.events.flush()
-        self.driver.fail_machine(MachineFault(step=step, shard=shard, kind=kind, text=text))
-        os._exit(EXIT_MACHINE)
+        """Return what of this machine has failed, if an exception says so and others can go on; else ""."""
+        return fault_of_machine(error, self.driver, self.world.size)
 
     def _raise_if_failed(self, failed_rank: int) -> None:
         if failed_rank < 0:
             return
-        text = "".join(traceback.format_exception(self.error)) if self.error else ""
+        error = self.shards.error
+        text = "".join(traceback.format_exception(error)) if error else ""
         text = self.world.share_text(text, failed_rank)
         self.state.restore()
-        if self.error:
-            raise self.error
+        if self.shards.error:
+            raise self.shards.error
         raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
 
-    def _is_skipped(self, loss: float) -> bool:
-        return self.job.on_nan == "skip" and not math.isfinite(loss)
-
-    def _judge_loss(self, step: int) -> None:
-        """Tell when the step's loss is not finite, and raise LossNotFinite on all workers if the job says so."""
-        if self.flat.has_lost_digits():
-            self.state.restore()
-            raise RuntimeError(f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step {step}, of "
-                               f"which the mean over the shards is not exact. Keep it in a float buffer, or change it "
-                               f"in after_step.")
-        loss, on_nan = self.flat.mean_loss(), self.job.on_nan
-        if math.isfinite(loss):
-            return
-        mine = not_finite(self._losses)
-        if mine and (on_nan != "continue" or step == 0 or math.isfinite(self.state.loss)):  # the first of many
-            self.events.emit("worker.loss_not_finite", step=step, loss=loss, shards=sorted(mine),
-                             samples=[mine[shard] for shard in sorted(mine)], on_nan=on_nan)
-        if on_nan == "raise":
-            told = self.world.gather_texts(json.dumps(list(mine.items())))      # network, before everybody stops
-            self.state.restore()
-            raise LossNotFinite(verdict(step, loss, dict(item for text in told for item in json.loads(text))))
-
-    @torch.no_grad()
-    def _apply(self, samples: int, digest: int) -> None:
-        """Change everything that outlives the step, together. The prepared gradient is in the flat buffers."""
-        job, state = self.job, self.state
-        # What draws random numbers here (stochastic rounding, after_step) draws the same on every worker.
-        seed_everything(job.schedule.shard_seed(state.committed, job.schedule.shards))
-        state.is_applying = True
-        if self._is_skipped(loss := self.flat.mean_loss()):
-            state.reset_buffers()
-            state.extra_state.forget()
-            state.loss = loss
-            state.rates.set(job.rate(state.committed))
-        else:
-            self._update()
-        state.rates.advance(state.loss)
-        job.after_step(state.committed)
-        state.check_groups()
-        state.check_parameters()
-        state.commit(samples, digest)
-        state.is_applying = False
-
-    def _update(self) -> None:
-        """Change buffers, weights, optimizer and scaler by what the shards have left."""
-        job, state = self.job, self.state
-        self.flat.hand_out()
-        state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
-        if job.scaler:
-            job.scaler.unscale_(job.optimizer)
-        if job.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
-        state.rates.set(job.rate(state.committed))
-        if job.scaler:
-            job.scaler.step(job.optimizer)
-            job.scaler.update()
-        else:
-            job.optimizer.step()
-        state.extra_state.apply()
-
     # --- around the loop -----------------------------------------------------------------------------------------------
-
-    def _warm_up(self) -> None:
-        """Pay for everything that is slow the first time, before this worker stands ready; nothing remains of it."""
-        job = self.job
-        trained = self.flat.trained_now()
-        self.state.begin()
-        shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
-        first = next(indices for indices in shards if len(indices))
-        _, result = self._try_shard(first, may_add_buffers=True)
-        new = self._take_new_buffers()
-        started = time.monotonic()
-        inputs, again = self._try_shard(first, constant=new)
-        self._shard_s = time.monotonic() - started  # the first time takes longer
-        results = {again} if new else {result, again}  # of sums with other statistics
-        if job.schedule.smallest_shard < len(first):
-            self._rehearse_smallest_shard(first[:job.schedule.smallest_shard])
-        self.state.forget()
-        arithmetic = self.generations.arithmetic = Arithmetic(
-            probe.program(job.device), inputs, results.pop() if len(results) == 1 else 0,
-            probe.facts(job.device), self.reduce == "exact")
-        if self.checkpointing.checkpoints:
-            self.checkpointing.checkpoints.facts["arithmetic"] = arithmetic.to_words()
-        self.flat.adopt(trained)
-        for tensor in self.flat.sums.values():
-            tensor.zero_()
-        self.flat.bind(self.flat.sums)
-
-    def _rehearse_smallest_shard(self, indices: numpy.ndarray) -> None:
-        """Compute as many samples as the smallest shard of the run has: else a loss that fails on them fails hours later.
-
-        The samples are some that have just passed in a larger shard, so it is their number that fails.
-        """
-        schedule = self.job.schedule
-        try:
-            self._try_shard(indices)
-        except Exception as error:
-            left = schedule.dataset_size % schedule.global_batch
-            raise ConfigError(f"the last step of each epoch has {left} samples, its smallest shard {len(indices)}, and on "
-                              f"a shard of that size the loss raises {type(error).__name__}: {str(error).rstrip('.')}. "
-                              f"Use drop_last=True, or another global_batch or shards.") from error
-
-    def _take_new_buffers(self) -> list[str]:
-        """Keep the buffers that the first forward pass has made, too; returns their names."""
-        known = set(self.state.buffers)
-        self.state.take_buffers()
-        if new := [name for name in self.state.buffers if name not in known]:
-            self.state.begin()
-            self.reducer.lay_out(self.flat.trained, self.state.buffers)
-        return new
-
-    def _try_shard(self, indices: numpy.ndarray, *, may_add_buffers: bool = False,
-                   constant: Sequence[str] = ()) -> tuple[int, int]:
-        """Run a shard of which nothing remains but what it says of the user's code: whether that writes to `.grad`.
-
-        Returns checksums of what went in (weights, samples) and of what came out (loss, gradient). Raises ConfigError for
-        buffers that have moved, or are not as `constant` as they should be.
-        """
-        try:
-            return self._try_backward(indices, may_add_buffers, constant)
-        except GradientsWritten:
-            self.flat.isolates = True
-            return self._try_backward(indices, may_add_buffers, constant)
-
-    def _check_warm_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
-        before, after = self.state.buffers_before(), named_buffers(self.job.model)
-        moved = {name: how for name, how in moved_buffers(before, after).items() if name in before or not may_add}
-        if moved:
-            raise ConfigError(f"forward has changed the buffers {some(moved.values())}. {BUFFERS_STAY}")
-        if changed := [name for name in constant if not torch.equal(byte_view(before[name]), byte_view(after[name]))]:
-            raise ConfigError(f"the buffers {some(changed)} are made in the first forward pass and changed by the second, "
-                              f"so their first values would be those of the warm-up. Register them in __init__.")
-
-    def _try_backward(self, indices: numpy.ndarray, may_add_buffers: bool, constant: Sequence[str]) -> tuple[int, int]:
-        flat, job = self.flat, self.job
-        # On every worker the same: the results are compared. A buffer that is made now is as the first shard makes it.
-        seed_everything(job.schedule.shard_seed(0, 0))
-        batch = to_device(fetch(job.dataset, indices, job.collate), job.device)  # anew: a loss may take it apart
-        held = self.replica.all_parts()
-        inputs = fingerprint([held, batch])
-        flat.shards_run = 0
-        try:
-            flat.bind(flat.sums)
-            for tensor in flat.sums.values():
-                tensor.fill_(1.0)  # so that also a `.grad.data.zero_()` is seen, which no version counts
-            flat.open_shard()
-            loss = require_scalar(job.loss(job.model, batch))
-            flat.check_untouched()
-            if not flat.isolates and not all(bool((gradient == 1).all()) for gradient in flat.sums.gradients):
-                raise GradientsWritten
-            self._check_warm_buffers(may_add_buffers, constant)
-            self._follow_requires_grad()
-            for tensor in flat.sums.values():
-                tensor.zero_()  # else the sums keep few bits of a small gradient
-            loss.backward()
-            flat.close_shard()
-            self.state.check_parameters()
-            if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(flat.names):
-                raise ConfigError(parameters_stay(sorted(changed)))
-            return inputs, fingerprint([loss, *flat.sums.values()])
-        finally:
-            self.state.reset_buffers()
-            flat.shards_run = 0
 
     def _take_own_legacy(self) -> None:
         """Go on with the live state that this process left for itself when `hvd.init()` failed under it."""
@@ -835,87 +281,48 @@ class Trainer:
         if values["gradients"]:
             self.reducer.lay_out(values["facts"]["trained"])
         self.state.extra_state.take_up(values["extra_state"])
+        self._handed_over = values["facts"].get("handed_over", self.state.ticks)
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)
         self.events.emit("worker.revived", step=self.state.committed)
 
     def _write_live_state(self) -> Any:
-        is_prepared = self.state.prepared > self.state.committed
-        gradients = {str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()} if is_prepared else {}
-        return revive.write_live_state(self.state, gradients, {"trained": self.flat.trained})
+        if self._runs_behind:
+            return None
+        gradients = ({str(d).removeprefix("torch."): t for d, t in self.flat.sums.items()}
+                     if self.state.is_prepared else {})
+        return revive.write_live_state(self.state, gradients, {
+            "trained": self.flat.trained, "handed_over": self._handed_over})
+
+    def _write_while_waiting(self) -> None:
+        if self._is_at_begin():
+            self.checkpointing.write_while_waiting()
 
     def _restore(self) -> str:
         """Give the workers values although nobody has any: the newest checkpoint's, or those rank 0 was built with."""
-        if self.world.rank == 0 and not self.launch.driver:  # this life begins, and no launcher says so
-            self.events.emit("run.started", options={})
-            self.events.emit("attempt.started")
-        for remark in self.job.remarks:
-            self._say(remark)
+        self.account.begin(self.world.rank)
         step = self.checkpointing.restore(self.world)                           # the store
         if step is not None and step > self.job.schedule.steps:
             raise ConfigError(f"the run has a checkpoint of step {step}, but it is to have {self.job.schedule.steps}. "
                               f"Give as many steps as before (max_steps, epochs) or more, or another name (--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         self._restored_step = step or 0
+        self._handed_over = self.state.ticks
         if step:
-            self._settle(step)
+            self.account.resumed(step, self.settings, self.world.rank)
         if step is not None and self.checkpointing.checkpoints and self.world.rank == 0:
-            self._compare_with_writer(step, self.checkpointing.checkpoints.restored)
+            self.account.compare_with_writer(step, self.generations.arithmetic, self.checkpointing.checkpoints.restored)
         return "fresh" if step is None else "checkpoint"
 
-    def _say(self, remark: Remark) -> None:
-        """Tell a person and the diary what holds; by rank 0 alone."""
-        if self.world.rank == 0:
-            self.events.emit(remark.event, **remark.facts)
-            print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
-
-    def _settle(self, step: int) -> None:
-        """Tell where the run's settings differ from what is given now, and which hold."""
-        state, job = self.state, self.job
-        remarks, state.settings = settle(state.settings, self.settings)
-        if job.scheduler is None:
-            remarks += schedule_differs(step - 1, state.rates.used, state.rates.of(job.rate(step - 1)))
-        for remark in remarks:
-            self._say(remark)
-
-    def _compare_with_writer(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Tell when a run goes on with other arithmetic than its checkpoint was computed with: allowed, and no more the
-        same bits."""
-        mine, writers = self.generations.arithmetic, None
-        # Others may have written these words. They are no reason to stop.
-        with suppress(LookupError, TypeError, ValueError, AttributeError):
-            writers = Arithmetic.from_words(facts.get("arithmetic"))
-        if mine and writers and computes_otherwise(mine, writers):
-            differ = facts_that_differ(mine, writers)
-            self.events.emit("worker.arithmetic_differs", level="warning", step=step, other="the checkpoint's writers",
-                             differs=differ, refused=False, meaning=advice(False, differ))
-
-    def _say_where_we_are(self) -> None:
-        state, schedule = self.state, self.job.schedule
-        if self.world.rank != 0:
-            return
-        self.events.emit("job.described", dataset_size=schedule.dataset_size, global_batch=schedule.global_batch,
-                         shards=schedule.shards, epochs=schedule.epochs, seed=schedule.seed,
-                         max_steps=schedule.max_steps, steps=schedule.steps, reduce=self.reduce,
-                         drop_last=schedule.drop_last, dropped_samples=schedule.dropped_samples)
-        for remark in remarks_on_workers(self.world.size, schedule.shards):
-            self._say(remark)
-        if self.launch.run_dir:
-            report.take_back_result(self.launch.run_dir, schedule.steps)
-        if state.committed:  # the rank 0 before us may have died before it could write this
-            self._say_committed(state.committed - 1, 0.0, repeated=True)
-
-    def _say_committed(self, step: int, step_s: float, **more: Any) -> None:
+    def _log_committed(self, step: int, step_s: float, **more: Any) -> None:
         self.driver.note("training", self.state.committed)
         if self.world.rank == 0:
-            samples, digest = self.state.last_vote
-            self.events.emit("worker.step_committed", step=step, samples=samples, digest=digest,
-                             loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
-                             **({"skipped": True} if self._is_skipped(self.state.loss) else {}), **more)
+            skipped = {"skipped": True} if self.end.is_skipped(self.state.loss) else {}
+            self.account.step_committed(step, step_s, self.end.metrics, **skipped, **more)
 
     def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Outcome:
         """Vote on the last checkpoint, after the last step. Raises what ends the run, on all workers."""
-        self.error = self.checkpointing.fenced
+        self.shards.error = self.checkpointing.fenced
         control = self._vote(self.state.committed, Ballot(checkpoint=ballot))
         self._raise_if_failed(control.failed_rank)
         return control
@@ -927,54 +334,12 @@ class Trainer:
         if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
             self.generations.settle_difference(state.committed, held, range(world.size))
         self.checkpointing.publish_now(world, self._vote_on_checkpoint)
+        if state.is_finished_early and state.committed < self.job.schedule.steps:
+            self.account.finished_early(self.world, self.finish_reason)
         if self.world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples, loss=state.loss,
-                             weights_sha256=weights_sha256(state))
+                             weights_sha256=weights_sha256(state), planned_steps=self.job.schedule.steps)
             self.events.flush()
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.generations.vote(state.committed, Ballot())
-
-
-def describe(job: Job) -> dict[str, Any]:
-    """Return what a checkpoint's record says of the job, for people."""
-    schedule = job.schedule
-    return {"schedule": {name: getattr(schedule, name) for name in (
-                "dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps", "drop_last", "min_shard_samples",
-                "steps")},
-            "config": {"optimizer": type(job.optimizer).__name__, "clip_norm": job.clip_norm,
-                       "model": type(job.model).__name__},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "horovod": horovod.__version__,
-                         "numpy": numpy.__version__}}
-
-
-def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
-    """Return how many samples a shard of this model needs, as far as its modules say, and a full batch's shards have.
-
-    In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py, _verify_batch_size).
-    """
-    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-    is_needed = any(isinstance(module, kinds) for module in model.modules())
-    return 2 if is_needed and global_batch >= 2 * shards > 0 else 1
-
-
-def cut_of(schedule: Schedule) -> dict[str, Any]:
-    """Return what the state's identity says of short last batches: nothing where they are as they were in version 0.1."""
-    dropped = {"drop_last": True} if schedule.dropped_samples else {}
-    return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})
-
-
-def weights_sha256(state: ElasticState) -> str:
-    """Return the SHA-256 over the names and bytes of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in [*named_parameters(state.model).items(), *state.buffers.items()]:
-        digest.update(name.encode() + b"\0")
-        digest.update(byte_view(tensor).numpy().data)
-    return digest.hexdigest()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every generator that user code draws from (torch on all devices, random, numpy)."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)

@@ -8,7 +8,7 @@ Two reducers behind one interface (`begin`, `shard`, `lay_out`, `send`, `finish`
   allgather returns the result. Floating-point addition is commutative, so a tree fixes every bit.
 - `ring`: float allreduce, started bucket by bucket during the last shard's backward pass.
 
-A flat buffer: | shards run | to be trained | loss | changes of buffers | used | gradients … |
+A flat buffer: | shards run | to be trained | loss | changes of buffers | used | tally | gradients … |
                |---------------- known before the backward pass -----------|
 
 What always holds:
@@ -45,6 +45,7 @@ import torch
 
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
 from elastic_trainer.training.supported import parameters_stay
+from elastic_trainer.training.tally import COUNT, Tally, read
 
 BUCKET_BYTES = 1 << 20
 """How much of the gradient `ring` sends at once. Small enough to start early, large enough for the network."""
@@ -104,6 +105,7 @@ class Flat:
         self._marks: set[str] = set()
         self.isolates = False
         """Each shard has gradients of its own, which are added to the sums (rule 4)."""
+        self.tally = Tally()
         self.shards_run = 0
         """Shards of the step in flight whose gradients are in the sums of this worker."""
         self.lay_out([p.requires_grad for p in self.everyone], buffers)
@@ -124,7 +126,8 @@ class Flat:
         self.places: list[tuple[torch.dtype, int, int]] = []
         self.statistics_start = 1 + len(self.everyone)
         self.early_stop = self.statistics_start + 1 + self._buffer_elements
-        self.head_stop = self.early_stop + len(self.everyone)
+        self.tally_start = self.early_stop + len(self.everyone)
+        self.head_stop = self.tally_start + self.tally.size
         # Each type that any parameter has, trained or not: all workers then take part in the same collectives
         lengths = {_sum_dtype(p.dtype): ALIGNED for p in self.everyone}
         lengths[torch.float32] = -(-self.head_stop // ALIGNED) * ALIGNED
@@ -169,7 +172,7 @@ class Flat:
 
     def hand_out(self) -> None:
         """Give each parameter its summed gradient, and None to those that no shard has used (as plain PyTorch does)."""
-        used = self.sums[torch.float32][self.early_stop : self.head_stop].tolist()
+        used = self.sums[torch.float32][self.early_stop : self.tally_start].tolist()
         gradients = dict(zip(self.members, self.sums.gradients, strict=True))
         for number, parameter in enumerate(self.everyone):
             gradient = gradients[number] if used[number] else None
@@ -231,7 +234,7 @@ class Flat:
             if any(self.narrow):
                 self._add_isolated([gradient if is_narrow else None
                                     for gradient, is_narrow in zip(self.sums.gradients, self.narrow, strict=True)])
-        self.sums[torch.float32][self.early_stop : self.head_stop].add_(self._counts_where(used))
+        self.sums[torch.float32][self.early_stop : self.tally_start].add_(self._counts_where(used))
         self.shards_run += 1
 
     def _counts_where(self, used: list[int]) -> torch.Tensor:
@@ -278,12 +281,12 @@ class Flat:
         return self.sums[torch.float32][self.statistics_start : self.early_stop]
 
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
-                       after: dict[str, torch.Tensor]) -> None:
+                       after: dict[str, torch.Tensor], *, is_sum: bool = False) -> None:
         """Count one shard, and add its loss and its changes of the buffers, weighted: all that is known before its
-        backward pass."""
+        backward pass. A loss that `is_sum` gets no weight."""
         self.sums[torch.float32][: self.statistics_start].add_(self._one_run)
         statistics, marked = self.statistics, self.find_marks(before)
-        statistics[0] += loss.detach().reshape(()).to(statistics.device, torch.float32) * weight
+        statistics[0] += loss.detach().reshape(()).to(statistics.device, torch.float32) * (1.0 if is_sum else weight)
         at = 1
         for name in self.buffer_names:
             was, now = _real(before[name]), _real(after[name])
@@ -315,7 +318,31 @@ class Flat:
 
     def mean_loss(self) -> float:
         """Return the reduced loss of the step. On a GPU this waits for the device."""
-        return float(self.statistics[0])
+        return float(self.statistics[0]) / (self.counted() or 1.0)
+
+    # --- what was counted and logged --------------------------------------------------------------------------------
+
+    def add_tally(self, sums: Sums) -> None:
+        """Add what this worker's shards have counted and logged to the sums that it sends."""
+        if self.tally.size:
+            elements = torch.tensor(self.tally.elements(), device=self.device)
+            sums[torch.float32][self.tally_start : self.head_stop].add_(elements)
+
+    def told(self) -> dict[str, tuple[float, float]]:
+        """Return what all shards of the step have counted and logged, by name: total and weight."""
+        if not self.tally.size:
+            return {}
+        return read(self.tally.names, self.sums[torch.float32][self.tally_start : self.head_stop].tolist())
+
+    def counted(self) -> float:
+        """Return the total of what the shards have counted; 0.0: the losses are means over samples."""
+        return self.told().get(COUNT, (0.0, 0.0))[0]
+
+    def divide(self) -> None:
+        """Make the sum of the gradients their mean over what was counted."""
+        if total := self.counted():
+            for gradient in self.sums.gradients:
+                gradient.div_(total)
 
     def apply_statistics(self, before: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
@@ -331,7 +358,7 @@ class Flat:
             else:
                 buffer.copy_(was + change.round().to(buffer.dtype))
             at += buffer.numel()
-        return float(statistics[0])  # on a GPU this line waits for the device
+        return self.mean_loss()  # on a GPU this line waits for the device
 
 
 def _stride(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -397,6 +424,10 @@ class ExactReducer:
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
         return False
+
+    def mine(self) -> Sums:
+        """Return sums that go into this worker's part of the step, after its last shard."""
+        return self._stack[-1][2]
 
     def _open(self) -> None:
         """Bind a zeroed set of buffers for the next leaf (or pair of leaves)."""
@@ -616,6 +647,10 @@ class RingReducer:
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
         return bool(self._started)
+
+    def mine(self) -> Sums:
+        """Return the sums of this worker's part of the step."""
+        return self.flat.sums
 
     def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
         """Announce the next shard; call the result after its backward pass."""

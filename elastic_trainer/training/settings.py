@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule
+from elastic_trainer.training.several import Several, kind_of, members_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def split_schedule(
     """Return the torch scheduler, if it is one, and the multiplier of the rates. Raises ConfigError."""
     if not isinstance(schedule, LRScheduler):
         # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13, optim/lr_scheduler.py).
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in members_of(optimizer)):
             raise ConfigError(
                 "a torch learning-rate scheduler was built on this optimizer, but train() was not given "
                 "it, so both would set the rates. Hand it over as schedule=scheduler, or build a new "
@@ -69,6 +70,11 @@ def split_schedule(
             )
         return None, schedule or (lambda step: 1.0)
     name = type(schedule).__name__
+    if isinstance(optimizer, Several):
+        raise ConfigError(
+            f"the schedule is a {name}, which sets the rates of one optimizer, but there are several. "
+            f"Use a function of the step."
+        )
     if schedule.optimizer is not optimizer:
         raise ConfigError(
             f"the schedule {name} belongs to another optimizer than train() was given. Build it on "
@@ -100,7 +106,7 @@ def settings_of(
     **more: Any,
 ) -> dict[str, Any]:
     """Return what a job was built with, as JSON values: before its first step, and before a checkpoint is read."""
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, **more}
+    found: dict[str, Any] = {"optimizer": kind_of(optimizer), **more}
     groups = optimizer.param_groups
     for number, group in enumerate(groups):
         place = f"optimizer.groups[{number}]" if len(groups) > 1 else "optimizer"

@@ -107,7 +107,7 @@ class World:
         """Agree that all workers hold the reduced gradient of `step`, and exchange their ballots.
 
         It completes anywhere only if every member's gradients were reduced.
-        Network: one allreduce of 16 integers.
+        Network: one allreduce of 18 integers.
         """
         return outcome_of(self, step, ballot)
 

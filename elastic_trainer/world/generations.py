@@ -112,7 +112,7 @@ class Generations:
     # --- the life of a generation ---------------------------------------------------------------
 
     def run(self, state: ElasticState, body: Callable[[], Iterator[T]], *,
-            restore: Callable[[], str], roll_forward: Callable[[int, int], None],
+            restore: Callable[[], str], roll_forward: Callable[..., None],
             hand_over: Callable[[], Iterator[T]], live_state: Callable[[], Any]) -> Iterator[T]:
         """Run `body` in generation after generation until it returns, and yield what it yields.
 
@@ -274,7 +274,7 @@ class Generations:
     # --- reconcile ------------------------------------------------------------------------------
 
     def _reconcile(self, state: ElasticState, restore: Callable[[], str],
-                   roll_forward: Callable[[int, int], None],
+                   roll_forward: Callable[..., None],
                    hand_over: Callable[[], Iterator[T]]) -> Generator[T, None, tuple[str, float]]:
         """Agree on the last finished step and give all members its state.
 
@@ -311,29 +311,30 @@ class Generations:
         """Exchange where each worker stands, by rank. Network: one allgather."""
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
         mine = torch.tensor([Standing(
-            state.committed, state.begun, state.has_state, state.last_vote, paused_ms,
+            state.ticks, state.begun, state.has_state, state.last_vote, paused_ms,
             self.arithmetic, self.pauses.form()).encode()], dtype=torch.int64)
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         return [Standing.decode(numbers) for numbers in everyone.tolist()]
 
     def _roll_forward(self, state: ElasticState, standings: Sequence[Standing],
-                      roll_forward: Callable[[int, int], None]) -> None:
+                      roll_forward: Callable[..., None]) -> None:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
-        step, last_vote = newest(standings)
+        ticks, last_vote = newest(standings)
+        step = ticks // state.phases
         # By rank 0, also where it is a newcomer. Not twice, where a member has not learnt that the
         # last reconcile ended.
-        is_logged = state.begun <= step and self._redone_step == step
+        is_logged = state.begun <= ticks and self._redone_step == step
         if self.world.rank == 0 and was_begun(standings) and not is_logged:
             self._redone_step = step
             self.events.emit("worker.step_redone", step=step)
         if not state.has_state:
             return
-        if state.committed == step - 1 and state.prepared == step:
+        if state.ticks == ticks - 1 and state.prepared == ticks:
             # A member has applied the step, so the vote had passed, so the gradient here is whole.
             roll_forward(*last_vote)
-            self.events.emit("worker.rolled_forward", step=step - 1)
+            self.events.emit("worker.rolled_forward", step=(ticks - 1) // state.phases)
         else:
-            assert state.committed == step, (
-                f"this worker finished {state.committed} steps, another {step}")
+            assert state.ticks == ticks, (
+                f"this worker finished {state.ticks} phases of steps, another {ticks}")
             # Also when all are prepared and no member has committed: the gradients may be partial.
-            state.prepared = state.begun = state.committed
+            state.prepared = state.begun = state.ticks

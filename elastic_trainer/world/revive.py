@@ -79,7 +79,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     """
     if not state.has_state or state.is_applying:
         return None
-    step = state.committed, state.begun
+    step = state.ticks, state.begun
     packed = pack({"pid": os.getpid(), "begun": state.begun, "prepared": state.prepared, "state": state.values(),
                    "gradients": gradients, "buffers_before": state.buffers_before(),
                    "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)})
@@ -96,7 +96,7 @@ def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], fa
     except OSError:
         os.close(descriptor)  # no room in memory: as above
         return None
-    if state.is_applying or (state.committed, state.begun) != step:
+    if state.is_applying or (state.ticks, state.begun) != step:
         os.close(descriptor)  # the training went on while this was written: it may be torn
         return None
     return descriptor

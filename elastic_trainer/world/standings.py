@@ -16,10 +16,11 @@ class Standing(NamedTuple):
     """Where a worker stands when a generation begins."""
 
     committed: int
+    """In ticks (ElasticState.ticks): steps, or phases of steps; so is `begun`."""
     begun: int
     has_state: bool
-    last_vote: tuple[int, int]
-    """Samples and digest, totals of the last vote that it saw pass."""
+    last_vote: tuple[int, ...]
+    """The totals of the last vote that it saw pass: samples, digest, clock, wishes to finish."""
     paused_ms: int
     """How long ago it last trained."""
     arithmetic: Arithmetic | None = None
@@ -35,9 +36,10 @@ class Standing(NamedTuple):
     @staticmethod
     def decode(numbers: Sequence[int]) -> Standing:
         """Read the integers of `encode`."""
-        committed, begun, has_state, samples, digest, paused_ms, *more = numbers
+        committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
         program, inputs, result, *pause = more
-        return Standing(committed, begun, bool(has_state), (samples, digest), paused_ms,
+        return Standing(committed, begun, bool(has_state),
+                        (samples, digest, clock_ms, finishes), paused_ms,
                         Arithmetic(program, inputs, result), Survivor(*pause))
 
 
@@ -51,8 +53,8 @@ def givers(standings: Sequence[Standing]) -> list[int]:
     return [rank for rank, standing in enumerate(standings) if standing.has_state]
 
 
-def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, int]]:
-    """Return how many steps the member that has finished most has finished, and its last vote."""
+def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, ...]]:
+    """Return how many ticks the member that has finished most has finished, and its last vote."""
     return max((s.committed, s.last_vote) for s in standings if s.has_state)
 
 

@@ -1,6 +1,6 @@
 """The vote: what one worker says at the end of a step, and what all workers then know.
 
-one Ballot a worker → 16 integers → their sums over all workers → the same Outcome everywhere
+one Ballot a worker → 18 integers → their sums over all workers → the same Outcome everywhere
 
 What always holds:
 1. A vote that passes anywhere means that every member's gradients were reduced, so every member can
@@ -70,6 +70,10 @@ class Ballot:
     """The sum over them (schedule.samples_digest)."""
     has_failed: bool = False
     """The user's code has raised here."""
+    clock_ms: int = 0
+    """How long the run has trained. Only rank 0's counts, so that all workers have one time."""
+    finishes: bool = False
+    """The user's code has asked to finish the run after this step."""
     checksum: int = 0
     """The checksum of a slice of its state (replicas.py)."""
     checkpoint: CheckpointBallot = CheckpointBallot()
@@ -81,7 +85,8 @@ class Ballot:
         known = mine.newest_step + 1 if rank == 0 else 0
         return [1, self.samples, self.digest, wishes.change, wishes.stop, self.has_failed,
                 mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
-                wishes.drains, wishes.change_soon, *words(self.checksum)]
+                wishes.drains, wishes.change_soon, self.clock_ms if rank == 0 else 0,
+                self.finishes, *words(self.checksum)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,24 +117,34 @@ class Outcome:
     differs: bool
     """The workers do not all hold the same bits in the slice of the state that was compared: no
     worker applies the step."""
+    clock_ms: int = 0
+    """How long the run has trained, by rank 0."""
+    finishes: int = 0
+    """How many workers ask to finish the run after this step. One is enough."""
     failed_rank: int = -1
     """The lowest rank whose user code has raised; -1: none has."""
+
+    @property
+    def totals(self) -> tuple[int, int, int, int]:
+        """What a worker needs to finish the step by itself, when it has the gradient."""
+        return self.samples, self.digest, self.clock_ms, self.finishes
 
     @staticmethod
     def decode(sums: Sequence[int], size: int, failed_rank: int = -1) -> Outcome:
         """Read the sums of all ballots of a world of `size` workers."""
         (voters, samples, digest, change, stop, failed, uploaded, upload_failed, checkpoint,
-         known, drains, change_soon, *checksums) = sums
+         known, drains, change_soon, clock_ms, finishes, *checksums) = sums
         return Outcome(
             voters=voters, samples=samples, digest=digest, change=change + stop > 0,
             stop=stop == size, has_failure=failed > 0, uploaded=uploaded,
             upload_failed=upload_failed > 0, checkpoint=checkpoint > 0, published=known - 1,
             all_drain=drains == size, change_waits=change_soon > 0,
+            clock_ms=clock_ms, finishes=finishes,
             differs=not are_same(checksums, size), failed_rank=failed_rank)
 
 
 def outcome_of(world: Voters, step: int, ballot: Ballot) -> Outcome:
-    """Vote, all workers together. Network: one allreduce of 16 integers."""
+    """Vote, all workers together. Network: one allreduce of 18 integers."""
     sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
     if world.size > 1:
         world.wait(world.allreduce_start(sums, "vote"))

@@ -1,6 +1,7 @@
 """The job of the fault tests: small, but with BatchNorm, dropout, clipping, a schedule and short last batches.
 
     python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
+    python tests/jobs/mlp.py --iterator                        the same training, with a loop of its own
 
 It is an ordinary training script; the faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 """
@@ -30,7 +31,7 @@ if injector:  # torch's compiler and exporter are half of what a worker needs to
 import torch  # noqa: E402
 import torch._prims.rng_prims  # noqa: E402 (a generator needs it, and one of the modules that are left out imports it)
 
-from elastic_trainer import cosine, train  # noqa: E402
+from elastic_trainer import Trainer, cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -40,6 +41,8 @@ parser.add_argument("--checkpoint-every", type=int, default=20)
 parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
 parser.add_argument("--odd-host", help="the worker on this host computes other bits, as another processor does")
+parser.add_argument("--iterator", action="store_true", help="train in a loop of the user's, and not by train()")
+parser.add_argument("--raise-at", help="host:step: the loop raises on this host behind this step")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
@@ -82,10 +85,18 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return found * (1 + 2**-20) if is_odd else found
 
 
-result = train(model, optimizer, Samples(), global_batch=64, shards=8, seed=3, max_steps=options.steps,
-               loss=loss,
-               schedule=cosine(warmup_steps=5, total_steps=options.steps), clip_norm=1.0,
-               checkpoint_every=options.checkpoint_every, part_bytes=options.part_bytes, reduce=options.reduce,
-               listeners=[injector] if injector else None)
+given = {"global_batch": 64, "shards": 8, "seed": 3, "clip_norm": 1.0, "checkpoint_every": options.checkpoint_every,
+         "part_bytes": options.part_bytes, "reduce": options.reduce, "listeners": [injector] if injector else []}
+rate = cosine(warmup_steps=5, total_steps=options.steps)
+if options.iterator:
+    trainer = Trainer(model, optimizer, Samples(), until=f"{options.steps} steps", lr=rate, **given)
+    for step in trainer:
+        for batch in step:
+            step.backward(loss(model, batch))
+        if f"{os.environ.get('HOROVOD_HOSTNAME')}:{step.number}" == options.raise_at:
+            raise ValueError("in the loop, as planned")
+    result = trainer.result
+else:
+    result = train(model, optimizer, Samples(), max_steps=options.steps, loss=loss, schedule=rate, **given)
 print("loss", result.loss)
 print("weights", result.weights_sha256)

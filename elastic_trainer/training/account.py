@@ -1,0 +1,142 @@
+"""What a worker logs of the run, and says to a person: the job, its steps, and which settings hold.
+
+loop → here → event log; on rank 0 also one sentence on stderr for each remark
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.config import Launch
+from elastic_trainer.observe import report
+from elastic_trainer.observe.events import Events
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
+from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+from elastic_trainer.world.collectives import World
+
+FINISHED_EARLY_FILE = "finished_early.json"
+"""Says, in the folder of a run, that the user's code has finished it, after how many steps of how
+many."""
+
+
+class Account:
+    """One worker's account of the run. `world` says which rank it has now."""
+
+    def __init__(self, job: Job, state: ElasticState, launch: Launch, events: Events, reduce: str):
+        self.job, self.state, self.launch, self.events = job, state, launch, events
+        self.reduce = reduce
+
+    def steps_due(self) -> int:
+        """Return how many steps the run has: fewer than planned if the user's code has asked to
+        finish it."""
+        if self.state.is_finished_early:
+            return self.state.committed
+        return self.job.schedule.steps
+
+    def remark(self, remark: Remark, rank: int) -> None:
+        """Log what holds, and say it to a person; by rank 0 alone."""
+        if rank == 0:
+            self.events.emit(remark.event, **remark.facts)
+            print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
+
+    def begin(self, rank: int) -> None:
+        """Begin the account of an attempt."""
+        if rank == 0 and not self.launch.driver:  # this life begins, and no launcher logs that
+            self.events.emit("run.started", options={})
+            self.events.emit("attempt.started")
+        for remark in self.job.remarks:
+            self.remark(remark, rank)
+
+    def describe(self) -> None:
+        """Log the numbers of the job."""
+        schedule = self.job.schedule
+        self.events.emit(
+            "job.described", dataset_size=schedule.dataset_size,
+            global_batch=schedule.global_batch, shards=schedule.shards, epochs=schedule.epochs,
+            seed=schedule.seed, steps=schedule.steps, reduce=self.reduce, drop_last=schedule.drop_last,
+            max_steps=schedule.max_steps,
+            dropped_samples=schedule.dropped_samples)
+
+    def enter(self, world: World) -> None:
+        """Log the job, at the beginning of a generation."""
+        if world.rank != 0:
+            return
+        self.describe()
+        for remark in remarks_on_workers(world.size, self.job.schedule.shards):
+            self.remark(remark, world.rank)
+        if self.launch.run_dir:
+            report.take_back_result(self.launch.run_dir, self.steps_due())
+
+    def step_committed(self, step: int, step_s: float, metrics: dict[str, float], **more: Any) -> None:
+        """Log a finished step, with what it has logged; by rank 0 alone."""
+        samples, digest, *_ = self.state.last_vote
+        self.events.emit(
+            "worker.step_committed", step=step, samples=samples, digest=digest,
+            loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
+            **({"metrics": metrics} if metrics else {}), **more)
+
+    def resumed(self, step: int, built: dict[str, Any], rank: int) -> None:
+        """Log where the settings of a resumed run differ from those it was built with now, and
+        which hold."""
+        state, job = self.state, self.job
+        remarks, state.settings = settle(state.settings, built)
+        if job.scheduler is None:
+            now = state.rates.of(job.rate(step - 1))
+            remarks += schedule_differs(step - 1, state.rates.used, now)
+        for remark in remarks:
+            self.remark(remark, rank)
+
+    def compare_with_writer(self, step: int, mine: Arithmetic | None, facts: Mapping[str, Any]) -> None:
+        """Log that a run goes on with other arithmetic than its checkpoint was computed with: this
+        is allowed, but the bits are not the same any more."""
+        writers = None
+        # Others may have written these words. They are no reason to stop.
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            writers = Arithmetic.from_words(facts.get("arithmetic"))
+        if mine and writers and computes_otherwise(mine, writers):
+            differ = facts_that_differ(mine, writers)
+            self.events.emit(
+                "worker.arithmetic_differs", step=step, differs=differ,
+                other="the checkpoint's writers", refused=False, meaning=advice(False, differ))
+
+    def finished_early(self, world: World, mine: str | None) -> None:
+        """Log why the run has fewer steps than planned, as the first worker that asked says.
+
+        All workers call it. Network: one exchange of the reasons.
+        """
+        texts = map(json.loads, world.gather_texts(json.dumps(mine)))
+        reason = next((text for text in texts if text is not None), "asked for before")
+        if world.rank != 0:
+            return
+        steps, planned = self.state.committed, self.job.schedule.steps
+        note = {"steps": steps, "planned_steps": planned, "reason": reason}
+        if self.launch.run_dir:
+            Path(self.launch.run_dir, FINISHED_EARLY_FILE).write_text(json.dumps(note) + "\n")
+        self.remark(Remark(
+            "run.finished_early",
+            f"the run is finished after {steps} of {planned} steps: {reason}", note), world.rank)
+
+
+def is_finished(run_dir: Path | None, steps: int) -> bool:
+    """Return whether the folder of a run says that it is finished, with these steps planned.
+
+    Then the loop hands out no shard to be tried: the user's code would run behind a step that is
+    none.
+    """
+    if run_dir is None:
+        return False
+    try:
+        result = json.loads(Path(run_dir, report.RESULT_FILE).read_text())
+        if not result["finished"] or result["steps"] == steps:
+            return bool(result["finished"])
+        early = json.loads(Path(run_dir, FINISHED_EARLY_FILE).read_text())
+        return bool(early["steps"] == result["steps"] and early["planned_steps"] == steps)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

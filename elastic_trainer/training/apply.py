@@ -1,0 +1,155 @@
+"""The end of a step: its loss is judged, and everything that outlives the step changes together.
+
+reduced gradients and statistics (flat buffers) → here → weights, optimizer, buffers, scaler, rates:
+a finished step
+
+What always holds:
+1. Nothing has changed before `apply`, and after it everything has. So a step is finished or was not
+   there.
+2. What draws random numbers in here draws the same on every worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import torch
+
+from elastic_trainer.observe.events import Events
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
+from elastic_trainer.training.reduce import MOST_CHANGE, Flat
+from elastic_trainer.training.several import members_of, parameters_of
+from elastic_trainer.training.shards import Shards, seed_everything, seed_of
+from elastic_trainer.training.tally import COUNT, means
+from elastic_trainer.world.collectives import World
+
+
+class StepEnd:
+    """What is done with a step whose gradient every worker holds."""
+
+    def __init__(self, job: Job, state: ElasticState, flat: Flat, events: Events):
+        self.job, self.state, self.flat, self.events = job, state, flat, events
+        self.metrics: dict[str, float] = {}
+        """What the last finished step has logged, over all shards."""
+        self.losses: dict[str, float] = {}
+        """The losses of the last phase of each name."""
+
+    def is_skipped(self, loss: float) -> bool:
+        """Return whether a step of this loss is finished without being applied."""
+        return self.job.on_nan == "skip" and not math.isfinite(loss)
+
+    def judge_loss(self, step: int, shards: Shards, world: World) -> None:
+        """Report a loss that is not finite, and raise LossNotFinite on all workers if the job asks
+        for it."""
+        if self.flat.has_lost_digits():
+            self.state.restore()
+            raise RuntimeError(
+                f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
+                f"{step}, of "
+                f"which the mean over the shards is not exact. Keep it in a float buffer, or "
+                "change it in "
+                f"after_step."
+            )
+        self._require_count(step)
+        loss, on_nan = self.flat.mean_loss(), self.job.on_nan
+        if math.isfinite(loss):
+            return
+        mine = not_finite(shards.losses)
+        is_first = step == 0 or math.isfinite(self.state.loss)  # of many
+        if mine and (on_nan != "continue" or is_first):
+            self.events.emit(
+                "worker.loss_not_finite",
+                step=step,
+                loss=loss,
+                shards=sorted(mine),
+                samples=[mine[shard] for shard in sorted(mine)],
+                on_nan=on_nan,
+            )
+        if on_nan == "raise":
+            texts = world.gather_texts(json.dumps(list(mine.items())))  # network, before all stop
+            self.state.restore()
+            raise LossNotFinite(
+                verdict(step, loss, dict(item for text in texts for item in json.loads(text)))
+            )
+
+    def _require_count(self, step: int) -> None:
+        """Raise RuntimeError, on all workers, if some shards were counted and others not, or
+        nothing was counted."""
+        count = self.flat.told().get(COUNT)
+        run = float(self.flat.sums[torch.float32][0])
+        if count is None or count[1] == 0 or math.isnan(count[0]):
+            return  # the losses are means
+        if count[1] == run and count[0] > 0:
+            return
+        self.state.restore()
+        raise RuntimeError(
+            f"{count[1]:.0f} of {run:.0f} shards of step {step} gave a count, and the counts add "
+            f"up to {count[0]:g}. Call "
+            f"backward(loss_sum, count=n) for each batch, with n > 0 in one of them, or "
+            "backward(loss) for each."
+        )
+
+    @torch.no_grad()
+    def apply(self, samples: int, digest: int, clock_ms: int = 0, finishes: int = 0) -> None:
+        """Change everything that outlives the step. The prepared gradient is in the flat
+        buffers."""
+        job, state = self.job, self.state
+        # What draws random numbers here (stochastic rounding, after_step) draws the same on every
+        # worker.
+        phase = state.phase
+        seed_everything(seed_of(job.schedule, state.committed, job.schedule.shards, phase))
+        state.is_applying = True
+        if self.is_skipped(loss := self.flat.mean_loss()):
+            state.reset_buffers()
+            state.extra_state.forget()
+            state.loss = loss
+            state.rates.set(job.rate(state.committed))
+        else:
+            self._update()
+        found = means(self.flat.told())
+        self.metrics = found if phase == 0 else self.metrics | found
+        self.losses[job.phases[phase]] = state.loss
+        if phase + 1 == state.phases:
+            state.rates.advance(state.loss)
+            job.after_step(state.committed)
+        else:
+            state.rates.note()
+        state.check_groups()
+        state.check_parameters()
+        state.commit(samples, digest, clock_ms, finishes)
+        state.is_applying = False
+
+    def _update(self) -> None:
+        """Change buffers, weights, optimizer and scaler by what the shards have left."""
+        job, state = self.job, self.state
+        optimizer = members_of(job.optimizer)[state.phase]
+        self.flat.divide()
+        self.flat.hand_out()
+        state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
+        if job.scaler:
+            job.scaler.unscale_(optimizer)
+        if job.clip_norm is not None:
+            moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)
+            torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
+        state.rates.set(job.rate(state.committed))
+        if job.scaler:
+            job.scaler.step(optimizer)
+            job.scaler.update()
+        else:
+            optimizer.step()
+        state.extra_state.apply()
+
+
+def weights_sha256(state: ElasticState) -> str:
+    """Return the SHA-256 over the names and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in [*named_parameters(state.model).items(), *state.buffers.items()]:
+        digest.update(name.encode() + b"\0")
+        digest.update(byte_view(tensor).numpy().data)
+    return digest.hexdigest()

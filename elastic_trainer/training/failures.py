@@ -1,0 +1,78 @@
+"""What ends a worker: the user's own exception, a peer's, or a fault of its machine.
+
+exception → here → the vote, the driver, the exit code
+
+The user's own exception ends the run on all ranks, with its traceback, and is never retried. A
+fault of the machine costs this worker alone: the others do its part of the step again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from elastic_trainer.config import EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.observe.events import Events
+from elastic_trainer.training.machine_fault import machine_fault
+from elastic_trainer.wire.heartbeat import MachineFault
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
+
+
+class PeerFailed(RuntimeError):
+    """The user's code raised on another rank; the text is that rank's traceback."""
+
+
+class UserExited(RuntimeError):
+    """The user's code called sys.exit() (the cause), which would end one worker as if its host had
+    died."""
+
+
+def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
+    """Return what of this machine has failed, if an exception says so and others can go on; else
+    ""."""
+    is_others = isinstance(error, (PeerFailed, ConfigError))
+    if is_others or size == 1 or not driver.takes_machine_faults():
+        return ""
+    return machine_fault(error)
+
+
+def leave_as_dead(
+    kind: str, text: str, step: int, shard: int, *, launch: Launch, driver: Driver, events: Events
+) -> NoReturn:
+    """Report that this machine has failed, and end this process as a death would: nothing of the
+    step was applied.
+
+    Nothing else is tried on this machine: a disk that fails may delay an orderly end by minutes.
+    """
+    with suppress(OSError):
+        print(
+            f"elastic-trainer: {kind} on {launch.host} in step {step}: this worker leaves, and "
+            f"the others do the step again.\n{text}",
+            file=sys.stderr,
+            flush=True,
+        )
+    events.emit(
+        "worker.machine_failed",
+        host=launch.host,
+        error=kind,
+        step=step,
+        shard=shard,
+        text=text[-MAX_ERROR_CHARACTERS:],
+    )
+    events.flush()
+    driver.fail_machine(MachineFault(step=step, shard=shard, kind=kind, text=text))
+    os._exit(EXIT_MACHINE)
+
+
+def end_as_user_error() -> None:
+    """Let an uncaught exception end this process with the exit code of a user's error, after its
+    traceback."""
+    show = sys.excepthook
+
+    def show_and_exit(*exception: Any) -> None:
+        show(*exception)
+        raise SystemExit(EXIT_USER_ERROR)
+
+    sys.excepthook = show_and_exit

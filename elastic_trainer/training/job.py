@@ -1,0 +1,312 @@
+"""What a job is: what the user gave, checked, and what the launcher adds to it.
+
+options of train() and Trainer, launcher's environment → here → loop, world, checkpoints
+
+What always holds:
+1. A mistake of the user's is a ConfigError before any machine does work. It names the key and a
+   value that works.
+2. Where the user and the launcher ask for different things, a remark says which holds.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import horovod
+import numpy
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
+
+from elastic_trainer.config import REDUCERS, ConfigError, Launch
+from elastic_trainer.observe.events import newest_attempt
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import PART_BYTES, Plan
+from elastic_trainer.training.losses import require_policy
+from elastic_trainer.training.settings import (
+    Remark,
+    remarks_on_effect,
+    remarks_on_last_batch,
+    remarks_on_launcher,
+    remarks_on_length,
+    split_schedule,
+)
+from elastic_trainer.training.several import Several, as_one, kind_of, members_of
+from elastic_trainer.training.supported import refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run hands back, the same on every worker."""
+
+    steps: int
+    samples: int
+    loss: float
+    weights_sha256: str
+    model: torch.nn.Module
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of train() and Trainer, as the user gave them. The docstring of train() says what
+    they mean."""
+
+    global_batch: int
+    shards: int = 8
+    epochs: int | None = None
+    seed: int = 0
+    max_steps: int | None = None
+    schedule: Callable[[int], float] | LRScheduler | None = None
+    clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    drop_last: bool = False
+    min_shard_samples: int | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+    extras: Mapping[str, Any] | None = None
+    checkpoint_every: int | str = "auto"
+    keep_last: int = 3
+    keep_every: int = 0
+    part_bytes: int = PART_BYTES
+    reduce: str | None = None
+    compress: bool = False
+    cpu_threads: int = 1
+    on_nan: str = "raise"
+    run_dir: str | os.PathLike[str] | None = None
+    store: str | None = None
+    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
+    progress: bool = True
+
+    def plan(self) -> Plan:
+        """Return when checkpoints are made and which are kept. Raises ConfigError."""
+        try:
+            return Plan(
+                every=Cadence.parse(self.checkpoint_every),
+                keep_last=self.keep_last,
+                keep_every=self.keep_every,
+                part_bytes=self.part_bytes,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def unusual_for_checkpoints(self) -> dict[str, Any]:
+        """Return the options of checkpoints that are not the defaults."""
+        fields = self.__dataclass_fields__
+        return {
+            name: value
+            for name in ("checkpoint_every", "keep_last", "keep_every", "part_bytes")
+            if (value := getattr(self, name)) != fields[name].default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that the user handed over, checked."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    """One, or several as one (several.py)."""
+    dataset: Any
+    schedule: Schedule
+    rate: Callable[[int], float]
+    clip_norm: float | None
+    scaler: torch.amp.GradScaler | None
+    collate: Callable[[list[Any]], Any]
+    extras: dict[str, Any]
+    device: torch.device
+    after_step: Callable[[int], None] = lambda step: None
+    """The last part of each step."""
+    phases: tuple[str, ...] = ("",)
+    """The names of the phases of a step: of the optimizers, if there are several."""
+    scheduler: LRScheduler | None = None
+    """Sets the rates instead of `rate`."""
+    on_nan: str = "raise"
+    """What a loss that is not finite does to its step: one of losses.ON_NAN."""
+    remarks: tuple[Remark, ...] = ()
+    """What a person is told at the start of each attempt."""
+
+
+def checked(
+    model: torch.nn.Module,
+    given: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+    dataset: Any,
+    options: Options,
+    after_step: Callable[[int], None] | None = None,
+) -> Job:
+    """Return the job that the options describe. Raises ConfigError."""
+    optimizer = as_one(given) if isinstance(given, Mapping) else given
+    device = require_model(model, optimizer)
+    require_values(options)
+    min_samples = options.min_shard_samples
+    if min_samples is None:
+        min_samples = fewest_samples(model, options.global_batch, options.shards)
+    numbers = Schedule(
+        dataset_size=len(dataset),
+        global_batch=options.global_batch,
+        shards=options.shards,
+        epochs=options.epochs,
+        seed=options.seed,
+        max_steps=options.max_steps,
+        drop_last=options.drop_last,
+        min_shard_samples=min_samples,
+    )
+    scheduler, rate = split_schedule(options.schedule, optimizer, numbers.steps)
+    return Job(
+        model=model,
+        optimizer=optimizer,
+        dataset=dataset,
+        rate=rate,
+        scheduler=scheduler,
+        schedule=numbers,
+        remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
+        clip_norm=options.clip_norm,
+        scaler=options.scaler,
+        on_nan=options.on_nan,
+        collate=options.collate,
+        extras=dict(options.extras or {}),
+        after_step=after_step or (lambda step: None),
+        device=device,
+        phases=tuple(optimizer.members) if isinstance(optimizer, Several) else ("",),
+    )
+
+
+def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return the device on which the model is trained. Raises ConfigError if the optimizer cannot
+    train it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = held - {id(p) for p in model.parameters()}
+    if not trained or others:
+        raise ConfigError(
+            f"the optimizer holds {len(others)} parameters that are not the model's, and the model "
+            "has "
+            f"{len(trained)} that can be trained. Build the optimizer from model.parameters()."
+        )
+    for one in members_of(optimizer):
+        if why := refusal(model, one):
+            raise ConfigError(why)
+    return trained[0].device
+
+
+def require_values(options: Options) -> None:
+    """Raise ConfigError for values that cannot work, whatever the model and the data are."""
+    if options.reduce is not None and options.reduce not in REDUCERS:
+        raise ConfigError(
+            f"reduce is {options.reduce!r}, which is no reducer. Use one of {REDUCERS}."
+        )
+    if options.clip_norm is not None and not options.clip_norm > 0:
+        raise ConfigError(
+            f"clip_norm is {options.clip_norm}. Use a positive number, or None for no clipping."
+        )
+    require_policy(options.on_nan)
+    if options.cpu_threads < 1:
+        raise ConfigError(f"cpu_threads is {options.cpu_threads}. Use 1 or more.")
+    options.plan()
+    lacking = [
+        name
+        for name, extra in (options.extras or {}).items()
+        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))
+    ]
+    if lacking:
+        raise ConfigError(
+            f"the extras {lacking} have no state_dict and load_state_dict. Give them both."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a job runs, after the options of the user and of the launcher were put together."""
+
+    launch: Launch
+    reduce: str
+    remarks: tuple[Remark, ...] = field(default=())
+
+
+def settled(launch: Launch, options: Options, device: torch.device) -> Placement:
+    """Put together what the user and the launcher ask for."""
+    run_dir, store, reduce = options.run_dir, options.store, options.reduce
+    remarks = remarks_on_launcher(
+        run_dir=os.fspath(run_dir) if run_dir else None,
+        store=store,
+        reduce=reduce,
+        launcher_store=launch.store,
+        launcher_run_dir=str(launch.run_dir) if launch.run_dir else None,
+        launcher_reduce=launch.reduce_asked,
+    )
+    if run_dir is not None and launch.run_dir is None:
+        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
+    if store is not None:
+        launch = replace(launch, store=store)
+    if (
+        launch.run_dir and not launch.driver
+    ):  # no launcher counts: each life is an attempt of its own
+        launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
+    remarks += remarks_on_effect(
+        bool(launch.run_dir or launch.store),
+        device.type,
+        options.cpu_threads,
+        options.unusual_for_checkpoints(),
+    )
+    return Placement(launch=launch, reduce=reduce or launch.reduce, remarks=tuple(remarks))
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """Return what a checkpoint's record says of the job, for people."""
+    schedule = job.schedule
+    return {
+        "schedule": {
+            name: getattr(schedule, name)
+            for name in (
+                "dataset_size",
+                "global_batch",
+                "shards",
+                "epochs",
+                "seed",
+                "max_steps",
+                "drop_last",
+                "min_shard_samples",
+                "steps",
+            )
+        },
+        "config": {
+            "optimizer": kind_of(job.optimizer),
+            "clip_norm": job.clip_norm,
+            "model": type(job.model).__name__,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "horovod": horovod.__version__,
+            "numpy": numpy.__version__,
+        },
+    }
+
+
+def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
+    """Return how many samples a shard of this model needs, as far as its modules say, and a full
+    batch's shards have.
+
+    In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py,
+    _verify_batch_size).
+    """
+    kinds = (
+        torch.nn.BatchNorm1d,
+        torch.nn.BatchNorm2d,
+        torch.nn.BatchNorm3d,
+        torch.nn.SyncBatchNorm,
+    )
+    is_needed = any(isinstance(module, kinds) for module in model.modules())
+    return 2 if is_needed and global_batch >= 2 * shards > 0 else 1
+
+
+def cut_of(schedule: Schedule) -> dict[str, Any]:
+    """Return what the state's identity says of short last batches: nothing where they are as in
+    version 0.1."""
+    dropped = {"drop_last": True} if schedule.dropped_samples else {}
+    return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})

@@ -1,0 +1,131 @@
+"""What the loop yields to the user's code: a step begins, here is a shard, a step is finished.
+
+shards, warm_up, loop → here → trainer (the iterator), train()
+
+What always holds:
+1. The user's code never runs inside the frames of the loop. It runs between two moves.
+2. `Shard.backward` raises what is the user's error. What the loop has to handle (a member is gone,
+   `.grad` was written to) is kept, and raised inside the loop at the next move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
+
+from elastic_trainer.training.reduce import GradientsWritten
+from elastic_trainer.training.tally import COUNT, Tally, pair_of, require_count
+from elastic_trainer.world.collectives import PeersLost
+
+OF_THE_LOOP = (HorovodInternalError, PeersLost, GradientsWritten)
+"""Exceptions that are no error of the user's code: the loop handles them."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step begins, for the first time or again; or this worker joins in one of its phases."""
+
+    step: int
+    phase: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseFinished:
+    """A phase of a step is finished, on every worker, and the step has another one."""
+
+    step: int
+    phase: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step is finished, on every worker: the code behind it runs once."""
+
+    step: int
+
+
+class Shard:
+    """One shard in the hands of the user's code: its batch, and where its loss goes."""
+
+    def __init__(
+        self,
+        name: str,
+        batch: Any,
+        backward: Callable[[Any, Any], None],
+        tally: Tally,
+        advice: str = "",
+    ):
+        self.name, self.batch, self._backward, self._tally = name, batch, backward, tally
+        self.advice = advice
+        """What a person should know if the user's code fails on this shard."""
+        self.is_trial = False
+        """True for a shard of the warm-up, which says what will be logged."""
+        self.is_done = False
+        self.error: BaseException | None = None
+        """What the user's code, or the backward pass, has raised."""
+
+    def backward(self, loss: Any, count: Any = None) -> None:
+        """Run the backward pass of this shard. Raises what is the user's error.
+
+        `loss` is the mean over the samples; with `count` it is the sum over what was counted.
+        """
+        if self.is_done:
+            raise RuntimeError(
+                f"backward() was called twice in {self.name}. Add the losses, and call it once for "
+                f"each batch: step.backward(first + second)."
+            )
+        self.is_done = True
+        try:
+            if count is not None:
+                require_count(count)
+            self._backward(loss, count)
+            if count is not None:
+                self._add(COUNT, count, 1)
+        except OF_THE_LOOP as error:
+            self.error = error
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def log(self, name: str, value: Any) -> None:
+        """Add a sum and its number of items to what the step logs."""
+        if name == COUNT:
+            raise ValueError(
+                f"step.log cannot log {COUNT!r}, which backward(loss, count=…) uses. Use another "
+                "name."
+            )
+        self._add(name, *pair_of(name, value))
+
+    def _add(self, name: str, total: Any, weight: Any) -> None:
+        names = self._tally.names
+        if not self.is_trial and name not in names:
+            known = f"only {', '.join(names)}" if names else "nothing"
+            raise RuntimeError(
+                f"{name} was logged in {self.name}, but the first batch logged {known}. What is "
+                "sent is laid out "
+                f"there. Log the same names for each batch, with (0, 0) where there is nothing to "
+                "log."
+            )
+        self._tally.add(name, total, weight)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the user's code has raised, for the loop to raise at the next move."""
+        self.is_done = True
+        self.error = self.error or error
+
+    def settle(self) -> None:
+        """Raise what was kept, or RuntimeError if the user's code has left the shard out."""
+        if self.error is not None:
+            raise self.error
+        if not self.is_done:
+            raise RuntimeError(
+                f"backward() was not called in {self.name}, so its samples would be lost. Call "
+                f"step.backward(loss) once for each batch. To leave a batch out, use a loss of "
+                f"zero: step.backward(0.0 * loss)."
+            )
+
+
+Move = Begun | PhaseFinished | Finished | Shard

@@ -1,0 +1,257 @@
+"""The shards of a step that this worker runs: forward and backward into the flat buffers.
+
+schedule (which samples) → here → the user's code (one batch at a time) → here → flat buffers →
+reducer
+
+What always holds:
+1. Each shard starts with the buffers, modes and extra state of the step's begin, and with its own
+   random seed.
+2. What the user's code raises is kept for the vote: all workers stop at the same point. What its
+   machine has caused is raised at once: the others do the step again without this worker.
+3. If the user's code writes to `.grad`, this worker runs its shards again, each with gradients of
+   its own. Nothing of them had left this worker.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.names import named_buffers
+from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.losses import require_scalar
+from elastic_trainer.training.moves import OF_THE_LOOP, Shard
+from elastic_trainer.training.reduce import Flat, GradientsWritten, Reducer, RingReducer, SetsDiffer
+from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, some
+from elastic_trainer.world.collectives import PeersLost, World
+
+
+class Shards:
+    """This worker's part of each step."""
+
+    def __init__(
+        self,
+        job: Job,
+        state: ElasticState,
+        flat: Flat,
+        reducer: Reducer,
+        fault_of_machine: Callable[[BaseException], str],
+        is_broken: Callable[[], bool],
+    ):
+        self.job, self.state, self.flat, self.reducer = job, state, flat, reducer
+        self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
+        self.error: BaseException | None = None
+        """What the user's code has raised in this step."""
+        self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
+        """Of this step's shards that this worker has run: the loss, and its samples."""
+        self.number = -1
+        """The shard in hand; -1 where all workers do the same."""
+
+    def run(
+        self, step: int, world: World, error: BaseException | None
+    ) -> Generator[Shard, None, tuple[int, int]]:
+        """Run my shards of a step into the flat buffers; returns the number and digest of my
+        samples.
+
+        `error` is one that this worker already has: then it takes part in the step without
+        computing.
+        """
+        self.state.begin()
+        self.flat.find_marks(self.state.buffers_before())
+        try:
+            return (yield from self._run(step, world, error))
+        except (
+            GradientsWritten
+        ):  # nothing has left this worker: its shards are run again, each by itself
+            self.flat.isolates = True
+            return (yield from self._run(step, world, error))
+
+    def _run(
+        self, step: int, world: World, error: BaseException | None
+    ) -> Generator[Shard, None, tuple[int, int]]:
+        job, samples, digest = self.job, 0, 0
+        mine = self.reducer.begin(world)
+        self.error, self.losses = error, {}
+        self.flat.tally.clear()
+        for shard in mine:
+            if self._is_broken():
+                raise PeersLost("a member is gone: this step cannot pass the vote")
+            done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
+            indices = job.schedule.shard_samples(step, shard)
+            if len(indices) and self.error is None:
+                yield from self._one(
+                    step, shard, indices, world if shard == mine.stop - 1 else None
+                )
+                samples, digest = samples + len(indices), digest + samples_digest(indices)
+            done()
+        if self.flat.shards_run:
+            self.flat.add_tally(self.reducer.mine())
+        if self.error is None:
+            with self.user_code():
+                self.state.check_groups()
+                self.state.rates.check(step)
+        return samples, digest
+
+    def _one(
+        self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None
+    ) -> Generator[Shard, None, None]:
+        """Hand one shard to the user's code. Its backward pass starts the network if it `overlaps`
+        with a world."""
+        with self.user_code(shard):
+            batch = self._open(step, shard, indices)
+        if self.error is not None:
+            return
+        phase = f" (phase {self.job.phases[self.state.phase]})" if self.state.phases > 1 else ""
+        in_hand = Shard(
+            f"shard {shard} of step {step}{phase}",
+            batch,
+            partial(self._backward, step, shard, indices, overlaps),
+            self.flat.tally,
+        )
+        yield in_hand
+        with self.user_code(shard):
+            in_hand.settle()
+            self._close(step, shard)
+
+    def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
+        self.state.reset_buffers()
+        seed_everything(seed_of(self.job.schedule, step, shard, self.state.phase))
+        batch = to_device(fetch(self.job.dataset, indices, self.job.collate), self.job.device)
+        self.flat.open_shard()
+        return batch
+
+    def _backward(
+        self,
+        step: int,
+        shard: int,
+        indices: numpy.ndarray,
+        overlaps: World | None,
+        loss: Any,
+        count: Any,
+    ) -> None:
+        job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
+        loss = require_scalar(loss)
+        flat.check_parameters()
+        self.losses[shard] = (loss.detach(), indices)
+        flat.check_untouched()
+        self._follow_requires_grad()
+        is_sum = count is not None  # it is divided when all shards have counted
+        flat.weigh_rest(1.0 if is_sum else weight)
+        before, after = self.state.buffers_before(), named_buffers(job.model)
+        if moved := moved_buffers(before, after):
+            raise RuntimeError(
+                f"forward has changed the buffers {some(moved.values())} in step {step}. "
+                f"{BUFFERS_STAY}"
+            )
+        flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
+        if overlaps and isinstance(self.reducer, RingReducer):
+            self.reducer.overlap(overlaps)
+        weighted = loss if is_sum else loss * weight
+        (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+
+    def _close(self, step: int, shard: int) -> None:
+        try:
+            self.flat.close_shard()
+        except GradientsWritten as error:
+            if not self.reducer.has_sent():
+                raise
+            raise RuntimeError(
+                f"a hook has changed .grad during the backward pass of step {step}, after a part "
+                "of it "
+                f'was sent. Let it do so from the first batch on, or use reduce="exact".'
+            ) from error
+        self.state.adopt_buffers()
+        if self.state.extra_state.modules and shard == self.job.schedule.first_shard(step):
+            self.state.extra_state.keep()
+
+    def _follow_requires_grad(self) -> None:
+        """Train those parameters that require a gradient now: the user's code may have changed
+        which."""
+        flat, trained = self.flat, self.flat.trained_now()
+        if trained == flat.trained:
+            return
+        if flat.shards_run:
+            names = [
+                name
+                for name, now, was in zip(flat.names, trained, flat.trained, strict=True)
+                if now != was
+            ]
+            raise RuntimeError(
+                f"requires_grad of {some(names)} differs between two shards of step "
+                f"{self.state.committed}, "
+                f"so the gradient would depend on the number of workers. Change it in after_step, "
+                "or in "
+                f"loss by what the step's number says."
+            )
+        self.reducer.lay_out(trained)
+
+    def reduce(self, world: World) -> None:
+        """Wait for the sum of all gradients. If workers train different parameters, all have the
+        user's error."""
+        flat = self.flat
+        try:
+            self.reducer.finish(world)
+        except SetsDiffer:
+            trained = [
+                name
+                for name, is_trained in zip(flat.names, flat.trained, strict=True)
+                if is_trained
+            ]
+            mine = [trained, flat.tally.names] if flat.shards_run else None
+            found = [
+                names for names in map(json.loads, world.gather_texts(json.dumps(mine))) if names
+            ]
+            self.error = self.error or RuntimeError(self._difference(*zip(*found, strict=True)))
+
+    def _difference(self, trained: Sequence[Sequence[str]], logged: Sequence[Sequence[str]]) -> str:
+        """Return what differs between the workers: the parameters that each trains, or the names
+        that each logs."""
+        everything = {name for names in trained for name in names}
+        if differ := {name for name in everything if any(name not in names for names in trained)}:
+            return (
+                f"requires_grad of {some(sorted(differ))} differs between workers in step "
+                f"{self.state.committed}. "
+                f"Change it in after_step, or in loss by what the step's number says."
+            )
+        return (
+            f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
+            "same names on each "
+            f"worker, from the first batch on."
+        )
+
+    @contextmanager
+    def user_code(self, shard: int = -1) -> Iterator[None]:
+        """Keep what the user's code raises for the vote (rule 2). No generator may yield in
+        here."""
+        self.number = shard
+        try:
+            yield
+            self.number = -1
+        except (*OF_THE_LOOP, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # sys.exit() too
+            if self._fault_of_machine(error):
+                raise
+            self.error = error
+
+
+def seed_of(schedule: Schedule, step: int, shard: int, phase: int) -> int:
+    """Return the seed of a shard in a phase of a step; of its end, if `shard` is their number."""
+    return schedule.shard_seed(step, shard + phase * (schedule.shards + 1))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that user code draws from (torch on all devices, random, numpy)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

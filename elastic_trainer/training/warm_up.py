@@ -1,0 +1,272 @@
+"""The warm-up: what is slow the first time is done before a worker stands ready, and nothing of it
+remains.
+
+job → here (one shard twice, the smallest shard once) → how this worker computes, how long a shard
+takes
+
+What always holds:
+1. Weights, buffers, gradients and random numbers are afterwards as they were. Buffers that the
+   first forward pass makes are kept, if a second pass leaves them alone.
+2. It runs the user's code as a step does, so it finds out whether that code writes to `.grad`, to
+   parameters or to what cannot be kept.
+3. Two runs of one shard give the same bits, or the worker does not say how it computes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.names import named_buffers
+from elastic_trainer.training import probe
+from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.losses import require_scalar
+from elastic_trainer.training.moves import Shard
+from elastic_trainer.training.reduce import Flat, GradientsWritten, Reducer
+from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
+from elastic_trainer.world.arithmetic import Arithmetic
+from elastic_trainer.world.replicas import Part, Replica, fingerprint
+
+WARM_GRADIENTS = 5
+"""A standby touches as much memory as this number of gradients takes: the state that it receives,
+and the buffers of its first step. Else all workers wait for a newcomer's new pages: 0.1 to 0.4 s
+for 122 MB on a hypervisor that gives pages one by one."""
+Trial = Generator[Shard, None, tuple[int, int]]
+"""Yields a shard; returns checksums of what went in (weights, samples) and of what came out (loss,
+gradient)."""
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What the warm-up has found."""
+
+    arithmetic: Arithmetic
+    shard_s: float
+    """How long one shard takes."""
+
+
+class WarmUp:
+    """One worker's warm-up, and what it works on."""
+
+    def __init__(
+        self, job: Job, state: ElasticState, flat: Flat, reducer: Reducer, replica: Replica
+    ):
+        self.job, self.state, self.flat, self.reducer, self.replica = (
+            job,
+            state,
+            flat,
+            reducer,
+            replica,
+        )
+
+    def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
+        """Run a shard of the first step twice, and as many samples as the smallest shard has."""
+        job = self.job
+        trained = self.flat.trained_now()
+        self.state.begin()
+        shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
+        first = next(indices for indices in shards if len(indices))
+        _, result = yield from self._try_shard(first, may_add_buffers=True)
+        new = self._take_new_buffers()
+        is_laid_out_anew = self.flat.tally.lay_out()
+        if is_laid_out_anew:
+            self.reducer.lay_out(self.flat.trained)
+        started = time.monotonic()
+        inputs, again = yield from self._try_shard(first, constant=new)
+        shard_s = time.monotonic() - started  # the first time takes longer
+        results = (
+            {again} if new or is_laid_out_anew else {result, again}
+        )  # of sums with other statistics
+        if job.schedule.smallest_shard < len(first):
+            yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
+        self.state.forget()
+        self.flat.adopt(trained)
+        for tensor in self.flat.sums.values():
+            tensor.zero_()
+        self.flat.bind(self.flat.sums)
+        return Warm(
+            Arithmetic(
+                probe.program(job.device),
+                inputs,
+                results.pop() if len(results) == 1 else 0,
+                probe.facts(job.device),
+                is_exact,
+            ),
+            shard_s,
+        )
+
+    def _try_smallest_shard(self, indices: numpy.ndarray) -> Generator[Shard, None, None]:
+        """Compute as many samples as the smallest shard of the run has. Else a loss that fails on
+        them fails hours later.
+
+        The samples are some that have just passed in a larger shard, so their number is what fails.
+        """
+        left = self.job.schedule.dataset_size % self.job.schedule.global_batch
+        fact = f"the last step of each epoch has {left} samples, its smallest shard {len(indices)}"
+        remedy = "Use drop_last=True, or another global_batch or shards."
+        try:
+            yield from self._try_shard(indices, advice=f"{fact}. {remedy}")
+        except Exception as error:
+            raise ConfigError(
+                f"{fact}, and on a shard of that size the loss raises {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. {remedy}"
+            ) from error
+
+    def _take_new_buffers(self) -> list[str]:
+        """Keep the buffers that the first forward pass has made, too; returns their names."""
+        known = set(self.state.buffers)
+        self.state.take_buffers()
+        if new := [name for name in self.state.buffers if name not in known]:
+            self.state.begin()
+            self.reducer.lay_out(self.flat.trained, self.state.buffers)
+        return new
+
+    def _try_shard(
+        self,
+        indices: numpy.ndarray,
+        *,
+        may_add_buffers: bool = False,
+        constant: Sequence[str] = (),
+        advice: str = "",
+    ) -> Trial:
+        """Run a shard of which nothing remains but what it says of the user's code: whether that
+        writes to `.grad`.
+
+        Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.
+        """
+        check = partial(self._check_buffers, may_add_buffers, constant)
+        try:
+            return (yield from self._try_backward(indices, check, advice))
+        except GradientsWritten:
+            self.flat.isolates = True
+            return (yield from self._try_backward(indices, check, advice))
+
+    def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
+        before, after = self.state.buffers_before(), named_buffers(self.job.model)
+        moved = {
+            name: how
+            for name, how in moved_buffers(before, after).items()
+            if name in before or not may_add
+        }
+        if moved:
+            raise ConfigError(
+                f"forward has changed the buffers {some(moved.values())}. {BUFFERS_STAY}"
+            )
+        if changed := [
+            name
+            for name in constant
+            if not torch.equal(byte_view(before[name]), byte_view(after[name]))
+        ]:
+            raise ConfigError(
+                f"the buffers {some(changed)} are made in the first forward pass and changed by "
+                "the second, "
+                f"so their first values would be those of the warm-up. Register them in __init__."
+            )
+
+    def _try_backward(
+        self, indices: numpy.ndarray, check_buffers: Callable[[], None], advice: str
+    ) -> Trial:
+        flat, job = self.flat, self.job
+        # On every worker the same: the results are compared. A buffer that is made now is as the
+        # first shard makes it.
+        seed_everything(job.schedule.shard_seed(0, 0))
+        batch = to_device(
+            fetch(job.dataset, indices, job.collate), job.device
+        )  # anew: a loss may take it apart
+        held = self.replica.all_parts()
+        inputs = fingerprint([held, batch])
+        losses: list[torch.Tensor] = []
+        flat.shards_run = 0
+        try:
+            flat.bind(flat.sums)
+            for tensor in flat.sums.values():
+                tensor.fill_(
+                    1.0
+                )  # so that also a `.grad.data.zero_()` is seen, which no version counts
+            flat.open_shard()
+            shard = Shard(
+                "the warm-up",
+                batch,
+                partial(self._backward, check_buffers, losses),
+                flat.tally,
+                advice,
+            )
+            shard.is_trial = not flat.tally.names
+            yield shard
+            shard.settle()
+            flat.close_shard()
+            self._check_parameters(held)
+            return inputs, fingerprint([*losses, *flat.sums.values()])
+        finally:
+            self.state.reset_buffers()
+            flat.shards_run = 0
+
+    def _backward(
+        self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any, _: Any
+    ) -> None:
+        flat = self.flat
+        losses.append(require_scalar(loss))
+        flat.check_untouched()
+        if not flat.isolates and not all(
+            bool((gradient == 1).all()) for gradient in flat.sums.gradients
+        ):
+            raise GradientsWritten
+        check_buffers()
+        if (trained := flat.trained_now()) != flat.trained:
+            self.reducer.lay_out(trained)
+        for tensor in flat.sums.values():
+            tensor.zero_()  # else the sums keep few bits of a small gradient
+        losses[0].backward()
+
+    def _check_parameters(self, held: Sequence[Part]) -> None:
+        """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by
+        a version."""
+        self.state.check_parameters()
+        if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(
+            self.flat.names
+        ):
+            raise ConfigError(parameters_stay(sorted(changed)))
+
+
+def rehearse(job: Job, warm_up: WarmUp) -> Generator[Shard, None, None]:
+    """Warm a standby up: nothing remains of it, random numbers included."""
+    torch_was, random_was, numpy_was = (
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state(),
+    )
+    yield from warm_up.run(is_exact=True)  # leaves no hooks on the model
+    if job.device.type == "cpu":
+        gradient_bytes = sum(tensor.nbytes for tensor in warm_up.flat.sums.values())
+        touched = min(WARM_GRADIENTS * gradient_bytes, free_bytes() // 16)
+        torch.ones(touched, dtype=torch.uint8)  # the allocator keeps it
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    torch.set_rng_state(torch_was)
+    random.setstate(random_was)
+    numpy.random.set_state(numpy_was)
+
+
+def free_bytes() -> int:
+    """Return how much memory this machine, or this container (cgroup v2), has left."""
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no such group, or no limit
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, int(limit) - int(used))
+    return max(0, free)

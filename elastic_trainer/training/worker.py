@@ -1,0 +1,271 @@
+"""One worker's life: it rehearses as a standby, takes its place, trains, and ends with the right
+exit code.
+
+train() and Trainer → here → loop; exceptions → here → driver, event log, exit code
+
+What always holds:
+1. The user's own exception ends the run on all ranks, at once, with its traceback, and is never
+   retried.
+2. Exit code 0 means that the run is finished. A worker that is not wanted any more leaves with 75.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.observe import report
+from elastic_trainer.observe.courier import Courier, shares_runs
+from elastic_trainer.observe.events import Events
+from elastic_trainer.standby import worker as standby
+from elastic_trainer.training import determinism
+from elastic_trainer.training.account import is_finished
+from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
+from elastic_trainer.training.job import Job, Options, Result, settled
+from elastic_trainer.training.listeners import Guarded
+from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.moves import Begun, Move
+from elastic_trainer.training.warm_up import rehearse
+from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.drivers import driver_of
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver
+from elastic_trainer.world.replicas import ReplicaDiffers
+
+determinism.choose_kernels()  # now: the user builds the model before the training begins
+
+
+class Worker:
+    """One worker: its place in the run, and its loop."""
+
+    def __init__(self, job: Job, options: Options):
+        self.job, self.options = job, options
+        self.launch = Launch()
+        self.events = Events(None)
+        self.driver: Driver = Alone()
+        self.loop: Loop | None = None
+        """None until this worker has a place."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in its world; -1 until it has joined one."""
+        return self.loop.world.rank if self.loop and self.loop.has_joined else -1
+
+    @property
+    def size(self) -> int:
+        """The size of this worker's world; 0 until it has joined one."""
+        return self.loop.world.size if self.loop and self.loop.has_joined else 0
+
+    @property
+    def has_run(self) -> bool:
+        """Return whether anything of the run outlives this process."""
+        return bool(self.launch.run_dir or self.launch.store or self.launch.driver)
+
+    @property
+    def is_applying(self) -> bool:
+        """True while the loop itself calls the optimizer."""
+        return self.loop is not None and self.loop.state.is_applying
+
+    def moves(self) -> Generator[Move, None, Result]:
+        """Live: yield what the user's code has to do, and return the result of the finished run.
+
+        Raises ConfigError for what cannot work, and what the user's code raises. Leaves by
+        SystemExit if this worker is not wanted any more.
+        """
+        if not is_finished(run_dir_of(self.options), self.job.schedule.steps):
+            yield Begun(0)  # the number is known when this worker has joined
+        if self.job.device.type == "cpu":
+            torch.set_num_threads(self.options.cpu_threads)
+        if standby.is_standby():
+            yield from self._rehearse()
+        stood_by = standby.wait_for_place()
+        reduce = self._take_place()
+        if stood_by:
+            self.events.emit("worker.stood_by", **stood_by)
+        self.driver = driver_of(self.launch)
+        try:
+            is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)
+            with shown(self.events) if is_shown else nullcontext():
+                self.loop = Loop(
+                    self.job,
+                    self.launch,
+                    self.driver,
+                    self.events,
+                    reduce,
+                    self.options.compress,
+                    self.options.plan(),
+                )
+                return (yield from self.loop.moves())
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.events.flush()
+            if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
+                report.write_result(
+                    self.launch.run_dir
+                )  # of what there is, when it has not finished
+
+    def _rehearse(self) -> Generator[Move, None, None]:
+        if (
+            self.job.device.type == "cuda"
+        ):  # no reducer is known yet, and cuBLAS reads this at its first product
+            os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
+        yield from rehearse(
+            self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", False).warm_up
+        )
+
+    def _take_place(self) -> str:
+        """Read what the launcher says, and open the event log; returns the reducer."""
+        launch = Launch.from_environment()
+        os.environ["ELASTIC_TRAINER_SLOT"] = str(
+            launch.slot
+        )  # Horovod's own variable changes with every generation
+        if launch.horovod:
+            outlive_readers()
+            if (
+                not faulthandler.is_enabled()
+            ):  # plain horovodrun: our driver has it on from the first import
+                faulthandler.enable()
+        placement = settled(launch, self.options, self.job.device)
+        launch = placement.launch
+        if settings := determinism.required(
+            self.job.device.type, placement.reduce, determinism.current()
+        ):
+            determinism.apply(settings)
+        self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
+        courier = None
+        if launch.driver and not shares_runs(launch):
+            if not launch.store:
+                raise ConfigError(
+                    f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), "
+                    "and no store "
+                    f"is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk that "
+                    "all share."
+                )
+            courier, launch = Courier(launch), replace(launch, run_dir=None)
+        self.launch = launch
+        self.events = Events(
+            launch.run_dir,
+            courier=courier,
+            run=launch.run,
+            attempt=launch.attempt,
+            worker=launch.worker or launch.host,
+        )
+        self.events.listeners += [
+            Guarded(listener, self.events) for listener in self.options.listeners
+        ]
+        return placement.reduce
+
+    def fail(self, error: BaseException) -> None:
+        """End this worker: by SystemExit, as a dead one, or by the user's exception, which the
+        caller raises."""
+        events, launch = self.events, self.launch
+        if isinstance(error, Dismissed):
+            events.emit("worker.left")
+            sys.exit(EXIT_LEFT)
+        if isinstance(error, ReplicaDiffers):
+            print(f"elastic-trainer: {error}", file=sys.stderr)
+            sys.exit(EXIT_DIFFERS)
+        if isinstance(error, RunOver):
+            events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
+            print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
+            sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
+        self.report(error)
+        if launch.driver:
+            end_as_user_error()
+        if not isinstance(error, Exception):
+            raise UserExited(
+                f"the user's code ended with {error!r}. Raise an exception instead."
+            ) from error
+
+    def report(self, error: BaseException) -> None:
+        """Report the user's exception: it ends the run everywhere. A fault of the machine ends this
+        process alone."""
+        text = "".join(traceback.format_exception(error))
+        if self.loop and (kind := self.loop.fault_of_machine(error)):
+            leave_as_dead(
+                kind,
+                text,
+                self.loop.state.committed,
+                self.loop.shards.number,
+                launch=self.launch,
+                driver=self.driver,
+                events=self.events,
+            )
+        self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
+        # Before this worker stood ready the driver does not know it: its exit code says it.
+        self.driver.fail(text)
+        self.events.flush()
+
+    def finish(self, reason: str) -> None:
+        """Ask all workers to finish the run; the next vote carries it."""
+        if self.loop:
+            self.loop.finish_reason = str(reason)
+
+    def leave(self, how: str) -> None:
+        """Report that the user's loop was left before its end: the run ends everywhere, and can be
+        resumed."""
+        step = self.loop.state.committed if self.loop else 0
+        kept = self.loop.checkpointing.newest_step() if self.loop else -1
+        resumed = (
+            f"The same command goes on from the checkpoint of step {kept}"
+            if kept > 0
+            else "It has no checkpoint, so the same command begins it anew"
+        )
+        text = (
+            f"the training loop was left {how} after {step} of {self.job.schedule.steps} steps, so "
+            f"the run is not finished. {resumed}. To finish a run early, call step.stop(reason)."
+        )
+        print(f"elastic-trainer: {text}", file=sys.stderr, flush=True)
+        self.events.emit("worker.loop_left", step=step, how=how, newest_checkpoint=kept)
+        self.driver.fail(text)
+        self.events.flush()
+
+    def drop_step(self) -> None:
+        """Put back what the step in flight has changed: the user's loop was left in it."""
+        if (
+            self.loop
+            and self.loop.state.is_in_flight
+            and not self.loop.state.is_applying
+        ):
+            self.loop.state.restore()
+
+
+def run_dir_of(options: Options) -> Path | None:
+    """Return the folder of the run: the launcher's, or the user's."""
+    given = Launch.from_environment().run_dir or options.run_dir
+    return Path(given) if given else None
+
+
+@contextmanager
+def shown(events: Events) -> Iterator[None]:
+    """Show the progress of a worker that was not launched."""
+    # Here: a launched worker shows nothing, and would load rich for nothing.
+    from elastic_trainer.observe.progress import Progress
+
+    progress = Progress()
+    events.listeners.append(Guarded(progress, events))
+    try:
+        yield
+    finally:
+        progress.close()
+
+
+def local_rank() -> int:
+    """Return this worker's number on its host (which GPU is mine); works before training. A standby
+    waits in here."""
+    standby.wait_for_place()
+    return Launch.from_environment().slot

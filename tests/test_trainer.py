@@ -1,0 +1,862 @@
+"""The loop of the user: the same bits as train() and as plain PyTorch, whatever breaks, or an error at once.
+
+`Broken` puts several trainers into one world of threads, whose generations break where a test says so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import Hub, Member
+from test_loop import DATA, INPUT, NUMBERS, SCHEDULE, SIZE, TARGET, Ears, adamw, built, mse, sgd, trained
+from test_world import Given, Session
+
+from elastic_trainer import Trainer
+from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.observe.verify import verify
+from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.shards import seed_everything, seed_of
+from elastic_trainer.training.tally import Tally, read
+from elastic_trainer.training.trainer import length_of
+from elastic_trainer.world.collectives import PeersLost
+from elastic_trainer.world.generations import Generations
+
+Model = torch.nn.Module
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
+
+
+def trainer_of(model: Model, optimizer: Any = None, dataset: Any = DATA, **changes: Any) -> Trainer:
+    given: dict[str, Any] = {"global_batch": 8, "shards": 4, "until": "2 epochs", "seed": 3, "progress": False}
+    return Trainer(model, sgd(model) if optimizer is None else optimizer, dataset, **(given | changes))
+
+
+def loop(trainer: Trainer, model: Model, loss: Callable[[Model, Any], torch.Tensor] = mse) -> str:
+    """Run the loop that every user writes; returns the hash of the weights."""
+    for step in trainer:
+        for batch in step:
+            step.backward(loss(model, batch))
+    return trainer.result.weights_sha256
+
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> None:
+    """Also with everything that a step can change: statistics, dropout, moments, scale, rate, clipping."""
+    def made() -> tuple[Model, dict[str, Any]]:
+        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
+        return model, {"clip_norm": 0.5, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)}
+
+    model, more = made()
+    rate = cosine(warmup_steps=2, total_steps=6)
+    reference = trained(model, adamw(model), shards=2, schedule=rate, reduce=reduce, **more).weights_sha256
+    model, more = made()
+    trainer = trainer_of(model, adamw(model), shards=2, lr=rate, reduce=reduce, **more)
+    assert loop(trainer, model) == reference
+
+
+def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard() -> None:
+    """The user's loop, without a trainer."""
+    model, plain = built(torch.nn.Dropout(0.1)), built(torch.nn.Dropout(0.1))
+    torch.set_num_threads(1)
+    loop(trainer_of(model, adamw(model), shards=1), model)
+    optimizer = adamw(plain)
+    for step in range(SCHEDULE.steps):
+        chosen = torch.cat([torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+        seed_everything(SCHEDULE.shard_seed(step, 0))
+        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(byte_view(mine), byte_view(theirs))
+
+
+def test_each_step_is_handed_out_once_when_it_is_finished() -> None:
+    """With its number, epoch and loss: those of the event."""
+    model, ears, seen = built(), Ears(), []
+    for step in trainer_of(model, listeners=[ears]):
+        for batch in step:
+            step.backward(mse(model, batch))
+        seen.append((step.number, step.epoch, step.loss))
+    told = [(e["step"], SCHEDULE.epoch(e["step"]), e["loss"]) for e in ears.facts("worker.step_committed")]
+    assert seen == told and len(seen) == 6
+
+
+class Average:
+    """A moving average of a weight, which the code behind the inner loop keeps."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(8, 5)
+        self.updates = 0
+
+    def update(self, model: Any) -> None:
+        self.values = 0.9 * self.values + 0.1 * model[0].weight.detach()
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "updates": self.updates}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values, self.updates = values["values"].clone(), values["updates"]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, stop: int,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint holds what the user changed behind its last step, in `state`."""
+    def run(until: int) -> tuple[str, Average, list[int]]:
+        model, average, steps = built(torch.nn.BatchNorm1d(8)), Average(), []
+        trainer = trainer_of(model, state={"average": average}, until=f"{until} steps", checkpoint_every=1)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            average.update(model)
+            steps.append(step.number)
+        return trainer.result.weights_sha256, average, steps
+
+    run(stop)
+    resumed = run(6)
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    straight = run(6)
+    assert resumed[0] == straight[0] and resumed[2] == list(range(stop, 6))
+    assert torch.equal(resumed[1].values, straight[1].values) and resumed[1].updates == straight[1].updates == 6
+
+
+def test_a_model_is_evaluated_behind_the_inner_loop() -> None:
+    """model.eval(), a forward pass, model.train() and accumulated losses change no bit of the training."""
+    def run(evaluates: bool) -> str:
+        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
+        trainer = trainer_of(model, shards=2)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            if evaluates and step.every("1 epoch"):
+                model.eval()
+                with torch.no_grad():
+                    mse(model, [INPUT, TARGET])
+                torch.rand(3)
+                model.train()
+        return trainer.result.weights_sha256
+
+    assert run(True) == run(False)
+
+
+def test_a_batch_is_accumulated_when_the_user_cuts_it_again() -> None:
+    """The losses of the pieces are added up, and backward is called once."""
+    def run(pieces: int) -> Model:
+        model = built()
+        for step in trainer_of(model, shards=2):
+            for x, y in step:
+                parts = list(zip(x.chunk(pieces), y.chunk(pieces), strict=True))
+                step.backward(sum(mse(model, part) * (len(part[0]) / len(x)) for part in parts))
+        return model
+
+    for one, two in zip(run(1).parameters(), run(2).parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
+# --- a world that breaks --------------------------------------------------------------------------------------------
+
+class Meeting(Hub):
+    """A hub that can break, and where all meet again for the next generation."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.door = threading.Barrier(size, action=self._renew)
+
+    def _renew(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.board.clear()
+
+
+class Doors(Session):
+    """Horovod, as far as generations need it: all meet when it starts, and all notice when one closes its sockets."""
+
+    def __init__(self, hub: Meeting):
+        super().__init__()
+        self.hub = hub
+
+    def start(self) -> None:
+        self.hub.door.wait(30)
+
+    def close_sockets(self) -> None:
+        self.hub.barrier.abort()
+
+
+class Broken(Member):
+    """One member of a world of threads, whose generations break."""
+
+    def _share(self, name: str, value: Any) -> list[Any]:
+        try:
+            return super()._share(name, value)
+        except threading.BrokenBarrierError as error:
+            raise PeersLost("a member is gone, as planned") from error
+
+
+class Fault:
+    """A listener that breaks a generation once: at a point of a step."""
+
+    def __init__(self, *places: tuple[str, int]):
+        self.places = list(places)
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        if (event, facts.get("step")) in self.places:
+            self.places.remove((event, facts["step"]))
+            raise PeersLost("as planned")
+
+
+def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work` of each rank in a thread, with a Trainer that has its seat in one world; returns what they return."""
+    hub, ended, broken = Meeting(size), dict[int, Any](), list[BaseException]()
+    ranks = threading.local()
+    torch.set_num_threads(1)
+
+    class Seated(Loop):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.world = Broken(hub, ranks.rank)
+            self.generations = Generations(Launch(), Given(ranks.rank, size), self.events, self.hooks(), self.world,
+                                           Doors(hub))
+
+    def run(rank: int) -> None:
+        ranks.rank = rank
+        try:
+            ended[rank] = work(rank)
+        except BaseException as error:
+            broken.append(error)
+            hub.barrier.abort()
+            hub.door.abort()
+
+    monkeypatch.setattr("elastic_trainer.training.worker.Loop", Seated)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if broken:
+        raise broken[0]
+    return [ended[rank] for rank in range(size)]
+
+
+POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
+
+
+@pytest.mark.parametrize("points", [
+    *[{0: [(point, 2)]} for point in POINTS], *[{3: [(point, 2)]} for point in POINTS],
+    {1: [("step.voted", 1), ("step.computed", 3)], 2: [("step.prepared", 4)], 0: [("step.voted", 5)]},
+], ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
+def test_the_bits_are_those_of_one_worker_when_generations_break(
+        points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards, between prepare, vote and apply. The code behind the inner loop runs once for each finished step."""
+    def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
+        torch.manual_seed(0)
+        model, average, steps = models[rank], Average(), []
+        trainer = trainer_of(model, adamw(model), state={"average": average}, **more)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            average.update(model)
+            steps.append(step.number)
+        return trainer.result.weights_sha256, steps, average.values
+
+    models = [built(torch.nn.LayerNorm(8)) for _ in range(5)]
+    reference = built(torch.nn.LayerNorm(8))
+    straight = trained(reference, adamw(reference)).weights_sha256
+    alone = run(4)
+    assert alone[:2] == (straight, list(range(6)))
+    for ended in in_a_breaking_world(
+            monkeypatch, 4, lambda rank: run(rank, listeners=[Fault(*points.get(rank, []))])):
+        assert ended[:2] == alone[:2] and torch.equal(ended[2], alone[2])
+
+
+# --- what is counted and logged ---------------------------------------------------------------------------------------
+
+def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
+    """The sum of a loss over those targets that count, and how many do: another number in each shard."""
+    x, y = batch
+    counts = (y > -0.5).float()
+    return (torch.square(model(x) - y) * counts).sum(), int(counts.sum())
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, scales: bool) -> None:
+    """One shard, or four of different counts: the same steps as plain PyTorch makes with one big batch."""
+    def run(shards: int) -> tuple[Model, float]:
+        model = built()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if scales else None
+        trainer = trainer_of(model, shards=shards, reduce=reduce, clip_norm=0.5, scaler=scaler)
+        for step in trainer:
+            for batch in step:
+                total, count = tokens(model, batch)
+                step.backward(total, count=count)
+        return model, trainer.result.loss
+
+    plain = built()
+    optimizer = sgd(plain)
+    for step in range(SCHEDULE.steps):
+        chosen = torch.cat([torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+        optimizer.zero_grad()
+        total, count = tokens(plain, [INPUT[chosen], TARGET[chosen]])
+        total.backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= count
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+    (one, loss), (four, _) = run(1), run(4)
+    for mine, theirs, other in zip(one.parameters(), plain.parameters(), four.parameters(), strict=True):
+        assert torch.equal(byte_view(mine), byte_view(theirs))
+        assert torch.allclose(mine, other, rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(float(total.detach()) / count)
+
+
+def counted(model: Model, trainer: Trainer) -> tuple[str, list[dict[str, float]]]:
+    logged = []
+    for step in trainer:
+        for batch in step:
+            total, count = tokens(model, batch)
+            step.backward(total, count=count)
+            step.log(acc=((model(batch[0]) > 0).sum(), count), odd=(0.1 * total.item(), 1 / 3))
+        logged.append(step.metrics)
+    return trainer.result.weights_sha256, logged
+
+
+def test_sums_are_the_same_number_in_every_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, also where a generation breaks after the vote; they are in the step's event too."""
+    ears = Ears()
+    model = built()
+    alone = counted(model, trainer_of(model, listeners=[ears]))
+    assert [e["metrics"] for e in ears.facts("worker.step_committed")] == alone[1]
+    models = [built() for _ in range(3)]
+    for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: counted(models[rank], trainer_of(
+            models[rank], listeners=[Fault(*{1: [("step.voted", 2)], 2: [("step.computed", 4)]}.get(rank, []))]))):
+        assert ended == alone
+
+
+def test_logged_sums_are_exact() -> None:
+    """Whole numbers beyond what 32-bit floats hold, negative ones and fractions; NaN stays NaN."""
+    tally = Tally()
+    values = {"large": (2**40 + 1, 3), "small": (-0.1, 0.3), "none": (float("nan"), 1)}
+    for name, pair in values.items():
+        tally.add(name, *pair)
+    tally.lay_out()
+    parts = []
+    for _ in range(3):
+        tally.clear()
+        for name, pair in values.items():
+            tally.add(name, *pair)
+        parts.append(torch.tensor(tally.elements()))
+    found = read(tally.names, torch.stack(parts).sum(0).tolist())
+    assert found["large"] == (3 * 2**40 + 3, 9.0)
+    assert found["small"] == (pytest.approx(-0.3, abs=1e-15), pytest.approx(0.9, abs=1e-15))
+    assert found["none"][0] != found["none"][0]
+
+
+@pytest.mark.parametrize(("body", "told"), [
+    (lambda step, total, count, calls=[]: (calls.append(1), step.backward(total, **{"count": count} if len(calls) % 2
+                                                                          else {})),
+     "2 of 4 shards of step 0 gave a count"),
+    (lambda step, total, count: step.backward(total, count=0), "4 of 4 shards of step 0 gave a count.*add up to 0"),
+    (lambda step, total, count: step.backward(total, count="many"), "backward got count='many'"),
+    (lambda step, total, count: (step.log(acc=3), step.backward(total)), r"acc=3. Give a sum and its number of items"),
+    (lambda step, total, count: (step.log(**{"count": (1, 1)}), step.backward(total)), "cannot log 'count'"),
+    (lambda step, total, count: (step.backward(total), step.number == 1 and step.log(late=(1, 1))),
+     "late was logged in shard 0 of step 1, but the first batch logged nothing"),
+])
+def test_a_count_that_cannot_be_used_raises(body: Callable[..., Any], told: str) -> None:
+    """With the step, the numbers and the remedy."""
+    model = built()
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=told):
+        for step in trainer_of(model):
+            for batch in step:
+                body(step, *tokens(model, batch))
+
+
+# --- several optimizers -------------------------------------------------------------------------------------------------
+
+class Pair(Model):
+    """A generator and a discriminator with statistics; `draws`: with noise and dropout. (A world of threads has one random
+    generator for all.)"""
+
+    def __init__(self, draws: bool = False) -> None:
+        super().__init__()
+        self.draws = draws
+        torch.manual_seed(0)
+        self.g = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+        self.d = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2 * draws), torch.nn.Tanh(),
+                                     torch.nn.Linear(8, 1))
+
+    def fake(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.g(torch.randn(len(x), 2) if self.draws else x[:, :2]))
+
+
+def optimizers(model: Pair) -> dict[str, torch.optim.Optimizer]:
+    return {"d": torch.optim.Adam(model.d.parameters(), lr=0.01),
+            "g": torch.optim.SGD(model.g.parameters(), lr=0.05, momentum=0.9)}
+
+
+def loss_of_d(model: Pair, x: torch.Tensor) -> torch.Tensor:
+    fake = model.fake(x).detach()
+    return torch.nn.functional.softplus(model.d(fake)).mean() + torch.nn.functional.softplus(-model.d(x)).mean()
+
+
+def loss_of_g(model: Pair, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.softplus(-model.d(model.fake(x))).mean()
+
+
+class Seen:
+    """What one worker's loop has seen of the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.between: list[int] = []
+        self.losses: list[dict[str, float]] = []
+
+
+def adversarial(model: Pair, trainer: Trainer) -> tuple[str, Seen]:
+    seen = Seen()
+    for step in trainer:
+        for x, _ in step.phase("d"):
+            step.backward(loss_of_d(model, x))
+        seen.between.append(step.number)
+        for x, _ in step.phase("g"):
+            step.backward(loss_of_g(model, x))
+        seen.steps.append(step.number)
+        seen.losses.append(step.losses)
+    return trainer.result.weights_sha256, seen
+
+
+def pair_of_steps(model: Pair, **changes: Any) -> Trainer:
+    return trainer_of(model, optimizers(model), clip_norm=0.5, shards=2, **changes)
+
+
+def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
+    """With one shard: the discriminator's step, then the generator's on what that has left."""
+    model, plain = Pair(draws=True), Pair(draws=True)
+    adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, shards=1))
+    schedule = Schedule(dataset_size=SIZE, global_batch=8, shards=1, epochs=2, seed=3, min_shard_samples=2)
+    made = optimizers(plain)
+    for step in range(schedule.steps):
+        x = INPUT[torch.from_numpy(schedule.shard_samples(step, 0))]
+        for phase, (loss, optimizer) in enumerate([(loss_of_d, made["d"]), (loss_of_g, made["g"])]):
+            plain.zero_grad()
+            seed_everything(seed_of(schedule, step, 0, phase))
+            loss(plain, x).backward()
+            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+            optimizer.step()
+    for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6) if "running" in name else torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("points", [
+    *[{1: [(point, 2)]} for point in POINTS], *[{1: [(point, 2), (point, 2)]} for point in POINTS],
+    {0: [("step.voted", 2)], 2: [("step.voted", 2), ("step.prepared", 4)]},
+], ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
+def test_the_bits_are_those_of_one_worker_when_a_phase_breaks(points: dict[int, list[tuple[str, int]]],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """All go on at the phase that they agree on: none is done twice, and the code between them runs once."""
+    models = [Pair() for _ in range(4)]
+    alone = adversarial(models[3], pair_of_steps(models[3]))
+    for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: adversarial(models[rank], pair_of_steps(
+            models[rank], listeners=[Fault(*points.get(rank, []))]))):
+        assert ended[0] == alone[0] and ended[1].losses == alone[1].losses
+        assert ended[1].steps == ended[1].between == list(range(6))
+
+
+def test_a_worker_that_joins_between_two_phases_skips_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It receives the state with the number of the phase; the loop of a phase that is done has no batches."""
+    batches: list[list[tuple[str, int]]] = [[], []]
+    models = [Pair(), Pair()]
+
+    def run(rank: int) -> str:
+        model = models[rank]
+        trainer = pair_of_steps(model)
+        for step in trainer:
+            for phase, loss in (("d", loss_of_d), ("g", loss_of_g)):
+                for x, _ in step.phase(phase):
+                    batches[rank].append((phase, step.number))
+                    loop = trainer._worker.loop
+                    assert loop
+                    if not loop.has_joined and rank == 0:  # it is in the middle of step 0, as one that has revived is
+                        loop.state.has_state, loop.state.phase = True, 1
+                    step.backward(loss(model, x))
+        return trainer.result.weights_sha256
+
+    hashes = in_a_breaking_world(monkeypatch, 2, run)
+    assert hashes[0] == hashes[1]
+    for found in batches:
+        joined = found[found.index(("g", 0)):]
+        assert joined == [("g", 0), *[(phase, step) for step in range(1, 6) for phase in "dg"]]
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_no_phase_is_in_a_checkpoint_alone(run_dir: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run begins with the first phase of a step, and has the bits of a straight one."""
+    def run(until: int) -> tuple[str, Seen]:
+        model = Pair(draws=True)
+        return adversarial(model, pair_of_steps(model, until=f"{until} steps", checkpoint_every=1))
+
+    run(stop)
+    resumed = run(6)
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert resumed[0] == run(6)[0] and resumed[1].between == resumed[1].steps == list(range(stop, 6))
+
+
+def wrong_order(step: Any, model: Pair) -> None:
+    for x, _ in step.phase("g"):
+        step.backward(loss_of_g(model, x))
+
+
+def only_one(step: Any, model: Pair) -> None:
+    for x, _ in step.phase("d"):
+        step.backward(loss_of_d(model, x))
+
+
+def no_phase(step: Any, model: Pair) -> None:
+    for x, _ in step:
+        step.backward(loss_of_d(model, x))
+
+
+def left_early(step: Any, model: Pair) -> None:
+    for x, _ in step.phase("d"):
+        step.backward(loss_of_d(model, x))
+        break
+    for _ in step.phase("g"):
+        pass
+
+
+@pytest.mark.parametrize(("body", "told"), [
+    (wrong_order, "phase 'g' of step 0 comes before 'd'.*order.*d, g"),
+    (only_one, "inner loop of the phase 'g' of step 0 was not run"),
+    (no_phase, r"has the optimizers d, g.*step.phase\('d'\)"),
+    (left_early, "phase 'g' of step 0 begins, but the one before it was left early"),
+    (lambda step, model: step.phase("e"), r"no phase 'e'. Use one of \['d', 'g'\]"),
+])
+def test_a_phase_that_is_left_out_raises(body: Callable[[Any, Pair], None], told: str) -> None:
+    """With the order of the phases."""
+    model = Pair()
+    with pytest.raises((RuntimeError, ValueError), match=told):
+        for step in pair_of_steps(model):
+            body(step, model)
+
+
+def test_several_optimizers_share_no_parameter_and_no_torch_scheduler() -> None:
+    """Two phases would move it, and a scheduler sets the rates of one optimizer."""
+    model = Pair()
+    with pytest.raises(ConfigError, match="parameter 0 of the optimizer 'b' is in the optimizer 'a' too"):
+        trainer_of(model, {"a": sgd(model), "b": sgd(model.d)})
+    with pytest.raises(ConfigError, match="empty dict"):
+        trainer_of(model, {})
+    made = optimizers(model)
+    with pytest.raises(ConfigError, match="ExponentialLR, which sets the rates of one optimizer"):
+        trainer_of(model, made, lr=torch.optim.lr_scheduler.ExponentialLR(made["d"], 0.9))
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+def twice(step: Any, model: Model) -> None:
+    for batch in step:
+        step.backward(mse(model, batch))
+        step.backward(mse(model, batch))
+
+
+def never(step: Any, model: Model) -> None:
+    for _ in step:
+        pass
+
+
+def own_backward(step: Any, model: Model) -> None:
+    for batch in step:
+        mse(model, batch).backward()
+
+
+def early(step: Any, model: Model) -> None:
+    for batch in step:
+        step.backward(mse(model, batch))
+        break
+
+
+def nested(step: Any, model: Model) -> None:
+    for batch in step:
+        for _ in step:
+            step.backward(mse(model, batch))
+
+
+def without_batch(step: Any, model: Model) -> None:
+    step.backward(mse(model, [INPUT, TARGET]))
+
+
+def loss_too_early(step: Any, model: Model) -> None:
+    print(step.loss)
+
+
+@pytest.mark.parametrize(("body", "told"), [
+    (twice, "called twice in the warm-up. Add the losses"),
+    (never, "not called in the warm-up.*step.backward"),
+    (own_backward, "not called in the warm-up.*step.backward"),
+    (early, "step 0 was left early.*Run `for batch in step` to its end"),
+    (nested, "step 0 is iterated a second time"),
+    (without_batch, "called in step 0 without a batch. Call it inside"),
+    (loss_too_early, "loss of step 0 is known when the step is finished"),
+    (lambda step, model: None, "step 0 was not run"),
+])
+def test_a_misuse_raises_at_once(body: Callable[[Any, Model], None], told: str) -> None:
+    """With the fact and the remedy, and before any step is applied."""
+    model = built()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=told):
+        for step in trainer_of(model):
+            body(step, model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_optimizer_is_the_trainers() -> None:
+    """A step of the user's raises; behind the loop the optimizer is as free as it was."""
+    model = built()
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called in the loop.*Remove the call"):
+        for step in trainer_of(model, optimizer):
+            for batch in step:
+                step.backward(mse(model, batch))
+                optimizer.step()
+    optimizer.step()
+
+
+def test_the_batches_of_a_step_come_once() -> None:
+    """A second loop over a finished step would have none, in silence."""
+    model = built()
+    with pytest.raises(RuntimeError, match="step 0 is iterated a second time"):
+        for step in trainer_of(model):
+            for _ in range(2):
+                for batch in step:
+                    step.backward(mse(model, batch))
+
+
+def test_a_step_is_not_used_when_it_is_over() -> None:
+    """A step that was kept raises where it is iterated or asked."""
+    model, kept = built(), list[Any]()
+    with pytest.raises(RuntimeError, match="step 0 is over, and the loop is in a later one"):
+        for step in trainer_of(model):
+            if kept:
+                print(kept[0].loss)
+            for batch in step:
+                step.backward(mse(model, batch))
+            kept.append(step)
+
+
+def test_one_trainer_is_iterated_once_and_alone() -> None:
+    """A process is one worker of one run."""
+    model = built()
+    first, second = trainer_of(model), trainer_of(model)
+    with pytest.raises(RuntimeError, match="another trainer's loop is running"):
+        for _ in first:
+            for _ in second:
+                pass
+    with pytest.raises(RuntimeError, match="iterated before"):
+        list(first)
+    loop(second, model)
+    with pytest.raises(RuntimeError, match="not finished, so it has no result"):
+        print(trainer_of(model).result)
+
+
+@pytest.mark.parametrize("until", ["", "0 steps", "10", "10 hours", "-1 epochs", 5])
+def test_the_user_is_told_at_once_when_the_length_of_the_run_is_unclear(until: Any) -> None:
+    """With two examples that work."""
+    with pytest.raises(ConfigError, match="until is .*10 epochs"):
+        trainer_of(built(), until=until)
+
+
+def test_a_length_has_a_number_and_a_unit() -> None:
+    """In epochs or steps, one or many."""
+    assert [length_of(text) for text in ("1 epoch", "10 epochs", "5_000 steps")] == [(1, None), (10, None), (None, 5000)]
+
+
+def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> None:
+    """A batch that is left out by try/except would be lost: the next batch does not come."""
+    model, calls = built(), list[int]()
+    with pytest.raises(RuntimeError, match="not called in shard 1 of step 0"):
+        for step in trainer_of(model):
+            for batch in step:
+                calls.append(1)
+                if len(calls) == 5:  # three shards of the warm-up, one of step 0
+                    continue
+                step.backward(mse(model, batch))
+
+
+# --- how the loop is left -------------------------------------------------------------------------------------------
+
+def test_the_user_is_told_how_the_run_goes_on_when_the_loop_is_left(run_dir: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """By break, and by return: at which checkpoint, and how a run is finished early."""
+    def leave(by_return: bool) -> None:
+        model = built()
+        for step in trainer_of(model, checkpoint_every=1):
+            for batch in step:
+                step.backward(mse(model, batch))
+            if step.number == 3:
+                if by_return:
+                    return
+                break
+
+    for by_return in (False, True):
+        leave(by_return)
+        said = capsys.readouterr().err
+        assert "left by break or return after 4 of 6 steps, so the run is not finished" in said
+        assert "step.stop" in said
+    model = built()
+    assert loop(trainer_of(model), model) == trained(built(), run_dir=None, shards=4).weights_sha256
+
+
+def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
+    """The model is left as the last finished step has left it, and the next trainer works."""
+    model, reference = built(torch.nn.BatchNorm1d(8)), built(torch.nn.BatchNorm1d(8))
+    with pytest.raises(ZeroDivisionError):
+        for step in trainer_of(model):
+            for batch in step:
+                step.backward(mse(model, batch))
+                1 / (step.number - 1)
+    trained(reference, max_steps=1)
+    assert all(torch.equal(a, b) for a, b in
+               zip(model.state_dict().values(), reference.state_dict().values(), strict=True))
+    loop(trainer_of(model), model)
+
+
+SCRIPT = """
+import sys, threading, torch
+from elastic_trainer import Trainer
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
+def train():
+    for step in Trainer(model, torch.optim.SGD(model.parameters(), 0.1), data, global_batch=8, shards=2,
+                        until="2 epochs", run_dir=sys.argv[1], progress=False):
+        for x, y in step:
+            step.backward((model(x) - y).square().mean())
+        if step.number == 1:
+            BODY
+END
+"""
+
+
+@pytest.mark.parametrize(("body", "end", "event", "code"), [
+    ("raise ValueError('as planned')", "train()", "worker.failed", 1),
+    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    raise", "worker.failed", 1),
+    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError as e:\n    raise KeyError from e",
+     "worker.failed", 1),
+    ("raise ValueError('as planned')", "thread = threading.Thread(target=train); thread.start(); thread.join()",
+     "worker.failed", 0),
+    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    pass", "worker.loop_left", 0),
+    ("sys.exit(3)", "train()", "worker.loop_left", 3),
+    ("break", "train()", "worker.loop_left", 0),
+])
+def test_the_end_of_a_script_is_told(body: str, end: str, event: str, code: int, tmp_path: Path) -> None:
+    """An exception with its traceback; what was caught, an exit and a break with where the run goes on."""
+    from elastic_trainer.observe.events import read_events
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("BODY", body).replace("END", end))
+    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=120,
+                          cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    told = [e for e in read_events(tmp_path / "run") if e["event"] in ("worker.failed", "worker.loop_left")]
+    assert [e["event"] for e in told] == [event], done.stderr
+    if event == "worker.failed":
+        assert "ValueError: as planned" in told[0]["error"] and "ValueError: as planned" in done.stderr
+    else:
+        assert told[0]["step"] == 2 and "after 2 of 4 steps" in done.stderr
+
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], inside: bool) -> None:
+    """After this step, or after the next if it is asked for behind the inner loop; also when a generation breaks there."""
+    models = [built() for _ in range(3)]  # here: threads share the random generator
+
+    def run(rank: int, **more: Any) -> tuple[str, list[int]]:
+        model, steps = models[rank], []
+        trainer = trainer_of(model, **more)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+                if inside and step.number == 2 and rank in ranks:
+                    step.stop("good enough")
+            steps.append(step.number)
+            if not inside and step.number == 1 and rank in ranks:
+                step.stop("good enough")
+        return trainer.result.weights_sha256, steps
+
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    reference = trained(built(), max_steps=3).weights_sha256
+    for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: run(
+            rank, listeners=[Fault(("step.voted", 2))] if rank == 1 else [])):
+        assert ended == (reference, [0, 1, 2])
+
+
+def test_a_run_that_was_finished_early_stays_finished(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command does no more steps; the event log is proved, and says why."""
+    for _ in range(2):
+        model, steps = built(), []
+        trainer = trainer_of(model)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            steps.append(step.number)
+            if step.loss < 100:
+                step.stop("good enough")
+        assert trainer.result.steps == 2
+        assert steps == [0, 1] or not steps
+        verdict = verify(run_dir)
+        assert verdict.violations == () and verdict.finished
+    assert not steps
+    assert "finished after 2 of 6 steps: good enough" in capsys.readouterr().err
+
+
+def test_time_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers, and one that rolls a step forward, find that an interval ends at the same step."""
+    monkeypatch.setattr(Loop, "_clock_ms", lambda self: 25_000 * (self.state.committed + 1) + 10_000 * self.world.rank)
+
+    models = [built() for _ in range(3)]  # here: threads share the random generator
+
+    def run(rank: int) -> list[int]:
+        model, ended = models[rank], []
+        for step in trainer_of(model, listeners=[Fault(("step.voted", 2))] if rank == 1 else []):
+            for batch in step:
+                step.backward(mse(model, batch))
+            ended += [step.number] * step.every("1 min")
+        return ended
+
+    assert in_a_breaking_world(monkeypatch, 3, run) == [[2, 4]] * 3
+
+
+@pytest.mark.parametrize("interval", ["", "5", "0 min", "1 week", 3])
+def test_an_interval_has_a_number_and_a_unit(interval: Any) -> None:
+    """With examples that work."""
+    model = built()
+    with pytest.raises(ConfigError, match="every.. got .*10 min"):
+        for step in trainer_of(model):
+            for batch in step:
+                step.backward(mse(model, batch))
+            step.every(interval)
+
+
+def test_every_epoch_and_every_so_many_steps_end_at_the_same_step_everywhere() -> None:
+    """They follow from the number of the step alone."""
+    model, epochs, pairs = built(), [], []
+    for step in trainer_of(model):
+        for batch in step:
+            step.backward(mse(model, batch))
+        epochs += [step.number] * step.every("1 epoch")
+        pairs += [step.number] * step.every("2 steps")
+    assert (epochs, pairs) == ([2, 5], [1, 3, 5])
+    assert SCHEDULE.steps_per_epoch == 3 and SIZE == 22 and NUMBERS["seed"] == 3
