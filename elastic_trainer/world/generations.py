@@ -101,8 +101,7 @@ class Generations:
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference)
         self._givers: list[int] = []
         self._live_state: Callable[[], Any] = _nothing
-        self._generation = 0
-        self._is_guarded = self._trains = False
+        self._generation, self._is_guarded, self._trains = 0, False, False
         self._change_wanted_since: float | None = None
         self._redone_step = -1
         """The newest step that this worker has logged as done again."""
