@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
-import importlib
 import importlib.util
 import inspect
 import io
@@ -112,18 +111,10 @@ PARSERS = [CodeBlockParser("python", run_python), CodeBlockParser("bash", run_ba
 
 @cache
 def document_of(page: Path) -> Document:
-    """Return a page's blocks. Two names are for the conditions of its skip directives."""
+    """Return a page's blocks; `find_spec` is for the conditions of its skip directives."""
     document = Sybil(PARSERS).parse(page)
-    document.namespace |= {"lacks": lacks, "find_spec": importlib.util.find_spec}
+    document.namespace["find_spec"] = importlib.util.find_spec
     return document
-
-
-def lacks(method: str) -> bool:
-    """Say whether a step of the iterator does not have a method yet: it comes with part P3 of issue 17."""
-    if "Trainer" not in elastic_trainer.__all__:
-        return True
-    module = importlib.import_module(elastic_trainer.Trainer.__module__)
-    return not hasattr(module.Step, method)
 
 
 def blocks() -> Iterator[object]:

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-import elastic_trainer
-
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KILL_STEP = 10
 LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="60 epochs"'),
@@ -21,8 +19,6 @@ LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="60 epochs"'),
           "mnist_after.py": ('until="5 epochs"', 'until="40 epochs"')}
 """What makes a script so long that a worker can be killed in its midst."""
 ALONE = "import runpy, sys; print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)"
-
-pytestmark = pytest.mark.skipif("Trainer" not in elastic_trainer.__all__, reason="the iterator is part P3 of issue 17")
 
 
 def script(name: str, folder: Path) -> Path:
