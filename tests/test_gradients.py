@@ -360,7 +360,7 @@ def test_a_newcomer_trains_what_the_others_train_when_it_has_received_the_state(
 def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_after_a_thaw() -> None:
     """Its reduced gradient has the layout of that step, and says which parameters had none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
-        trainer = Trainer(job(**made), Launch(), Alone(), Events(None), "exact", False)
+        trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact", False)
         trainer.do(trainer.warm_up.run(is_exact=True))
         trainer.state.has_state = True
         for step in range(2):
@@ -375,7 +375,7 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     path = first._write_live_state()
     made = thawed_after(0)
     launch = Launch(revived_from=path)
-    second = Trainer(job(**made), launch, Alone(), Events(None), "exact", False)
+    second = Trainer(job(**made), launch, Alone(), Events(None, attempt=1), "exact", False)
     second.do(second.warm_up.run(is_exact=True))
     second._take_own_legacy()
     for trainer in (first, second):

@@ -529,6 +529,7 @@ class OneGeneration(Generations):
 
     def run(self, state: Any, body: Callable[[], Iterator[Any]], **_: Any) -> Iterator[Any]:
         state.has_state = True
+        self.events.bound.update(generation=1, rank=self.world.rank, size=self.world.size)
         yield from body()
 
 
@@ -554,7 +555,7 @@ class Trainer(Loop):
 
 def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
-    moves = rehearse(whole, Loop(whole, Launch(), Alone(), Events(None), "exact", False).warm_up)
+    moves = rehearse(whole, Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False).warm_up)
     for shard in moves:
         shard.backward(whole.loss(whole.model, shard.batch))
 
@@ -588,9 +589,9 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
 
     threads = []
     for rank in range(size):
-        trainer = Trainer(make(rank), Launch(), Alone(), Events(None), reduce, False)
+        trainer = Trainer(make(rank), Launch(), Alone(), Events(None, attempt=1), reduce, False)
         trainer.world = Member(hub, rank)
-        trainer.generations = OneGeneration(Launch(), Alone(), Events(None), trainer.hooks(), trainer.world)
+        trainer.generations = OneGeneration(Launch(), Alone(), trainer.events, trainer.hooks(), trainer.world)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:
         thread.start()
@@ -971,7 +972,7 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never arrives must not silence the alarm; and the wait for a place raises none."""
     ears = Ears()
-    events = Events(None)
+    events = Events(None, attempt=1)
     events.listeners.append(ears)
     trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
     checkpointing, clock = trainer.checkpointing, time.monotonic()
@@ -1109,7 +1110,7 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     """For so long and no longer, and not when this worker itself was told to go: then it has seconds."""
     driver = Wanting()
     saving = [False]
-    generations = Generations(Launch(), driver, Events(None), Hooks(is_saving=lambda: saving[0]))
+    generations = Generations(Launch(), driver, Events(None, attempt=1), Hooks(is_saving=lambda: saving[0]))
     assert generations.take_wishes(100.0).change
     saving[0] = True
     assert not generations.take_wishes(101.0).change
@@ -1133,7 +1134,7 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by rank 0, also when the reconcile itself breaks and is entered again."""
     heard = []
-    events = Events(None)
+    events = Events(None, attempt=1)
     events.listeners.append(lambda event, about: heard.append((event, about["step"])))
     world, trained = World(), built()
     world.seat(0, len(ranks))
@@ -1172,7 +1173,7 @@ def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: 
         model = built()
         state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
         state.has_state, state.extras = rank < 2, {"mine": Ordered("ab" if rank == 0 else order, 10.0**rank)}
-        Transfer(Member(hub, rank), Events(None), list, lambda *_: None).move(state, [0, 1])
+        Transfer(Member(hub, rank), Events(None, attempt=1), list, lambda *_: None).move(state, [0, 1])
         return state.extras["mine"].values
 
     with ThreadPoolExecutor(3) as pool:
@@ -1205,7 +1206,7 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
             driver.wants = False
 
     plan = Plan(every=Cadence(steps=1), part_bytes=100)
-    launch, events = Launch(run_dir=run_dir), Events(None)
+    launch, events = Launch(run_dir=run_dir), Events(None, attempt=1)
     trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False, plan)
     assert trainer.run().steps == SCHEDULE.steps
     assert uploaders
@@ -1220,7 +1221,8 @@ def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.M
         return mse(model, batch) * (torch.rand((), generator=own) if what == "loss" else 1.0)
 
     def said(**how: Any) -> Arithmetic:
-        trainer = Trainer(job(built(torch.nn.Dropout(), **how), loss=loss), Launch(), Alone(), Events(None), "exact", False)
+        whole = job(built(torch.nn.Dropout(), **how), loss=loss)
+        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False)
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic
@@ -1241,7 +1243,7 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
                     schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
         if rehearses:
             rehearse_alone(whole)
-        trainer = Trainer(whole, Launch(), Alone(), Events(None), "exact", False)
+        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False)
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic

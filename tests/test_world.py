@@ -51,7 +51,7 @@ class Seat(Generations):
 
     def __init__(self, hub: Hub, rank: int):
         self.given, self.session = Given(rank, hub.size), Session()
-        super().__init__(Launch(), self.given, Events(None), Hooks(), Member(hub, rank), self.session)
+        super().__init__(Launch(), self.given, Events(None, attempt=1), Hooks(), Member(hub, rank), self.session)
 
 
 class Count:
