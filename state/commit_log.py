@@ -91,7 +91,7 @@ class Record:
     kept: dict[int, int] = field(default_factory=dict)
     """Checkpoints that must stay restorable: the numbers of their records and their steps."""
     body: dict[str, Any] = field(default_factory=dict)
-    """What a checkpoint is made of (checkpoint.py)."""
+    """What a checkpoint is made of (publish.py writes it, checkpoint.py reads it)."""
     writer: str = ""
     nonce: str = ""
 

@@ -25,20 +25,14 @@ from elastic_trainer.launch.past import past_of
 from elastic_trainer.observe.events import Events as EventFile
 from elastic_trainer.observe.schema import misfit
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
-from elastic_trainer.state.checkpoint import (
-    LONGEST_REST_S,
-    PARTS,
-    Checkpoints,
-    Part,
-    Plan,
-    collect_rubbish,
-    parts_of,
-    rest_s,
-)
+from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
+from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Record
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, Packed
+from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
+from elastic_trainer.state.upload import LONGEST_REST_S, rest_s
 from elastic_trainer.training.timing import Timing
 
 SMALL = Plan(part_bytes=100)
@@ -108,7 +102,7 @@ class Fleet:
     def checkpoint(self, *, without: int | None = None) -> None:
         """Publish a checkpoint; worker `without` dies before its share is up."""
         for worker in self.workers:
-            worker.know(self.workers[0].newest_step)  # as each vote tells it
+            worker.known.hear(self.workers[0].known.newest_step)  # as each vote tells it
         for rank, (worker, state) in enumerate(zip(self.workers, self.states, strict=True)):
             if rank != without:
                 worker.begin(state, rank, self.size)
@@ -124,6 +118,12 @@ class Fleet:
         for rank, worker in enumerate(self.workers):
             worker.collect(texts, self.states[rank].lineage, publish=rank == 0)
             worker.wait()
+
+
+def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let a share that does not move be given up so soon."""
+    for module in ("upload", "publish", "checkpoints"):
+        monkeypatch.setattr(f"elastic_trainer.state.{module}.UPLOAD_S", seconds)
 
 
 def ticked(worker: Checkpoints) -> tuple[bool, bool]:
@@ -174,7 +174,7 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
     for worker in fleet.workers:
         worker.wait()
     shares = [{entry["index"] for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
-    count = fleet.workers[0].share.count if fleet.workers[0].share else 0
+    count = share.snapshot.count if (share := fleet.workers[0].upload.share) else 0
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -182,12 +182,12 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["vote", "time", "end"])
 def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """At the next vote, where all have; some time after the copy if there is none; at once if somebody waits for it."""
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
+    monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     [worker] = fleet.workers
     worker.begin(fleet.states[0], 0, 1)
-    share, uploaders = worker.share, worker._uploaders
+    share, uploaders = worker.upload.share, worker.upload.threads
     assert share
     match by:
         case "vote":
@@ -198,30 +198,30 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
             worker.wait()
     for thread in uploaders:
         thread.join(60)
-    assert len(share.done) == len(share.pieces) == len(files(tmp_path, PARTS))
+    assert len(share.done) == len(share.snapshot.pieces) == len(files(tmp_path, PARTS))
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
 def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after the last part."""
     rested = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s",
+    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 1)
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 60.0)
+    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 1)
+    hang_after(monkeypatch, 60.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
-    share, [uploader] = worker.share, worker._uploaders
-    assert share and len(share.pieces) > 2
+    share, [uploader] = worker.upload.share, worker.upload.threads
+    assert share and len(share.snapshot.pieces) > 2
     ticked(worker)
     wait_for("rest", lambda: rested, 60)
     uploader.join(0.3)
     assert len(share.done) == len(rested) == 1
     match by:
         case "hurry":
-            worker.hurry()
+            worker.upload.hurry()
         case "wait":
             worker.wait()
         case "drop":
@@ -230,22 +230,22 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
             worker.go_on_alone(state)
     uploader.join(60)
     assert not uploader.is_alive()
-    assert len(share.done) == (1 if by == "drop" else len(share.pieces))
+    assert len(share.done) == (1 if by == "drop" else len(share.snapshot.pieces))
     assert len(rested) == len(share.done) - (by != "drop")
 
 
 def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several uploaders one may rest while another sends the last part: it does not hold up the next checkpoint."""
     rests = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s",
+    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 2)
+    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 2)
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
     wait_for("share", lambda: ticked(worker)[0], 60)
-    uploaders = worker._uploaders
+    uploaders = worker.upload.threads
     assert len(uploaders) == 2 and rests[0] == 600.0
     worker.collect([worker.parts_up()], state.lineage, publish=True)
     for thread in uploaders:
@@ -260,11 +260,11 @@ def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> 
     planned = []
     for fails in (False, False, "share", False, False, "record", False):
         for worker, state in zip(fleet.workers, fleet.states, strict=True):
-            worker.know(fleet.workers[0].newest_step)  # as each vote tells it
-            worker._begun_at = worker._begun_at and time.monotonic() - 100.0
+            worker.known.hear(fleet.workers[0].known.newest_step)  # as each vote tells it
+            worker.begun_at = worker.begun_at and time.monotonic() - 100.0
             worker.begin(state, fleet.workers.index(worker), 2)
             worker.wait()
-        planned.append([worker.share.planned_s if worker.share else None for worker in fleet.workers])
+        planned.append([worker.upload.share.planned_s if worker.upload.share else None for worker in fleet.workers])
         texts = [worker.parts_up() for worker in fleet.workers]
         for worker, state in zip(fleet.workers, fleet.states, strict=True):
             if fails == "share":
@@ -296,15 +296,15 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
         return (1e9 if load == "short" else 0.0, 0.0, 0.0)
 
     monkeypatch.setattr("os.getloadavg", loads)
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOADS", 1)
+    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 1)
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
     fleet.train()
     [worker] = fleet.workers
-    worker._begun_at = time.monotonic() - 1e6
+    worker.begun_at = time.monotonic() - 1e6
     rests = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
+    monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
     worker.begin(fleet.states[0], 0, 1)
     wait_for("share", lambda: ticked(worker)[0], 60)
     assert rests
@@ -338,14 +338,14 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     for _ in range(9):
         fleet.train()
         for worker in fleet.workers:
-            worker._last_parts = {}
+            worker.known.parts = {}
         fleet.checkpoint()
     kept = [4, 8, 9] if keep_every else [8, 9]
     assert {int(p.name.split("-")[1]) for p in (tmp_path / PARTS).iterdir()} == set(kept)
     tail = CommitLog(FolderStore(tmp_path)).tail()
     assert sorted(tail.kept.values()) == kept
     assert len(files(tmp_path, "log")) == 10
-    assert sorted(fleet.workers[0]._names) == sorted(tail.kept)  # no more is remembered than is kept
+    assert sorted(fleet.workers[0].publisher.names) == sorted(tail.kept)  # no more is remembered than is kept
 
 
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
@@ -399,14 +399,14 @@ def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) 
     (worker,), (state,) = fleet.workers, fleet.states
     fleet.train()
     fleet.checkpoint()
-    stale, content = dict(worker._last_parts), [p.detach().clone() for p in state.model.parameters()]
+    stale, content = dict(worker.known.parts), [p.detach().clone() for p in state.model.parameters()]
     fleet.train()
     fleet.checkpoint()  # all parts are others now, and the first ones are deleted
     with torch.no_grad():
         for parameter, old in zip(state.model.parameters(), content, strict=True):
             parameter.copy_(old)
     state.commit(8, 1)
-    worker._last_parts = stale
+    worker.known.parts = stale
     fleet.checkpoint()
     assert "not kept any more" in fleet.events.facts("state.checkpoint_failed")[0]["error"]
     fleet.train()
@@ -487,7 +487,7 @@ def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(tmp_path: P
     assert reader.restore() == [4] * readers
     reader.train()
     reader.checkpoint()
-    assert reader.workers[0].fenced is None
+    assert reader.workers[0].known.fenced is None
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -560,12 +560,12 @@ def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str, mo
     monkeypatch.setattr(ManyFaults, "failing", {where})
     fleet.checkpoint()
     assert fleet.events.facts("state.checkpoint_failed")
-    assert fleet.workers[0].failures > 0 and not fleet.workers[0]._reusable()
+    assert fleet.workers[0].known.failures > 0 and not fleet.workers[0].known.reusable()
     monkeypatch.setattr(ManyFaults, "failing", set())
     fleet.train()
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
-    assert fleet.workers[0].failures == 0
+    assert fleet.workers[0].known.failures == 0
     tail = CommitLog(FolderStore(tmp_path)).tail()
     assert sorted(tail.kept.values()) == ([3, 4] if where == "lost answer" else [4])  # it did stand, and is known to
     assert Fleet(tmp_path, 2, steps=0).restore() == [4, 4]
@@ -594,7 +594,7 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path
     reader = Fleet(tmp_path, steps=0, store=ManyFaults)
     assert isinstance(reader.restore()[0], StoreRefused)
     assert not reader.events
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.time.sleep",
+    monkeypatch.setattr("elastic_trainer.state.restore.time.sleep",
                         lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
     assert reader.restore(insist=True) == [3]
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
@@ -652,7 +652,7 @@ def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path, 
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
     assert fleet.events.facts("state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
-    assert fleet.workers[0].failures == 0 and fleet.workers[0]._reusable()
+    assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.reusable()
 
 
 class Hanging(FolderStore):
@@ -684,14 +684,14 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the state: each part that came up begins the time anew."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 30.0)
+    hang_after(monkeypatch, 30.0)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
-    share = worker.share
-    assert share and len(share.pieces) > 3
-    for count in range(1, len(share.pieces) + 1):
+    share = worker.upload.share
+    assert share and len(share.snapshot.pieces) > 3
+    for count in range(1, len(share.snapshot.pieces) + 1):
         share.started -= 31.0
         share.moved -= 31.0
         Slow.turns.release()
@@ -703,11 +703,11 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     worker.drop("as planned")
     worker.wait()
     worker.begin(state, 0, 1)
-    assert worker.share
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.5)
+    assert worker.upload.share
+    hang_after(monkeypatch, 0.5)
     worker.wait()  # not for ever
-    worker.share.moved -= 1.0
-    assert ticked(worker) == (False, True) and "has not moved" in worker.share.error
+    worker.upload.share.moved -= 1.0
+    assert ticked(worker) == (False, True) and "none of its parts was uploaded" in worker.upload.share.error
     Slow.turns.release(1000)
 
 
@@ -719,14 +719,14 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: py
     (worker,), (state,) = fleet.workers, fleet.states
     for number in range(2):
         worker.begin(state, 0, 1)
-        share = worker.share
+        share = worker.upload.share
         assert share
         for _ in range(2):
             assert ticked(worker) == (False, False)
             assert len(fleet.events.facts("state.upload_stalled")) == number  # 64 MiB may take 64 s
-            worker.plan = Plan(part_bytes=64 << 20)
+            worker.upload.part_bytes = 64 << 20
             share.moved -= 6.0
-        worker.plan = SMALL
+        worker.upload.part_bytes = SMALL.part_bytes
         if number:  # nobody asks for progress when all wait for the last checkpoint
             waiting = threading.Thread(target=worker.wait)
             waiting.start()
@@ -734,7 +734,7 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: py
         for _ in range(2):
             assert ticked(worker) == (False, False)
         *_, told = fleet.events.facts("state.upload_stalled")
-        assert told["still_s"] >= 6.0 and told["what"] == f"{len(share.pieces)} of its {len(share.pieces)} parts"
+        assert told["still_s"] >= 6.0 and told["what"] == f"{share.parts} of its {share.parts} parts"
         Slow.turns.release(1000)
         wait_for("share", lambda: ticked(worker) == (True, False), 60)
         share.moved -= 6.0
@@ -762,11 +762,11 @@ def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> Non
     worker.begin(state, 0, 1)
     assert is_in.wait(60)
     worker.drop("as planned")
-    before = worker._memory.clone()
+    before = worker.memory.room.clone()
     fleet.train()
     worker.begin(state, 0, 1)
-    assert worker.share and "still holds the memory" in worker.share.error
-    assert torch.equal(worker._memory, before)
+    assert worker.upload.share and "still holds the memory" in worker.upload.share.error
+    assert torch.equal(worker.memory.room, before)
     go.set()
     worker.wait()
     late = list(tmp_path.rglob("parts/*/*.bin"))
@@ -786,27 +786,27 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     worker.begin(state, 0, 1)
     worker.wait()
     worker.collect([worker.parts_up()], state.lineage, publish=True)
-    hung = worker._publisher
+    hung = worker.publisher.thread
     assert hung and store.is_in.wait(60)
     ticked(worker)
-    assert worker.is_publishing() and not fleet.events.facts("state.checkpoint_failed")
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.STALLED_S", 0.0)
+    assert worker.publisher.is_busy() and not fleet.events.facts("state.checkpoint_failed")
+    monkeypatch.setattr("elastic_trainer.state.publish.STALLED_S", 0.0)
     for _ in range(2):
         ticked(worker)
     (stalled,) = fleet.events.facts("state.upload_stalled")
     assert (stalled["step"], stalled["what"]) == (3, "its record")
     with monkeypatch.context() as patch:
-        patch.setattr("elastic_trainer.state.checkpoint.UPLOAD_S", 0.0)
+        patch.setattr("elastic_trainer.state.publish.UPLOAD_S", 0.0)
         ticked(worker)
-    assert not worker.is_publishing() and not worker._reusable()
+    assert not worker.publisher.is_busy() and not worker.known.reusable()
     (failed,) = fleet.events.facts("state.checkpoint_failed")
-    assert failed["step"] == 3 and "not there after" in failed["error"]
+    assert failed["step"] == 3 and "not in the commit log after" in failed["error"]
     fleet.train()
     fleet.checkpoint()
     store.go.set()
     hung.join(60)
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
-    assert worker.fenced is None and worker.newest_step == 4
+    assert worker.known.fenced is None and worker.known.newest_step == 4
     fleet.train()
     fleet.checkpoint()
     assert Fleet(tmp_path, steps=0).restore() == [5]
@@ -839,7 +839,7 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
     for is_there in (False, True):
         reader = Fleet(tmp_path / "shared", 2, steps=0)
         (tmp_path / "own").mkdir(exist_ok=True) if is_there else None
-        reader.workers[1].store = FolderStore(tmp_path / "own")
+        reader.workers[1] = Checkpoints(FolderStore(tmp_path / "own"), reader.events.emit, SMALL)
         assert isinstance(reader.restore()[1], StoreUnavailable)
         assert not reader.events.facts("state.checkpoint_refused")
     assert Fleet(tmp_path / "shared", 2, steps=0).restore() == [3, 3]
@@ -855,7 +855,7 @@ def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: P
     path = part_of_step(tmp_path, 5) if what == "part" else min((tmp_path / "log").iterdir())
     path.rename(tmp_path / "away")
     path.symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
     reader = Fleet(tmp_path, steps=0)
     (got,) = reader.restore()
     assert isinstance(got, StoreUnavailable) and "cannot open" in str(got)
@@ -922,7 +922,7 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
         return
     assert len(failed) == 3 and len({e["error"] for e in failed}) == 1
     assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0]["error"]
-    assert all(worker.failures == 1 and worker.share is None for worker in fleet.workers)
+    assert all(worker.known.failures == 1 and worker.upload.share is None for worker in fleet.workers)
 
     def may_begin() -> set[bool]:
         hub = Hub(3)
@@ -963,7 +963,7 @@ def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> 
     fleet = Fleet(tmp_path / "shared", 2)
     fleet.restore()
     fleet.checkpoint()
-    fleet.workers[1].store = FolderStore(tmp_path / "own")
+    fleet.workers[1].upload.store = FolderStore(tmp_path / "own")
     fleet.train()
     fleet.checkpoint()
     (failed,) = fleet.events.facts("state.checkpoint_failed")
@@ -977,10 +977,10 @@ def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None
     fleet.restore()
     fleet.checkpoint()
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
-    fleet.workers[0].log.last = None
+    fleet.workers[0].publisher.log.last = None
     assert fleet.workers[0].find_published(1) == -1
     with pytest.raises(StoreUnavailable):
-        fleet.workers[0].log.take_over(1)
+        fleet.workers[0].publisher.log.take_over(1)
 
 
 def test_all_refuse_when_the_job_of_one_worker_is_another(tmp_path: Path) -> None:
@@ -1022,11 +1022,33 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
         if where == "packed":
             patch.setattr(fleet.states[1], "packed", fail)
         else:
-            patch.setattr("elastic_trainer.state.checkpoint.threading.Thread", fail)
+            patch.setattr("elastic_trainer.state.upload.threading.Thread", fail)
         fleet.checkpoint()
     assert any("as planned" in e["error"] for e in fleet.events.facts("state.checkpoint_failed"))
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
+
+
+def test_training_goes_on_when_no_thread_can_be_had_for_the_record(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts are up; said as any failure, and the next one stands."""
+    fleet = Fleet(tmp_path)
+    fleet.restore()
+    (worker,), (state,) = fleet.workers, fleet.states
+    worker.begin(state, 0, 1)
+    worker.wait()
+    with monkeypatch.context() as patch:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("can't start new thread, as planned")
+
+        patch.setattr("elastic_trainer.state.publish.threading.Thread", fail)
+        worker.collect([worker.parts_up()], state.lineage, publish=True)
+    (failed,) = fleet.events.facts("state.checkpoint_failed")
+    assert "as planned" in failed["error"] and worker.known.failures == 1 and not worker.publisher.is_busy()
+    fleet.train()
+    fleet.checkpoint()
+    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
+    assert Fleet(tmp_path, steps=0).restore() == [4]
 
 
 def test_a_zombie_of_an_older_attempt_is_fenced(tmp_path: Path) -> None:
@@ -1038,7 +1060,7 @@ def test_a_zombie_of_an_older_attempt_is_fenced(tmp_path: Path) -> None:
     assert new.restore() == [3, 3]
     old.train()
     old.checkpoint()
-    assert old.workers[0].fenced and "another attempt" in str(old.workers[0].fenced)
+    assert old.workers[0].known.fenced and "another attempt" in str(old.workers[0].known.fenced)
     new.train(2)
     new.checkpoint()
     assert CommitLog(FolderStore(tmp_path)).tail().step == 5
@@ -1055,7 +1077,7 @@ def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path
         for w in fleet.workers:
             w.drop("test")
         worker.write_alone(fleet.states[0])
-    assert first.fenced is None and second.fenced is None
+    assert first.known.fenced is None and second.known.fenced is None
     published = [e["step"] for e in fleet.events.facts("state.checkpoint_published")]
     assert published[0] == 4 and CommitLog(FolderStore(tmp_path)).tail().step >= 5
     assert published == sorted(published)
@@ -1072,10 +1094,10 @@ def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -
     cut_off.write_alone(its_state)
     fleet.train(steps=2)
     fleet.checkpoint()
-    assert fleet.events.names().count("state.publisher_replaced") == 1 and fleet.workers[0].failures == 1
+    assert fleet.events.names().count("state.publisher_replaced") == 1 and fleet.workers[0].known.failures == 1
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4, 5]
-    assert fleet.workers[0].failures == 0 and fleet.workers[0].fenced is None
+    assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.fenced is None
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -1084,13 +1106,13 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
     fleet = Fleet(tmp_path, 4)
     fleet.restore()
     fleet.checkpoint()
-    alone, share_bytes = fleet.workers[0], fleet.workers[0]._memory.numel()
+    alone, share_bytes = fleet.workers[0], fleet.workers[0].memory.room.numel()
     fleet.train()
     alone.write_alone(fleet.states[0])
-    assert alone._memory.numel() > 2 * share_bytes
+    assert alone.memory.room.numel() > 2 * share_bytes
     fleet.train()
     fleet.checkpoint()
-    assert alone._memory.numel() <= 2 * share_bytes
+    assert alone.memory.room.numel() <= 2 * share_bytes
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -1100,9 +1122,9 @@ def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
-    worker.make_room(state, 1)
+    worker.memory.prepare(state, 1)
     worker.begin(state, 0, 1)
-    assert ticked(worker) == (False, True) and worker.share and "cannot be kept" in worker.share.error
+    assert ticked(worker) == (False, True) and worker.upload.share and "cannot be kept" in worker.upload.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
@@ -1114,13 +1136,13 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
         fleet.size = size
         rooms = []
         for worker, state in zip(fleet.workers, fleet.states, strict=True):
-            worker.make_room(state, size)
-            assert worker._room
-            rooms.append(worker._room.result(60).data_ptr())
+            worker.memory.prepare(state, size)
+            assert worker.memory.coming
+            rooms.append(worker.memory.coming.result(60).data_ptr())
         fleet.train()
         fleet.checkpoint()
-        assert [worker._memory.data_ptr() for worker in fleet.workers] == rooms
-        assert all(worker._room is None for worker in fleet.workers)
+        assert [worker.memory.room.data_ptr() for worker in fleet.workers] == rooms
+        assert all(worker.memory.coming is None for worker in fleet.workers)
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -1134,11 +1156,11 @@ def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> 
         worker.begin(its, fleet.workers.index(worker), 2)
     for _ in range(6):
         alone.go_on_alone(state)
-        if alone.share and len(fleet.events.facts("state.checkpoint_failed")) == 0:
-            alone.share.error = "the store is away"
+        if alone.upload.share and len(fleet.events.facts("state.checkpoint_failed")) == 0:
+            alone.upload.share.error = "the store is away"
         alone.wait()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [state.committed]
-    assert len(fleet.events.facts("state.checkpoint_failed")) == 1 and alone.share is None
+    assert len(fleet.events.facts("state.checkpoint_failed")) == 1 and alone.upload.share is None
 
 
 def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
@@ -1148,7 +1170,7 @@ def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
     fleet.workers[0].write_alone(fleet.states[0])
     fleet.workers[1].write_alone(fleet.states[1])
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
-    assert fleet.workers[1].newest_step == 3
+    assert fleet.workers[1].known.newest_step == 3
 
 
 def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from netlab import wait_for
 from simulated import Hub, Member
 from test_checkpoint import Fleet, files
@@ -18,8 +17,10 @@ from test_checkpoint import Fleet, files
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PARTS, Plan, Share
+from elastic_trainer.state.checkpoint import PARTS, Part, Plan
+from elastic_trainer.state.snapshot import Snapshot
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.upload import Share
 from elastic_trainer.training.checkpointing import (
     LAST_TRIES,
     LIFE,
@@ -48,9 +49,7 @@ def decided(*, uploaded: int = 0, upload_failed: bool = False, checkpoint: bool 
 
 
 def share_of(parts: int, done: int, error: str = "") -> Share:
-    pieces = {index: torch.empty(0) for index in range(parts)}
-    return Share(step=1, header=b"", total=0, count=parts, pieces=pieces, started=0.0, error=error,
-                 done=[None] * done)  # type: ignore[list-item]
+    return Share(Snapshot(1), started=0.0, moved=0.0, parts=parts, error=error, done=[Part(0, "", 0, "")] * done)
 
 
 @pytest.mark.parametrize(("share", "is_publishing", "phase"), [
@@ -246,7 +245,7 @@ def test_a_checkpoint_is_let_go_by_all_when_one_share_fails(loops: Loops) -> Non
     loops.step()
     loops.until("failure", lambda: loops.fleet.events.facts("state.checkpoint_failed"))
     assert loops.phases() == [Phase.IDLE] * 2
-    assert [worker.failures for worker in loops.fleet.workers] == [1, 1]
+    assert [worker.known.failures for worker in loops.fleet.workers] == [1, 1]
     loops.stores[1].fails = False
     for loop in loops.loops:
         loop.timing.begun_at -= 60.0
@@ -303,9 +302,9 @@ def test_a_person_sees_where_it_is(loops: Loops) -> None:
     for store in loops.stores:
         store.go.clear()
     loops.step()
-    share = loops.fleet.workers[0].share
+    share = loops.fleet.workers[0].upload.share
     assert share
-    assert repr(loops.loops[0]) == (f"<Checkpointing uploading step 4, 0/{len(share.pieces)} parts; newest published step "
+    assert repr(loops.loops[0]) == (f"<Checkpointing uploading step 4, 0/{share.parts} parts; newest published step "
                                     f"-1, 0 failures since>")
     without = Checkpointing(None, loops.fleet.states[0], Alone(), Launch(), Events(None))
     assert repr(without) == "<Checkpointing: no store>"

@@ -16,7 +16,7 @@ from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.launch.run_options import store_of_run
-from elastic_trainer.state import checkpoint
+from elastic_trainer.state import restore
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.store import FolderStore
@@ -88,10 +88,10 @@ def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], cap
 def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run publish once more, and let its oldest go, when somebody begins to read a checkpoint."""
     def read_part(*arguments: Any) -> Any:
-        monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", checkpoint.read_part)
+        monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", restore.read_part)
         fleet.train()
         fleet.checkpoint()
-        return checkpoint.read_part(*arguments)
+        return restore.read_part(*arguments)
 
     monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", read_part)
 

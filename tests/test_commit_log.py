@@ -34,13 +34,19 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.state import checkpoint as checkpoint_module
 from elastic_trainer.state import commit_log as commit_log_module
+from elastic_trainer.state import publish as publish_module
+from elastic_trainer.state import restore as restore_module
+from elastic_trainer.state import upload as upload_module
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Checkpoints, Plan, parts_of
+from elastic_trainer.state.checkpoint import Part, Plan, parts_of
+from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
+from elastic_trainer.state.publish import Draft, Publisher
+from elastic_trainer.state.snapshot import Snapshot
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.upload import Share
 
 SEEDS = 2000
 ACTORS = 4
@@ -229,7 +235,7 @@ def content_of(record: Record) -> str:
 
 
 @functools.lru_cache(10000)
-def named(body: bytes) -> list[checkpoint_module.Part]:
+def named(body: bytes) -> list[Part]:
     return parts_of(parsed(body))
 
 
@@ -369,7 +375,7 @@ def attempt(world: World, name: str) -> None:
         except StoreUnavailable:
             continue
         except LayoutError as error:
-            if world.records()[-1].writer != me.log.writer:
+            if world.records()[-1].writer != me.publisher.log.writer:
                 return  # a successor has let go what this one found: it would be fenced
             raise LawBroken(f"restoring {name}: {error}") from error
     found = [record for record in world.records() if record.kind == "checkpoint" and record.sequence < state.lineage]
@@ -389,16 +395,14 @@ def attempt(world: World, name: str) -> None:
         if share.error:
             me.drop()
             continue
-        parts = sorted((checkpoint_module.Part(**entry) for entry in json.loads(me.parts_up())["parts"]),
-                       key=lambda p: p.index)
-        me._last_parts, me._last_step, me.share = {part.index: part for part in parts}, share.step, None
+        draft = collected(me, share, state.lineage)
         if world.chance.random() < 0.2 and not world.is_calm:  # it is cut off with its record on its way; the others go on
             old, me = me, another(worker, me, world)
             old.store.name = f"{name}, published before step {state.committed + 1}"  # type: ignore[attr-defined]
-            world.start(functools.partial(publish, old, share, parts, state.lineage), old.store.name)  # type: ignore[attr-defined]
+            world.start(functools.partial(publish, old, draft), old.store.name)  # type: ignore[attr-defined]
             continue
-        publish(me, share, parts, state.lineage, world, name)
-        if me.fenced:
+        publish(me, draft, world, name)
+        if me.known.fenced:
             if first_actor_alone and world.actors_ever == 1:
                 raise LawBroken("fenced although nobody else was there")
             return
@@ -408,33 +412,41 @@ def another(worker: Callable[[], Checkpoints], before: Checkpoints, world: World
     """Return another rank 0 of the same attempt; it may have collected with the one before."""
     me = worker()
     if world.chance.random() < 0.5:
-        me._last_parts, me._last_step = before._last_parts, before._last_step
-        me.newest_step = before.newest_step
+        me.known.parts, me.known.parts_step = before.known.parts, before.known.parts_step
+        me.known.newest_step = before.known.newest_step
     return me
 
 
-def publish(me: Checkpoints, share: Any, parts: Any, lineage: int, world: World, name: str) -> None:
+def collected(me: Checkpoints, share: Share, lineage: int) -> Draft:
+    """Collect the checkpoint that is up, as a world of one."""
+    parts = sorted((Part(**entry) for entry in json.loads(me.parts_up())["parts"]), key=lambda p: p.index)
+    me.known.take(parts, share.step)
+    me.upload.share = None
+    return Draft(step=share.step, lineage=lineage, header=share.snapshot.header, parts=parts, started=0.0, pause_s=0.0,
+                 total_bytes=share.snapshot.total_bytes)
+
+
+def publish(me: Checkpoints, draft: Draft, world: World, name: str) -> None:
     """Publish in this thread, with the same code; what it says must be so."""
-    failures = me.failures
-    me._publish(share, parts, lineage)
-    if me.failures > failures or me.fenced:
+    failures = me.known.failures
+    me.publisher.publish(draft)
+    if me.known.failures > failures or me.known.fenced:
         return
-    newest = max((r.step for r in world.records() if r.lineage == lineage), default=-1)
-    if newest < share.step:
-        raise LawBroken(f"step {share.step} did not fail and is not published: {newest} is the newest")
-    last = me.log.last
-    if last and last.kind == "checkpoint" and last.step == share.step:
+    newest = max((r.step for r in world.records() if r.lineage == draft.lineage), default=-1)
+    if newest < draft.step:
+        raise LawBroken(f"step {draft.step} did not fail and is not published: {newest} is the newest")
+    last = me.publisher.log.last
+    if last and last.kind == "checkpoint" and last.step == draft.step:
         world.acknowledged[last.sequence] = last.to_bytes()
 
 
 def begin(me: Checkpoints, state: State) -> Any:
     """Take the snapshot without a thread."""
     packed = state.packed()
-    share = checkpoint_module.Share(step=state.committed, header=packed.header, total=packed.payload_bytes, count=2,
-                                    pieces={}, started=0.0, done=[])
     data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
-    share.pieces = {0: data[:8], 1: data[8:16]}
-    me.share = share
+    snapshot = Snapshot(state.committed, packed.header, packed.payload_bytes, 2, {0: data[:8], 1: data[8:16]})
+    share = Share(snapshot, started=0.0, moved=0.0, parts=2)
+    me.upload.share = share
     return share
 
 
@@ -443,9 +455,9 @@ def upload(me: Checkpoints, share: Any, state: State) -> None:
     import queue
 
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in share.pieces:
+    for index in share.snapshot.pieces:
         waiting.put(index)
-    me._upload(share, waiting, state.lineage, me._reusable())
+    me.upload.send(share, waiting, state.lineage, me.known.reusable())
 
 
 def outcome(seeds: range) -> tuple[int, int, int]:
@@ -466,11 +478,12 @@ def outcome(seeds: range) -> tuple[int, int, int]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No niceness for threads of the test, none that reads, no pauses, and no proof that the simulated store is one."""
-    monkeypatch.setattr(checkpoint_module, "OTHERS_COPY_S", 0.0)  # the scheduler says when an upload begins
-    monkeypatch.setattr(checkpoint_module, "_yield_to_training", lambda: None)
-    monkeypatch.setattr(checkpoint_module, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(checkpoint_module, "prove_put_if_absent", lambda store: None)
-    monkeypatch.setattr(checkpoint_module.time, "sleep", lambda s: None)
+    monkeypatch.setattr(upload_module, "OTHERS_COPY_S", 0.0)  # the scheduler says when an upload begins
+    for module in (upload_module, publish_module):
+        monkeypatch.setattr(module, "yield_processor", lambda: None)
+    monkeypatch.setattr(restore_module, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(restore_module, "prove_put_if_absent", lambda store: None)
+    monkeypatch.setattr(restore_module.time, "sleep", lambda s: None)
     monkeypatch.setattr(commit_log_module, "RECENT", 0)  # a gap opens as early as the protocol allows
 
 
@@ -537,33 +550,33 @@ def record_before_parts(patch: pytest.MonkeyPatch) -> Iterator[None]:
             pass
 
     patch.setattr(SimulatedStore, "put", put)
-    patch.setattr(Checkpoints, "_see_parts", lambda *_: None)  # which would notice
+    patch.setattr(Publisher, "see_parts", lambda *_: None)  # which would notice
     yield
 
 
 @contextmanager
 def eager_collection(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Delete all that is not kept, however young."""
-    kept = checkpoint_module.collect_rubbish
+    kept = publish_module.collect_rubbish
 
     def collect_rubbish(store: Any, newest: Record, names_of: Any) -> list[str]:
         return kept(store, replace(newest, lineage=10**9), names_of)
 
-    patch.setattr(checkpoint_module, "collect_rubbish", collect_rubbish)
+    patch.setattr(publish_module, "collect_rubbish", collect_rubbish)
     yield
 
 
 @contextmanager
 def remembered_names(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remember the names of a record that was sent, before it is known to stand (the first version did)."""
-    kept = Checkpoints._next_record
+    kept = Publisher.next_record
 
-    def _next_record(self: Checkpoints, last: Record, share: Any, parts: Any) -> Record | None:
-        record = kept(self, last, share, parts)
-        self._names[last.sequence + 1] = frozenset(part.name for part in parts)
+    def next_record(self: Publisher, last: Record, draft: Draft) -> Record | None:
+        record = kept(self, last, draft)
+        self.names[last.sequence + 1] = frozenset(part.name for part in draft.parts)
         return record
 
-    patch.setattr(Checkpoints, "_next_record", _next_record)
+    patch.setattr(Publisher, "next_record", next_record)
     yield
 
 

@@ -21,9 +21,10 @@ from test_state import payload, trained
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.state import checkpoint, commit_log, layout
-from elastic_trainer.state.checkpoint import collect_rubbish, parts_of
+from elastic_trainer.state.checkpoint import parts_of
 from elastic_trainer.state.commit_log import LAST, CommitLog, Damaged, Record
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline, pack, unpack
+from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.store import FolderStore, checked
 
 MOST_BYTES = 8 << 20
@@ -431,7 +432,7 @@ def test_nothing_is_lost_when_a_forged_record_has_the_last_number(tmp_path: Path
     reader = Fleet(tmp_path, 2, steps=0)
     assert reader.restore() == [5, 5]
     (refused,) = reader.events.facts("state.checkpoint_refused")
-    assert "nobody can have written" in refused["error"]
+    assert "no worker can have written" in refused["error"]
 
 
 def test_a_run_does_not_start_afresh_when_the_newest_checkpoint_names_none(tmp_path: Path) -> None:

@@ -977,11 +977,11 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
     trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
     checkpointing, clock = trainer.checkpointing, time.monotonic()
     assert (checkpoints := checkpointing.checkpoints)
-    monkeypatch.setattr(checkpoints, "is_publishing", lambda: True)
+    monkeypatch.setattr(checkpoints.publisher, "is_busy", lambda: True)
     monkeypatch.setattr("elastic_trainer.training.timing.time.monotonic", lambda: clock)
     clock += 1e6  # booted long ago
     checkpointing.tick(rank=0)
-    checkpoints.know(-1)
+    checkpoints.known.hear(-1)
     assert ears.facts("state.checkpoint_overdue") == []
     clock += 1e6
     for finished in (1, 2):
@@ -1188,15 +1188,15 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """The vote tells everybody, also those who have not heard of the change."""
     rested = threading.Event()
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.rest_s", lambda *_: rested.set() or 600.0)
+    monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *_: rested.set() or 600.0)
     driver, uploaders = Wanting(), list[threading.Thread]()
     driver.wants = False
 
     def after_step(step: int) -> None:
         if step == 2:  # the first checkpoint is on its way
             assert (checkpoints := trainer.checkpointing.checkpoints)
-            assert checkpoints.share and not checkpoints.share.is_urgent.is_set()
-            uploaders.extend(checkpoints._uploaders)
+            assert (share := checkpoints.upload.share) and not share.is_urgent.is_set()
+            uploaders.extend(checkpoints.upload.threads)
             assert rested.wait(60)
             driver.wants = True
         elif step == 4:

@@ -69,7 +69,7 @@ def make_another(writers: Fleet) -> None:
     """Train a step and publish it, with parts of its own only."""
     writers.train()
     for worker in writers.workers:
-        worker._last_parts = {}
+        worker.known.parts = {}
     writers.checkpoint()
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
     writers.checkpoint()
     assert fault.fired == 2
     assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [3]
-    assert writers.workers[0].fenced is None
+    assert writers.workers[0].known.fenced is None
     assert fleet(url, 1, steps=0).restore() == [3]
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy,
     writers.restore()
     writers.publish(2)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
     (got,) = fleet(url, 1, steps=0).restore()
     assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
@@ -292,7 +292,7 @@ def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyP
     first.restore()
     first.checkpoint()
     clock = time.time
-    monkeypatch.setattr("elastic_trainer.state.checkpoint.time.time", lambda: clock() - 86400)
+    monkeypatch.setattr("elastic_trainer.state.publish.time.time", lambda: clock() - 86400)
     second = fleet(url, 1, steps=0)
     assert second.restore() == [3]
     second.train()

@@ -20,18 +20,13 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.checkpoint import (
-    collect_rubbish,
-    empty_payload,
-    header_of,
-    names_of,
-    parts_of,
-    read_part,
-)
+from elastic_trainer.state.checkpoint import empty_payload, header_of, names_of, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
 from elastic_trainer.state.elastic_state import check_kinds
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
 from elastic_trainer.state.names import with_plain_names
+from elastic_trainer.state.publish import collect_rubbish
+from elastic_trainer.state.restore import read_part
 from elastic_trainer.state.store import Store, StoreUnavailable, open_store
 from elastic_trainer.wire.plain import plain
 

@@ -28,10 +28,12 @@ from typing import Any
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Checkpoints, Peers, Plan, Share
+from elastic_trainer.state.checkpoint import Peers, Plan
+from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import Fenced
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
+from elastic_trainer.state.upload import Share
 from elastic_trainer.training.timing import Timing
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
@@ -41,7 +43,8 @@ RESTORE_PAUSE_S = 30.0
 """Between two tries to restore. There are at most MAX_GENERATIONS_WITHOUT_PROGRESS tries (20)."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGER = 0.05, 1.0, 1.3
 """Between two looks at the store, for a worker that waits until another one has published the last
-checkpoint. All workers look: hundreds of them, 20 times a second, would be the store's whole load."""
+checkpoint. All workers look: hundreds of them, 20 times a second, would be all that the store can
+answer."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -56,7 +59,7 @@ class Phase(Enum):
     UPLOADED = "uploaded"
     """This worker's share is in the store. Those of other workers may not be."""
     FAILED = "failed"
-    """This worker's share has failed. The next vote says so to all workers."""
+    """This worker's share has failed. The next vote informs all workers."""
     PUBLISHING = "publishing"
     """Rank 0: all shares are in the store, and the record is on its way to the commit log."""
 
@@ -154,6 +157,12 @@ def is_leave_unsaved(leaves: bool, *, heard_step: int, newest_step: int, is_trie
     return leaves and newest_step < heard_step and not is_tried
 
 
+def _ballot(checkpoints: Checkpoints, is_wanted: bool) -> CheckpointBallot:
+    is_uploaded, has_failed = checkpoints.progress()
+    return CheckpointBallot(is_uploaded=is_uploaded, has_failed=has_failed, is_wanted=is_wanted,
+                            newest_step=checkpoints.known.newest_step)
+
+
 def open_checkpoints(launch: Launch, plan: Plan, events: Events,
                      facts: dict[str, Any]) -> Checkpoints | None:
     """Open the store of this run; None if the run has neither a store nor a folder.
@@ -186,11 +195,11 @@ class Checkpointing:
     def __repr__(self) -> str:
         if (checkpoints := self.checkpoints) is None:
             return "<Checkpointing: no store>"
-        share = checkpoints.share
-        parts = f" step {share.step}, {len(share.done)}/{len(share.pieces)} parts" if share else ""
-        fenced = ", fenced" if checkpoints.fenced else ""
+        share, known = checkpoints.upload.share, checkpoints.known
+        parts = f" step {share.step}, {len(share.done)}/{share.parts} parts" if share else ""
+        fenced = ", fenced" if known.fenced else ""
         return (f"<Checkpointing {self.phase.value}{parts}; newest published step "
-                f"{checkpoints.newest_step}, {checkpoints.failures} failures since{fenced}>")
+                f"{known.newest_step}, {known.failures} failures since{fenced}>")
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -199,12 +208,12 @@ class Checkpointing:
         """Where the newest checkpoint is in its life, on this worker."""
         if self.checkpoints is None:
             return Phase.IDLE
-        return phase_of(self.checkpoints.share, self.checkpoints.is_publishing())
+        return phase_of(self.checkpoints.upload.share, self.checkpoints.publisher.is_busy())
 
     @property
     def fenced(self) -> Fenced | None:
         """The reason why this attempt must stop: another one writes to the log."""
-        return self.checkpoints.fenced if self.checkpoints else None
+        return self.checkpoints.known.fenced if self.checkpoints else None
 
     def is_moving(self) -> bool:
         """Return whether bytes of mine get to the store. Any thread may ask."""
@@ -212,7 +221,7 @@ class Checkpointing:
 
     def newest_step(self) -> int:
         """Return the newest step that this worker knows to be published; -1: none. Any thread."""
-        return self.checkpoints.newest_step if self.checkpoints else -1
+        return self.checkpoints.known.newest_step if self.checkpoints else -1
 
     def is_saving(self) -> bool:
         """Return whether a planned change of the world should wait for a checkpoint."""
@@ -222,18 +231,17 @@ class Checkpointing:
         heard = self.state.committed if self._leave_heard is None else self._leave_heard
         return self.checkpoints is not None and is_leave_unsaved(
             self.driver.somebody_leaves(), heard_step=heard, is_tried=self._is_leave_tried,
-            newest_step=self.checkpoints.newest_step)
+            newest_step=self.checkpoints.known.newest_step)
 
     def ballot(self, rank: int) -> CheckpointBallot:
-        """Return what the vote of the step in hand says of checkpoints."""
+        """Return the checkpoint part of the ballot for the step in hand."""
         if (checkpoints := self.checkpoints) is None:
             return CheckpointBallot()
-        is_due = rank == 0 and self.timing.is_due(self.state.committed + 1, checkpoints.failures)
+        known, next_step = checkpoints.known, self.state.committed + 1
+        is_due = rank == 0 and self.timing.is_due(next_step, known.failures)
         wanted = is_wanted(rank, self.phase, is_due=is_due, is_unsaved=self._is_leave_unsaved(),
                            wants_change=self.driver.wants_change())
-        is_uploaded, has_failed = checkpoints.progress()
-        return CheckpointBallot(is_uploaded=is_uploaded, has_failed=has_failed, is_wanted=wanted,
-                                newest_step=checkpoints.newest_step)
+        return _ballot(checkpoints, wanted)
 
     # --- the places at which the loop calls -----------------------------------------------------
 
@@ -249,8 +257,8 @@ class Checkpointing:
             return
         checkpoints.tick()
         if rank == 0:
-            self.timing.tick(self.state.committed + 1, checkpoints.newest_step,
-                             checkpoints.published_at)
+            self.timing.tick(self.state.committed + 1, checkpoints.known.newest_step,
+                             checkpoints.known.published_at)
         # Not while one is in flight, which does not hold what was trained since it was begun.
         if self._leave_heard is None and self.phase is Phase.IDLE and self.driver.somebody_leaves():
             self._leave_heard = self.state.committed
@@ -262,18 +270,18 @@ class Checkpointing:
     def obey(self, control: Outcome, world: Peers) -> None:
         """Do what the vote has decided, after the step is applied. All workers do the same.
 
-        Costs: one copy of my share, if a checkpoint begins. The store is written behind the training.
+        Costs: one copy of my share, if a checkpoint begins. All else is behind the training.
         """
         if (checkpoints := self.checkpoints) is None:
             return
-        checkpoints.know(control.published)
+        checkpoints.known.hear(control.published)
         if not self._has_room:
             self._has_room = True
-            checkpoints.make_room(self.state, world.size)
+            checkpoints.memory.prepare(self.state, world.size)
         if news := news_of(control, world.size):
             self._act(checkpoints, news, world)
         if control.change_waits:  # for what is on its way to the store
-            checkpoints.hurry()
+            checkpoints.upload.hurry()
 
     def _act(self, checkpoints: Checkpoints, news: News, world: Peers) -> None:
         phase = self.phase
@@ -292,7 +300,7 @@ class Checkpointing:
         checkpoints.compare_tensors(self.state, world)
         if not checkpoints.are_mixed:
             checkpoints.begin(self.state, world.rank, world.size)
-        share = checkpoints.share
+        share = checkpoints.upload.share
         self.timing.begun(self.state.committed, share.pause_s if share else 0.0)
         self._is_leave_tried = world.rank == 0 and self._leave_heard is not None
         self.events.reach("state.share_begun", step=self.state.committed,
@@ -308,18 +316,16 @@ class Checkpointing:
         if (checkpoints := self.checkpoints) is None:
             return
         committed, tries = self.state.committed, 0
-        if instead and checkpoints.share and checkpoints.share.step < committed:
+        if instead and checkpoints.upload.share and checkpoints.upload.share.step < committed:
             checkpoints.drop("a newer one is made at once")
         while True:
             checkpoints.wait()  # the store
             checkpoints.tick()
-            wanted = is_last_wanted(world.rank, checkpoints.share is not None, committed=committed,
-                                    newest_step=checkpoints.newest_step, tries=tries,
-                                    is_fenced=checkpoints.fenced is not None)
-            is_uploaded, has_failed = checkpoints.progress()
-            control = vote(CheckpointBallot(is_uploaded=is_uploaded, has_failed=has_failed,
-                                            is_wanted=wanted, newest_step=checkpoints.newest_step))
-            had_share = checkpoints.share is not None
+            known, had_share = checkpoints.known, checkpoints.upload.share is not None
+            wanted = is_last_wanted(world.rank, had_share, committed=committed, tries=tries,
+                                    newest_step=known.newest_step,
+                                    is_fenced=known.fenced is not None)
+            control = vote(_ballot(checkpoints, wanted))
             self.obey(control, world)
             tries += bool(control.checkpoint)
             if not had_share and not control.checkpoint:
@@ -337,7 +343,8 @@ class Checkpointing:
             return
         started, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
         while tries < LAST_TRIES:
-            checkpoints.know(published := checkpoints.find_published(state.lineage))  # the store
+            published = checkpoints.find_published(state.lineage)  # the store
+            checkpoints.known.hear(published)
             if published >= state.committed:
                 return
             if self.driver.is_writer(rank, time.monotonic() - started):
@@ -367,7 +374,7 @@ class Checkpointing:
             if checkpoints:
                 step = checkpoints.restore(self.state, world, insist=not is_first)
         except StoreUnavailable as error:
-            was_usable = checkpoints is not None and checkpoints.log.last is not None
+            was_usable = checkpoints is not None and checkpoints.publisher.log.last is not None
             if isinstance(error, StoreRefused) and is_first and world.rank == 0 and not was_usable:
                 raise ConfigError(str(error)) from error  # later it is no mistake of the user's
             self.events.emit("state.store_unavailable", error=str(error))

@@ -125,7 +125,7 @@ class Loop:
             warm = yield from self.warm_up.run(is_exact=self.reduce == "exact")
             self.generations.arithmetic, self._shard_s = warm.arithmetic, warm.shard_s
             if self.checkpointing.checkpoints:
-                self.checkpointing.checkpoints.facts["arithmetic"] = warm.arithmetic.to_words()
+                self.checkpointing.checkpoints.publisher.facts["arithmetic"] = warm.arithmetic.to_words()
         self._take_own_legacy()
         if self.driver.drains_on_sigterm():
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())

@@ -20,13 +20,13 @@ from elastic_trainer.state.cadence import Cadence
 OVERDUE_S = 60.0
 """The smallest age of the newest checkpoint at which `state.checkpoint_overdue` is emitted."""
 OVERDUE_INTERVALS = 3.0
-"""The newest checkpoint is overdue at this multiple of the planned interval, at OVERDUE_S at least."""
+"""The newest checkpoint is overdue at this multiple of the planned interval."""
 LONGEST_RETRY_S = 60.0
 """The longest wait between a failed checkpoint and the next one. It doubles with each failure."""
 PACE_STEPS, PACE_S = 5, 3.0
 """A pace is the median of at least PACE_STEPS steps that took at least PACE_S seconds together."""
 SLOWER, AS_BEFORE = 1.5, 1.2
-"""Steps are slower at SLOWER times the best pace of this world, and as before at AS_BEFORE times."""
+"""Steps are slower at SLOWER times the best pace of this world, as before at AS_BEFORE times."""
 
 
 def is_checkpoint_due(every: Cadence, *, step: int, begun_step: int, waited_s: float,
@@ -75,7 +75,7 @@ class Timing:
         self.begun_at, self._begun_step, self.pause_s = time.monotonic(), step, pause_s
 
     def cost_s(self) -> float:
-        """Return what a checkpoint costs: its pause, and what steps beside its upload take longer."""
+        """Return what a checkpoint costs: its pause, and what it adds to steps beside its upload."""
         alone_s, beside_s = self._seconds[False], self._seconds[True]
         slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
         return self.pause_s + slower_s * self._uploading_steps
@@ -87,7 +87,7 @@ class Timing:
                                      step_s=self._seconds[False], observed_s=observed_s)
 
     def tick(self, step: int, newest_step: int, published_at: float | None) -> None:
-        """Emit, once, that the newest checkpoint is too old. To be called before each step's vote."""
+        """Emit, once, that the newest checkpoint is too old. To be called before each vote."""
         if self._begun_step is None:
             self._begun_step = step - 1
         now = time.monotonic()
@@ -121,7 +121,7 @@ class Pace:
         self._took_s = 0.0
 
     def step(self, step: int, step_s: float, waited_s: float) -> None:
-        """Note the time of a step, and how much of it this worker waited for gradients and votes."""
+        """Note the time of a step, and how much of it was spent waiting for other workers."""
         self._steps.append((step_s, waited_s))
         self._took_s += step_s
         if len(self._steps) < PACE_STEPS or self._took_s < PACE_S:

@@ -1,0 +1,231 @@
+"""The checkpoints of one run in one store, as one worker sees them.
+
+After a step, on all workers alike, as the vote decides (training/checkpointing.py):
+
+    begin → (snapshot, then upload behind the training) → tick, progress → collect → (publish)
+
+What always holds:
+1. One checkpoint is in flight at most, in the memory of one share.
+2. A checkpoint that fails is emitted and tried again, and never ends the training. `known.fenced`
+   does: another attempt has taken over.
+3. The header is rank 0's. So a checkpoint is dropped where another worker has packed other tensors,
+   and none is begun before the workers pack the same ones again.
+4. `tick` gives up what hangs. `progress`, `is_moving` and `find_published` only answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from elastic_trainer.state.checkpoint import Emit, Part, Peers, Plan
+from elastic_trainer.state.commit_log import Damaged
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import differing, tensors_digest
+from elastic_trainer.state.publish import Draft, Known, Publisher
+from elastic_trainer.state.restore import Restore, asked_again, withdraw
+from elastic_trainer.state.snapshot import Snapshot, SnapshotMemory
+from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.upload import UPLOAD_S, Share, Upload
+
+PLANNED = 0.75
+"""An upload that rests is planned for this share of the time between two checkpoints."""
+
+
+class Checkpoints:
+    """Holds the four rooms of a checkpoint's life together: memory, upload, publisher, restore."""
+
+    def __init__(self, store: Store, emit: Emit, plan: Plan | None = None,
+                 facts: dict[str, Any] | None = None):
+        self.store, self.emit, self.plan = store, emit, plan or Plan()
+        self.known = Known()
+        self.memory = SnapshotMemory(self.plan.part_bytes)
+        self.upload = Upload(store, emit, self.plan.part_bytes)
+        self.publisher = Publisher(store, emit, self.plan, facts if facts is not None else {},
+                                   self.known)
+        self.restored: dict[str, Any] = {}
+        """The body of the record that was restored."""
+        self.are_mixed = False
+        """The last checkpoint was dropped because a worker's tensors differ from rank 0's."""
+        self.begun_at: float | None = None
+        """When the last checkpoint was begun, if it was not dropped (time.monotonic)."""
+
+    # --- questions; any thread may ask ----------------------------------------------------------
+
+    def progress(self) -> tuple[bool, bool]:
+        """Return (my share is up, my share has failed), for the vote."""
+        if (share := self.upload.share) is None:
+            return False, False
+        return share.is_up() and not share.error, bool(share.error)
+
+    def is_moving(self) -> bool:
+        """Return whether my parts, or a record, are on their way and are not stalled."""
+        return self.upload.is_moving() or self.publisher.is_moving()
+
+    def find_published(self, lineage: int) -> int:
+        """Return the step of the newest record; -1 if it is of another lineage or unreadable."""
+        try:
+            tail = self.publisher.log.tail()  # the store
+        except (Damaged, FileNotFoundError, StoreUnavailable):
+            return -1
+        return tail.step if tail.lineage == lineage else -1
+
+    # --- after a step, on all workers alike -----------------------------------------------------
+
+    def enter_world(self) -> None:
+        """Drop what another world has left: a share of it may be gone, and newcomers have none."""
+        self.drop("the world has changed")
+        self.are_mixed = False
+
+    def compare_tensors(self, state: ElasticState, peers: Peers) -> None:
+        """Find out whether the workers that packed other tensors for the last checkpoint still do.
+
+        All workers call this together. No bytes are sent that no record will name.
+        """
+        if not self.are_mixed:
+            return
+        digests = peers.gather_texts(tensors_digest(state.packed().header))
+        wrong = differing(dict(enumerate(digests)))
+        self.are_mixed = bool(wrong)
+        if wrong:
+            self.known.failures += 1
+            self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
+
+    def begin(self, state: ElasticState, rank: int, size: int) -> None:
+        """Copy my share of the state (the only pause), and upload it behind the training."""
+        now = time.monotonic()
+        share = Share(Snapshot(state.committed), started=now, moved=now)
+        before, self.begun_at, self.upload.share = self.begun_at, now, share
+        if before and self.known.parts_step == self.known.newest_step:
+            share.planned_s = PLANNED * (now - before)  # the next one is due as much later
+        try:
+            if self.upload.is_busy():
+                raise StoreUnavailable("the upload before it still holds the memory")
+            share.snapshot = self.memory.copy(state, rank, size)
+            share.parts, share.moved = len(share.snapshot.pieces), time.monotonic()
+            share.pause_s = share.moved - share.started
+            self.upload.begin(share, state.lineage, self.known.reusable())
+        except Exception as error:  # no memory, no thread, a value that cannot be kept
+            share.error = f"{type(error).__name__}: {error}"
+
+    def tick(self) -> None:
+        """Let my share go, emit stalls, and give up what hangs. To be called before each vote."""
+        self.upload.tick()
+        self.publisher.tick()
+
+    def parts_up(self) -> str:
+        """Return my parts, and a digest of the tensors they are cut from, as JSON for `collect`."""
+        assert (share := self.upload.share)
+        return json.dumps({"tensors": tensors_digest(share.snapshot.header),
+                           "parts": [asdict(part) for part in share.done]})
+
+    def collect(self, texts: Iterable[str], lineage: int, *, publish: bool) -> None:
+        """Take the parts of all workers, by rank; with `publish` (rank 0) publish them."""
+        assert self.upload.share
+        given = [json.loads(text) for text in texts]
+        self.upload.share.error = differing(dict(enumerate(its["tensors"] for its in given)))
+        self.are_mixed = bool(self.upload.share.error)
+        if self.are_mixed:
+            self.drop()
+            return
+        share = self.upload.release()
+        parts = sorted((Part(**entry) for its in given for entry in its["parts"]),
+                       key=lambda part: part.index)
+        snapshot = share.snapshot
+        assert [part.index for part in parts] == list(range(snapshot.count)), "a part is missing"
+        self.known.take(parts, share.step)
+        if not publish:
+            self.known.failures = 0
+            return
+        self.publisher.begin(Draft(
+            step=share.step, lineage=lineage, header=snapshot.header, parts=parts,
+            total_bytes=snapshot.total_bytes, started=share.started, pause_s=share.pause_s))
+
+    def drop(self, why: str = "") -> None:
+        """Forget the checkpoint in flight. Emitted as a failure, unless there is a reason `why`."""
+        if share := self.upload.drop():
+            self.known.failures += 1
+            if share.error or not why:
+                error = share.error or "another worker's share failed"
+                self.emit("state.checkpoint_failed", step=share.step, error=error)
+        self.begun_at = None
+
+    def wait(self) -> None:
+        """Wait until my share and my record have succeeded, failed, or hang."""
+        began, share = time.monotonic(), self.upload.share
+        if share:
+            share.may_go.set()
+            share.is_urgent.set()
+        for thread in [*self.upload.threads, self.publisher.thread]:
+            while thread and thread.is_alive():
+                left_s = max(began, share.moved if share else began) + UPLOAD_S - time.monotonic()
+                if left_s <= 0:
+                    break
+                thread.join(min(1.0, left_s))
+                self.upload.emit_stall()
+                self.publisher.emit_stall()
+
+    # --- without peers --------------------------------------------------------------------------
+
+    def write_alone(self, state: ElasticState) -> None:
+        """Make a checkpoint alone, and wait for it. Used when this worker is the last that can."""
+        self.drop("written alone instead")
+        self.wait()
+        self.begin(state, 0, 1)
+        self.wait()
+        self.tick()
+        if self.progress()[0]:
+            self.collect([self.parts_up()], state.lineage, publish=True)
+            self.wait()
+        else:
+            self.drop()
+
+    def go_on_alone(self, state: ElasticState) -> None:
+        """Make a checkpoint alone, step by step. Called again and again; it never waits."""
+        if (share := self.upload.share) and share.parts < share.snapshot.count:
+            self.drop("written alone instead")
+        self.tick()
+        is_up, has_failed = self.progress()
+        is_idle = not (self.upload.share or self.publisher.is_busy() or self.upload.is_busy())
+        if has_failed:
+            self.drop()
+        elif is_up:
+            self.collect([self.parts_up()], state.lineage, publish=True)
+        elif is_idle and self.known.newest_step < state.committed:
+            self.begin(state, 0, 1)
+        self.upload.hurry()
+
+    # --- a run goes on --------------------------------------------------------------------------
+
+    def restore(self, state: ElasticState, peers: Peers, *, insist: bool = False) -> int | None:
+        """Take the log over and load the newest whole checkpoint, all workers together.
+
+        Returns its step; None: there is none. `insist`: the store was usable in this run before.
+        Raises LayoutError when there are checkpoints and none can be used; StoreUnavailable.
+        """
+        found = Restore(self.store, self.publisher.log, self.emit, peers).run(state, insist=insist)
+        if (record := found.record) is None:
+            state.lineage = found.lineage
+            return None
+        self.known.newest_step, self.restored = record.step, record.body
+        self.known.take(list(found.parts), record.step)
+        return record.step
+
+    def withdraw(self, lineage: int, newest: int) -> int:
+        """Let no attempt restore a checkpoint of a later step than `newest`: it may be wrong.
+
+        Called on one worker; the others wait. Returns the newest step that is left; 0: there was
+        no checkpoint; -1: none would be left, and none was withdrawn. Raises Fenced,
+        StoreUnavailable.
+        """
+        self.drop("what it holds may be wrong")
+        self.wait()
+        log = self.publisher.log
+        left, steps = asked_again(lambda: withdraw(log, lineage, newest), self.emit)
+        if left > 0 or steps:
+            self.known.parts, self.known.newest_step = {}, left
+            self.emit("state.checkpoints_withdrawn", steps=steps, left_step=left)
+        return left

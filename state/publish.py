@@ -1,0 +1,285 @@
+"""The record: rank 0 puts it into the commit log when all parts are durable, and then tidies up.
+
+all workers' parts (checkpoints.py, collect) → here, in a thread → commit log, store
+
+What always holds:
+1. A checkpoint exists when its record is in the commit log. The record is put there after all of
+   the checkpoint's parts are durable. The publisher has listed those parts itself: the folder of
+   another worker may be a disk of its own.
+2. A publisher takes the log over within its lineage before its first record. If it finds a record
+   of another attempt at its number, it is fenced, and the run ends on this worker. If it finds one
+   of another publisher of the same attempt, this checkpoint has failed and the next one takes over.
+3. Within a lineage steps grow, and lineages grow. So after publishing (lineage L, step s) a worker
+   may delete each part that is named at or before (L, s) and that no kept record names: no later
+   record can need it. That also holds for a process that was paused meanwhile
+   (tests/test_commit_log.py).
+4. A part of an older checkpoint is named again only if a kept record names it.
+5. A record that cannot be read now stays kept, and nothing is deleted then. A record that is
+   damaged is kept no longer.
+6. A failure to publish is emitted and never ends the training. A publisher that hangs is given up,
+   and the next one takes the log over from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from elastic_trainer.host.priority import yield_processor
+from elastic_trainer.state.cadence import retained
+from elastic_trainer.state.checkpoint import PARTS, Emit, Part, Plan, age_of, folder_of, names_of
+from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
+from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.upload import STALLED_S, UPLOAD_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint whose parts are all in the store, and whose record is not."""
+
+    step: int
+    lineage: int
+    header: bytes
+    total_bytes: int
+    parts: list[Part]
+    started: float
+    """When its copy began (time.monotonic)."""
+    pause_s: float
+
+
+@dataclass
+class Known:
+    """What this worker knows of its run's checkpoints. The publisher's thread writes it too."""
+
+    newest_step: int = -1
+    """The newest step that is published; -1: none."""
+    published_at: float | None = None
+    """When this worker heard of it, or heard first that there is none: its boot and its wait for a
+    place do not count (time.monotonic)."""
+    failures: int = 0
+    """Checkpoints that failed since the last one that did not."""
+    fenced: Fenced | None = None
+    """Another attempt has taken over: this one must stop."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """The parts of the last checkpoint that all workers have collected or restored."""
+    parts_step: int = -1
+    """The step of that checkpoint."""
+
+    def hear(self, published: int) -> None:
+        """Take over the newest step that rank 0, or the store, reports as published."""
+        if published > self.newest_step or self.published_at is None:
+            self.newest_step = max(published, self.newest_step)
+            self.published_at = time.monotonic()
+
+    def take(self, parts: list[Part], step: int) -> None:
+        """Note the parts of a checkpoint that all workers have collected or restored."""
+        self.parts, self.parts_step = {part.index: part for part in parts}, step
+
+    def reusable(self) -> dict[int, Part]:
+        """Return the parts that the next checkpoint may name again.
+
+        None, unless the last checkpoint collected is the newest one that rank 0 has published. Its
+        parts stay until a later one is published.
+        """
+        return self.parts if self.parts_step == self.newest_step else {}
+
+    def fail(self) -> None:
+        """Note that a publication failed: what is in the store of it is unknown."""
+        self.failures += 1
+        self.parts = {}
+
+
+class Publisher:
+    """Publishes one checkpoint at a time, in a thread."""
+
+    def __init__(self, store: Store, emit: Emit, plan: Plan, facts: dict[str, Any], known: Known):
+        self.store, self.emit, self.plan, self.known = store, emit, plan, known
+        self.facts = facts
+        """They go into each record, for people: the job's numbers, versions."""
+        self.log = CommitLog(store)
+        self.names: dict[int, frozenset[str]] = {}
+        """The parts' names of the kept records, as far as they were read."""
+        self.thread: threading.Thread | None = None
+        self._step, self._since = -1, 0.0
+        """The step of the thread's checkpoint, and when its record was on its way."""
+        self._stall_emitted = -1
+        """The newest step whose stall was emitted."""
+
+    # --- questions; any thread may ask ----------------------------------------------------------
+
+    def is_busy(self) -> bool:
+        """Return whether a record is on its way, or the rubbish behind it is deleted."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def is_moving(self) -> bool:
+        """Return whether a record is on its way, and is not stalled."""
+        return self.is_busy() and time.monotonic() - self._since <= STALLED_S
+
+    # --- the loop's thread ----------------------------------------------------------------------
+
+    def begin(self, draft: Draft) -> None:
+        """Publish a checkpoint behind the training."""
+        self._step, self._since = draft.step, time.monotonic()
+        try:
+            self.thread = threading.Thread(target=self.publish, args=(draft,), name="publisher",
+                                           daemon=True)
+            self.thread.start()
+        except Exception as error:  # no thread: the training goes on
+            self.thread = None
+            self._fail(draft.step, error)
+
+    def tick(self) -> None:
+        """Give up a thread that hangs. To be called before each vote."""
+        self.emit_stall()
+        if self.is_busy() and time.monotonic() - self._since > UPLOAD_S:
+            self.thread = None
+            self.log = CommitLog(self.store)  # the next one takes over from it
+            if self.known.newest_step < self._step:  # else only the rubbish hangs
+                self.known.fail()
+                self.emit("state.checkpoint_failed", step=self._step,
+                          error=f"its record was not in the commit log after {UPLOAD_S:.0f} s")
+
+    def emit_stall(self) -> None:
+        """Emit, once, that the record does not get to the store."""
+        still_s, is_late = time.monotonic() - self._since, self.known.newest_step < self._step
+        if self.is_busy() and is_late and still_s > STALLED_S and self._stall_emitted < self._step:
+            self._stall_emitted = self._step
+            self.emit("state.upload_stalled", step=self._step, still_s=round(still_s, 1),
+                      what="its record")
+
+    # --- behind the training --------------------------------------------------------------------
+
+    def publish(self, draft: Draft) -> None:
+        """Publish a checkpoint, and delete what no kept one needs. Never raises."""
+        yield_processor()
+        log = self.log  # while this thread hangs another publisher may begin, with its own log
+        try:
+            record = self._append(log, draft)
+            self._tidy_up(log, record, draft.step)
+        except Fenced as fenced:
+            self._take_fence(fenced, draft)
+        except Exception as error:  # the training goes on; an old newest one raises an alarm
+            self._fail(draft.step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self.known.fail()
+        self.emit("state.checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
+
+    def _append(self, log: CommitLog, draft: Draft) -> Record:
+        """Put the record; returns the newest one. Raises Fenced, StoreUnavailable."""
+        if log.last is None or log.last.lineage != draft.lineage:
+            log.take_over(draft.lineage)  # network: three requests, by each new publisher
+        if log.last and log.last.step < draft.step:  # else its parts may be those of another worker
+            self.see_parts(draft)
+        record = log.append(lambda last: self.next_record(last, draft))
+        known = self.known
+        known.newest_step = max(known.newest_step, record.step)
+        known.published_at, known.failures = time.monotonic(), 0
+        self.names = {sequence: names for sequence, names in self.names.items()
+                      if sequence in record.kept}
+        if record.kind == "checkpoint" and record.step == draft.step:  # else it was there before
+            own = (draft.lineage, draft.step)
+            new = [part.bytes for part in draft.parts if age_of(part.name) == own]
+            self.emit("state.checkpoint_published", step=draft.step, bytes=draft.total_bytes,
+                      record=record.sequence, lineage=draft.lineage, parts=len(draft.parts),
+                      pause_s=round(draft.pause_s, 5), uploaded_bytes=sum(new),
+                      duration_s=round(time.monotonic() - draft.started, 4))
+        return record
+
+    def _tidy_up(self, log: CommitLog, record: Record, step: int) -> None:
+        try:
+            collect_rubbish(self.store, record, self._names_of)
+            log.compact(record)
+        except (StoreUnavailable, FileNotFoundError) as error:  # the checkpoint stands
+            self.emit("state.rubbish_kept", step=step, error=str(error))
+
+    def _take_fence(self, fenced: Fenced, draft: Draft) -> None:
+        if fenced.found.lineage != draft.lineage:
+            self.emit("state.fenced", step=draft.step, error=str(fenced))
+            self.known.fenced = fenced
+            return
+        self.known.newest_step = max(self.known.newest_step, fenced.found.step)
+        if fenced.found.step < draft.step:  # by a worker that had lost its way to the driver and us
+            self.known.fail()
+        self.emit("state.publisher_replaced", step=draft.step, record=fenced.found.sequence)
+
+    def see_parts(self, draft: Draft) -> None:
+        """Raise StoreUnavailable unless the parts of the other workers are in this store."""
+        folder = folder_of(draft.lineage, draft.step)
+        new = {part.name for part in draft.parts if part.name.startswith(folder + "/")}
+        lacking = new - set(self.store.list(folder)) if new else new
+        if lacking:
+            raise StoreUnavailable(
+                f"{self.store.where} lacks {len(lacking)} parts that other workers have written. "
+                f"Give all hosts the same store: S3, or a folder on a disk that they share")
+
+    def next_record(self, last: Record, draft: Draft) -> Record | None:
+        """Return the record that follows `last`; None if this step or a later one is published."""
+        if last.step >= draft.step:
+            return None
+        # The restore has passed over a kept checkpoint of a later step: nothing follows from it.
+        names = {sequence: self._names_if_known(sequence)
+                 for sequence, step in last.kept.items() if step < draft.step}
+        before = {sequence: last.kept[sequence]
+                  for sequence, found in names.items() if found is not None}
+        own = (last.lineage, draft.step)
+        reused = {part.name for part in draft.parts if age_of(part.name) != own}
+        if not reused <= frozenset().union(*(names[sequence] or () for sequence in before)):
+            raise StoreUnavailable("a part of an older checkpoint that this one names is not kept "
+                                   "any more")
+        steps = retained([*before.values(), draft.step], self.plan.keep_last, self.plan.keep_every,
+                         self.plan.compared_after)
+        kept = {sequence: step for sequence, step in before.items() if step in steps}
+        return replace(last, kind="checkpoint", step=draft.step, body=self._body(draft),
+                       kept=kept | {last.sequence + 1: draft.step})
+
+    def _body(self, draft: Draft) -> dict[str, Any]:
+        part_bytes = self.plan.part_bytes
+        entries = [asdict(part) | {"start": part.index * part_bytes} for part in draft.parts]
+        return {"header": draft.header.decode(),
+                "header_sha256": hashlib.sha256(draft.header).hexdigest(),
+                "bytes": draft.total_bytes, "part_bytes": part_bytes, "parts": entries,
+                "time": time.time(), **self.facts}  # for people; nothing compares them
+
+    def _names_if_known(self, sequence: int) -> frozenset[str] | None:
+        """Return the names as `_names_of` does; no names for a record that cannot be read now.
+
+        Such a record stays kept, and no later record waits for it.
+        """
+        try:
+            return self._names_of(sequence)
+        except StoreUnavailable:
+            return frozenset()
+
+    def _names_of(self, sequence: int) -> frozenset[str] | None:
+        """Return the names of a checkpoint's parts; None when its record is damaged.
+
+        Only what was read back is remembered: where a put of ours failed, a late one may stand.
+        """
+        if sequence not in self.names:
+            names = names_of(self.log, sequence)
+            if names is None:
+                return None
+            self.names[sequence] = names
+        return self.names[sequence]
+
+
+def collect_rubbish(store: Store, newest: Record,
+                    names: Callable[[int], frozenset[str] | None]) -> list[str]:
+    """Delete the parts that no kept checkpoint names and no later one can; returns their names.
+
+    `newest` is the last record that the caller has published, or the tail of the log.
+    """
+    known = [names(sequence) for sequence in newest.kept]
+    if any(found is None for found in known):
+        return []  # a kept record is damaged: the next checkpoint keeps it no longer
+    kept: frozenset[str] = frozenset().union(*(found for found in known if found))
+    limit = (newest.lineage, newest.step)
+    rubbish = [name for name in store.list(PARTS) if name not in kept and age_of(name) <= limit]
+    if rubbish:
+        store.delete(rubbish)
+    return rubbish

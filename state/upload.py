@@ -1,0 +1,222 @@
+"""The upload: threads send this worker's share of a checkpoint to the store, behind the training.
+
+snapshot → here → store; the vote → collect (checkpoints.py)
+
+What always holds:
+1. The name of a part holds its lineage, its step and the SHA-256 of its bytes, so a name never gets
+   other bytes. A part that the newest published checkpoint has too is not sent again: the record
+   names the old one.
+2. One share is in flight at most, in the memory of one share. `is_busy` says whether a thread can
+   still read that memory, also for a share that was dropped.
+3. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
+   vote informs the other workers, and a stall is emitted once.
+4. With few cores an uploader rests after each part for as long as the part took. The training then
+   loses the same time in all, and less in each step. It rests only while it is ahead of its plan,
+   and no longer when a worker waits for the share (`hurry`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elastic_trainer.host.priority import yield_processor
+from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, name_of
+from elastic_trainer.state.snapshot import Snapshot
+from elastic_trainer.state.store import Store
+
+UPLOAD_S = 900.0
+"""A share has failed when none of its parts was uploaded for this time: the file system of a folder
+can hang without an error. So has a record."""
+STALLED_S, SLOWEST = 5.0, 1 << 20
+"""A share is stalled when none of its parts was uploaded for STALLED_S, and for the time that the
+parts on their way take at SLOWEST bytes a second: a slow network is no stall. A record is stalled
+after STALLED_S."""
+CORES = len(os.sched_getaffinity(0))
+UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
+"""How many parts one worker sends at once. More would take cores from the training."""
+LONGEST_REST_S = 10.0
+"""Far below UPLOAD_S."""
+OTHERS_COPY_S = 1.0
+"""An upload begins at the next vote, or this time after the copy. The other workers of the host may
+still copy their shares, and all wait for the last one: where uploads began at once, the pause was
+2.0 bare copies (4 workers on 2 cores)."""
+
+
+@dataclass
+class Share:
+    """One worker's parts of a checkpoint, on their way to the store."""
+
+    snapshot: Snapshot
+    started: float
+    """When the copy began (time.monotonic)."""
+    moved: float
+    """When one of its parts was uploaded last, or begun after a rest."""
+    pause_s: float = 0.0
+    """How long the copy took."""
+    planned_s: float = 0.0
+    """In how many seconds it is to be up. An uploader rests only while it is ahead of that."""
+    parts: int = 0
+    """How many parts it has."""
+    done: list[Part] = field(default_factory=list)
+    """Those that are in the store."""
+    error: str = ""
+    is_dropped: bool = False
+    is_stall_emitted: bool = False
+    may_go: threading.Event = field(default_factory=threading.Event)
+    is_urgent: threading.Event = field(default_factory=threading.Event)
+    """A worker waits for it, so its uploaders do not rest."""
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.snapshot.step
+
+    def left(self) -> int:
+        """Return the number of parts that are not in the store yet."""
+        return self.parts - len(self.done)
+
+    def is_up(self) -> bool:
+        """Return whether all of its parts are in the store."""
+        return not self.left()
+
+
+class Upload:
+    """Sends one share at a time to the store."""
+
+    def __init__(self, store: Store, emit: Emit, part_bytes: int):
+        self.store, self.emit, self.part_bytes = store, emit, part_bytes
+        self.share: Share | None = None
+        """The share in flight; it stays until all workers have collected or dropped it."""
+        self.threads: list[threading.Thread] = []
+
+    # --- questions; any thread may ask ----------------------------------------------------------
+
+    def is_busy(self) -> bool:
+        """Return whether a thread can still read the memory of a share."""
+        return any(thread.is_alive() for thread in self.threads)
+
+    def is_moving(self) -> bool:
+        """Return whether parts are on their way, and are not stalled."""
+        share = self.share
+        is_going = share is not None and not share.error and not share.is_up()
+        return share is not None and is_going and not self._is_stalled(share, time.monotonic())
+
+    def _is_stalled(self, share: Share, now: float) -> bool:
+        in_flight = self.part_bytes * min(share.left(), UPLOADS)
+        return now - share.moved > STALLED_S + in_flight / SLOWEST
+
+    # --- the loop's thread ----------------------------------------------------------------------
+
+    def begin(self, share: Share, lineage: int, base: dict[int, Part]) -> None:
+        """Send a share behind the training. Parts that `base` has too are not sent."""
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in share.snapshot.pieces:
+            waiting.put(index)
+        self.threads = [
+            threading.Thread(target=self.send, args=(share, waiting, lineage, base),
+                             name="checkpoint", daemon=True)
+            for _ in range(min(UPLOADS, share.parts))]
+        for thread in self.threads:
+            thread.start()
+
+    def tick(self) -> None:
+        """Let the share go, and give it up if it hangs. To be called before each vote."""
+        self.emit_stall()
+        if (share := self.share) is None:
+            return
+        share.may_go.set()
+        if not share.is_up() and not share.error and time.monotonic() - share.moved > UPLOAD_S:
+            share.error = f"none of its parts was uploaded for {UPLOAD_S:.0f} s"
+
+    def emit_stall(self) -> None:
+        """Emit, once, that the share does not get to the store."""
+        now, share = time.monotonic(), self.share
+        if share is None or share.error or share.is_stall_emitted or share.is_up():
+            return
+        if self._is_stalled(share, now):
+            share.is_stall_emitted = True
+            self.emit("state.upload_stalled", step=share.step,
+                      still_s=round(now - share.moved, 1),
+                      what=f"{share.left()} of its {share.parts} parts")
+
+    def hurry(self) -> None:
+        """Let the uploaders rest no more: a worker waits for the share, or will soon be gone."""
+        if self.share:
+            self.share.is_urgent.set()
+
+    def release(self) -> Share:
+        """Hand over the share, which all workers have uploaded, and let its memory go."""
+        assert self.share
+        share, self.share = self.share, None
+        share.is_urgent.set()  # an uploader that rests has nothing to wait for any more
+        share.snapshot.pieces.clear()  # the memory may be replaced before the record stands
+        return share
+
+    def drop(self) -> Share | None:
+        """Forget the share in flight. What is in the store of it is rubbish (publish.py)."""
+        share, self.share = self.share, None
+        if share:
+            share.is_dropped = True
+            share.may_go.set()
+            share.is_urgent.set()
+        return share
+
+    # --- behind the training --------------------------------------------------------------------
+
+    def send(self, share: Share, waiting: queue.SimpleQueue[int], lineage: int,
+             base: dict[int, Part]) -> None:
+        """Send the parts of a share that wait, one by one."""
+        yield_processor()
+        share.may_go.wait(OTHERS_COPY_S)
+        try:
+            while not (share.is_dropped or share.error):
+                index = waiting.get_nowait()
+                began = time.monotonic()
+                is_sent = self._send_part(share, index, lineage, base)
+                if is_sent and not waiting.empty():
+                    self._rest(share, part_s=share.moved - began)
+        except queue.Empty:
+            pass
+        except Exception as error:  # the training goes on, and the vote informs the other workers
+            share.error = f"{type(error).__name__}: {error}"
+
+    def _send_part(self, share: Share, index: int, lineage: int, base: dict[int, Part]) -> bool:
+        """Send a part; returns False if the store has it already."""
+        piece = share.snapshot.pieces[index].numpy().data
+        digest = hashlib.sha256(piece).hexdigest()
+        part, old = Part(index, "", len(piece), digest), base.get(index)
+        is_known = old is not None and (old.sha256, old.bytes) == (digest, len(piece))
+        if old is None or not is_known:
+            part = Part(index, name_of(lineage, share.step, index, digest), len(piece), digest)
+            self.store.put(part.name, piece)  # network or disk
+        share.moved = time.monotonic()
+        share.done.append(old if old is not None and is_known else part)
+        return not is_known
+
+    def _rest(self, share: Share, part_s: float) -> None:
+        planned_s = share.planned_s * len(share.done) / share.parts
+        ahead_s = planned_s - (share.moved - share.started)
+        share.is_urgent.wait(rest_s(part_s, ahead_s, _load()))
+        share.moved = time.monotonic()
+
+
+def rest_s(part_s: float, ahead_s: float, load: float, cores: int = CORES) -> float:
+    """Return how long an uploader rests after a part that took `part_s`.
+
+    As long as the part took; not longer than `ahead_s`, by which it is ahead of its plan; and not
+    at all where each thread that wants to run (`load`) has a core.
+    """
+    return max(0.0, min(part_s, ahead_s, LONGEST_REST_S)) if load > cores else 0.0
+
+
+def _load() -> float:
+    """Return the number of threads that want to run, averaged over a minute; 0 if unknown."""
+    with suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
