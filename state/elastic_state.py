@@ -372,7 +372,7 @@ class ElasticState(hvd_elastic.TorchState):
         self.lineage = int(values["lineage"])
         self.committed, self.phase = int(values["step"]), int(values.get("phase", 0))
         self.prepared = self.ticks
-        self.samples, self.loss = int(values["samples"]), float(values["loss"])
+        self.samples, self.loss = int(values.get("samples", 0)), float(values["loss"])
         self.last_vote = (*values["last_vote"], 0, 0)[:4]  # version 0.1 has two
         clock_ms = int(values.get("clock_ms", self.last_vote[2]))
         self.clocks_ms = (clock_ms, clock_ms)

@@ -364,9 +364,10 @@ class Checkpointing:
     # --- a run goes on --------------------------------------------------------------------------
 
     def restore(self, world: Peers) -> int | None:
-        """Load the newest whole checkpoint, all workers together; returns its step; None: no one.
+        """Load the newest whole checkpoint, all workers together; returns its step.
 
-        Raises ConfigError, LayoutError, and PeersLost when the next generation shall ask again.
+        None: there is no checkpoint. Raises ConfigError, LayoutError, and PeersLost: then the next
+        generation asks again.
         """
         launch, checkpoints, step = self.launch, self.checkpoints, None
         is_first = launch.attempt == 1 or not launch.driver  # a person looks on
