@@ -1,28 +1,35 @@
-"""Which checkpoint counts: one small JSON record per sequence number, put only if absent.
+"""The commit log: one small JSON record per sequence number, put only if absent.
 
-attempt's start → take_over → … → append (a checkpoint exists) → … → somebody else's take_over: fenced
+an attempt begins → begin_lineage → … → append (a checkpoint exists) → … → another writer takes
+over: fenced
 
     log/<10^12 - sequence number>.json      the newest record is the first name of a listing
 
-What always holds (needs put-if-absent, and a listing that shows what stands; no clocks, no locks):
-1. A writer appends only at its own last number + 1. Whoever finds a stranger's record there is fenced: it stops, and
-   never reads itself up to date. So nobody publishes over a successor, not even when it wakes in the middle of a put.
-2. A new attempt begins a new lineage by a takeover; the lineage's number is that record's, so lineages are ordered. A
-   new publisher of the same attempt takes over within the lineage, and only if the newest record is of it.
-3. An answer that was lost is settled by the record's nonce. A put that was given up may still land later: it then
-   stands at the number that its writer tries next, which knows its own hand and goes on behind it.
-4. The newest record is never deleted, so numbers only grow. Older ones that the newest does not keep are deleted
-   (`compact`). So the number that a zombie tries next may be free again. Therefore a put counts only if a listing
-   after it shows no later record: in such a gap there always is one, and the writer is fenced.
-5. Whoever has published record n may delete records before n that n does not keep, however old what it knows: each
-   record keeps only what the one before it kept, and itself. The RECENT last ones stay, for the case that the newest is
-   damaged; a zombie must have slept for as many checkpoints before rule 4 is needed at all.
+What always holds (it needs put-if-absent, and a listing that shows what is stored; no clocks, no
+locks):
+1. A writer appends only at its own last number + 1. A writer that finds the record of another
+   writer there is fenced: it stops, and never reads itself up to date. So no writer publishes over
+   a successor, not even one that was paused in the middle of a put.
+2. A new attempt begins a new lineage by a takeover. The number of the lineage is that of this
+   record, so lineages are ordered. A new publisher of the same attempt takes over within the
+   lineage, and only if the newest record is of that lineage.
+3. The nonce of a record settles a put whose answer was lost. A put that was given up may still
+   arrive later. Its record then has the number that its writer tries next. The writer recognizes
+   its own record there, and continues behind it.
+4. The newest record is never deleted, so numbers only grow. `compact` deletes older records that
+   the newest does not keep. So the number that a paused writer tries next may be free again.
+   Therefore a put counts only if a listing after it shows no later record. In such a gap there
+   always is one, and the writer is fenced.
+5. A worker that has published record n may delete records before n that n does not keep, however
+   old its knowledge is: each record keeps only what the one before it kept, and itself. The last
+   RECENT records stay, for the case that the newest is damaged. A writer must have been paused for
+   RECENT checkpoints before rule 4 is needed.
 6. Nothing in a record is used before its digest, its types and its ranges were checked. What fails
-   a check is Damaged, whatever bytes stand there. An object that does not begin as a record does is
+   a check is Damaged, whatever its bytes are. An object that does not begin as a record does is
    read only up to FIRST_BYTES.
 
-Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py), and with nine broken copies of
-this protocol that the test catches.
+Tested with simulated stores in thousands of interleavings (tests/test_commit_log.py). The test also
+finds the fault in each of nine broken copies of this protocol.
 """
 
 from __future__ import annotations
@@ -41,36 +48,37 @@ from elastic_trainer.state.store import PUT_BYTES, Store, StoreRefused, StoreUna
 FOLDER = "log"
 LAST = 10**12
 FURTHEST = LAST // 2
-"""No writer reaches a later number: one record a second needs 15,000 years. Behind a forged record
-near LAST the next ones would have names that no listing takes for records, so checkpoints would be
-lost in silence."""
+"""No writer reaches a later number: at one record a second it takes 15,000 years. Behind a forged
+record near LAST, the next records would have names that no listing recognizes, and checkpoints
+would be lost without any event."""
 FIRST_BYTES = 1 << 20
-"""So much of a record is read before it is known that it begins as one."""
+"""The part of an object that is read before it is known to begin as a record."""
 KINDS = ("takeover", "checkpoint")
 TRIES = 20
 READ_TRIES = 3
-"""How often a record is read when its bytes are wrong: they may be right in the store."""
+"""How often a record, or a part, is read when its bytes are wrong: those stored may be right."""
 FEW = 10
-"""How many names are looked at first for the newest record: foreign ones may stand before it."""
+"""How many names are listed first to find the newest record. Others may be sorted before it."""
 FORMAT = 1
 RECENT = 50
-"""So many records before the newest are never deleted; older ones are, by as many at once."""
+"""This number of records before the newest stays. Older ones are deleted, that many at once."""
 DELETED_AT_ONCE = 5000
-"""At most: the publisher of the next checkpoint waits for the deletion."""
+"""The most records of one deletion: the publisher of the next checkpoint waits for it."""
 WHY_CHARACTERS = 200
-"""So much is said of what is wrong with a record: an error's text may hold all of the record."""
+"""The longest description of a damage: the text of an error may hold all of the record."""
 BEGIN = b'{"record": "'
 ENVELOPE = re.compile(re.escape(BEGIN[:-1]) + rb'(".*"), "sha256": "([0-9a-f]{64})"\}', re.DOTALL)
-"""What `to_bytes` writes, around the record's text. General JSON could hold millions of empty lists."""
+"""What `to_bytes` writes, around the text of the record. JSON can hold millions of lists."""
 
 
 class Fenced(Exception):
-    """Somebody else publishes in this log now."""
+    """Another writer publishes in this log now."""
 
     def __init__(self, where: str, found: Record):
         self.found = found
-        super().__init__(f"{where} is written by another attempt (record {found.sequence}, {found.kind}). This one stops; "
-                         f"what it has trained since its last checkpoint is not in the store.")
+        super().__init__(
+            f"{where} is written by another attempt (record {found.sequence}, {found.kind}). This "
+            f"one stops; what it has trained since its last checkpoint is not in the store.")
 
 
 class Damaged(ValueError):
@@ -99,7 +107,8 @@ class Record:
         """Return the record as it stands in the store: JSON, with a digest of itself."""
         facts = {"format": FORMAT, **{k: getattr(self, k) for k in self.__dataclass_fields__}}
         text = json.dumps(facts, sort_keys=True)
-        return json.dumps({"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps({"record": text, "sha256": digest}).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> Record:
@@ -118,7 +127,7 @@ class Record:
 
 
 def _checked_facts(facts: Any) -> dict[str, Any]:
-    """Return the fields of a record from its JSON. Raises Damaged unless a writer writes such ones."""
+    """Return the fields of a record from its JSON. Raises Damaged if no writer writes them."""
     if not isinstance(facts, dict) or facts.keys() != {"format", *Record.__dataclass_fields__}:
         raise Damaged("it has not the fields of a record")
     if facts.pop("format") != FORMAT:
@@ -140,22 +149,25 @@ def _is_whole(value: Any, least: int, most: int) -> bool:
 
 
 NOTHING = Record(sequence=0, kind="", lineage=0, step=-1)
-"""What stands before the first record."""
+"""What comes before the first record."""
 
 
 class CommitLog:
-    """One writer's view of the log. `last` is the newest record that is its own to follow; None: it must take over."""
+    """One writer's view of the log.
+
+    `last` is the record behind which this writer appends; None: it must take over first.
+    """
 
     def __init__(self, store: Store):
         self.store = store
         self.writer = secrets.token_hex(8)
         self.last: Record | None = None
         self._tail: Record | None = None
-        """The newest record that `tail` has read: it is not read again while it is the newest."""
+        """The newest record that `tail` has read. It is not read again while it is the newest."""
         self.passed_over: list[str] = []
-        """What the last look for a whole record has found damaged, newest first."""
+        """The damage that the last search for a whole record has found, newest first."""
         self.strange: list[str] = []
-        """Names that it has found, of records that nobody can have written."""
+        """Names of records that no writer can have written, as that search has found them."""
 
     def read(self, sequence: int) -> Record:
         """Return one record. Raises FileNotFoundError, Damaged, StoreUnavailable."""
@@ -172,9 +184,9 @@ class CommitLog:
         raise Damaged(f"record {sequence} of {self.store.where} is damaged: {why}")
 
     def newest(self) -> int:
-        """Return the newest record's number; 0 when there is none. Network: one listing of a few names.
+        """Return the newest record's number, or 0. Network: one listing of a few names.
 
-        What is no record's name is passed over (`.DS_Store`, the marker that S3's console makes for a folder).
+        Other names are ignored (`.DS_Store`, the S3 console's marker of a folder).
         """
         for limit in (FEW, None):
             names = self.store.list(FOLDER, limit=limit)
@@ -186,7 +198,7 @@ class CommitLog:
         return 0
 
     def _bytes_of(self, name: str) -> bytes:
-        """Return an object that may be a record, no more than its begin if that is none.
+        """Return an object that may be a record. If it is none, only its beginning is read.
 
         Raises as `Store.get` does.
         """
@@ -202,26 +214,28 @@ class CommitLog:
         return self._tail if newest and self._tail else NOTHING
 
     def begin_lineage(self) -> Record:
-        """Take the log over for a new attempt, whoever wrote it before; returns the takeover.
+        """Take the log over for a new attempt; returns the takeover's record.
 
-        Raises Damaged, and writes nothing, when what was passed over may have named the only checkpoints: a takeover
-        without them would be whole, and the attempt after it would start afresh.
+        Raises Damaged, and writes nothing, when the damaged records may have named the only
+        checkpoints: a takeover without them would be whole, and the next attempt would start
+        afresh.
         """
         for _ in range(TRIES):
             newest = self.newest()
             before = self.newest_whole(newest)
             if self.passed_over and not before.kept:
-                raise Damaged(f"{self.store.where} has {newest} records, and no whole one names a checkpoint "
-                              f"({'; '.join(self.passed_over)}). Put the record back as it was, or give the run another "
-                              f"name (--run)")
-            mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1, kept=before.kept,
-                          writer=self.writer, nonce=secrets.token_hex(8))
+                raise Damaged(
+                    f"{self.store.where} has {newest} records, and no whole one names a checkpoint "
+                    f"({'; '.join(self.passed_over)}). Put the record back as it was, or give the "
+                    f"run another name (--run)")
+            mine = Record(sequence=newest + 1, kind="takeover", lineage=newest + 1, step=-1,
+                          kept=before.kept, writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
                 return mine
-        raise StoreUnavailable(f"{self.store.where}: others took the log over {TRIES} times in a row")
+        raise self._overtaken()
 
     def take_over(self, lineage: int) -> Record:
-        """Become the publisher of a lineage that is alive. Raises Fenced when it is not the newest any more."""
+        """Become the publisher of a lineage. Raises Fenced when it is no longer the newest one."""
         for _ in range(TRIES):
             try:
                 before = self.tail()
@@ -230,31 +244,39 @@ class CommitLog:
             if before.lineage > lineage:
                 raise Fenced(self.store.where, before)
             if before.lineage < lineage:  # lineages only grow
-                raise StoreUnavailable(f"{self.store.where} does not know this attempt's own records")
-            mine = Record(sequence=before.sequence + 1, kind="takeover", lineage=lineage, step=before.step,
-                          kept=before.kept, writer=self.writer, nonce=secrets.token_hex(8))
+                raise StoreUnavailable(
+                    f"{self.store.where} does not know this attempt's own records")
+            mine = Record(sequence=before.sequence + 1, kind="takeover", lineage=lineage,
+                          step=before.step, kept=before.kept, writer=self.writer,
+                          nonce=secrets.token_hex(8))
             if self._put(mine):
                 return mine
-        raise StoreUnavailable(f"{self.store.where}: others took the log over {TRIES} times in a row")
+        raise self._overtaken()
+
+    def _overtaken(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.store.where}: others took the log over {TRIES} times in a row")
 
     def append(self, make: Callable[[Record], Record | None]) -> Record:
-        """Publish `make(last)` behind the last record; returns the record that stands there then.
+        """Publish `make(last)` behind the last record; returns the record that is then last.
 
-        `make` gives kind, step, kept and body, or None when there is nothing left to say after `last`. It is asked again
-        when an earlier put of this writer turns out to have landed. Raises Fenced, StoreUnavailable (then it is not
-        known whether the record stands; the next call settles it).
+        `make` gives kind, step, kept and body, or None when nothing is to be published. It is
+        called again when an earlier put of this writer turns out to have arrived. Raises Fenced,
+        and StoreUnavailable: then it is unknown whether the record is stored, and the next call
+        settles it.
         """
         assert self.last is not None, "take over first"
         while True:
             wanted = make(self.last)
             if wanted is None:
                 return self.last
-            mine = Record(sequence=self.last.sequence + 1, kind=wanted.kind, lineage=self.last.lineage, step=wanted.step,
-                          kept=wanted.kept, body=wanted.body, writer=self.writer, nonce=secrets.token_hex(8))
+            mine = Record(sequence=self.last.sequence + 1, kind=wanted.kind, step=wanted.step,
+                          lineage=self.last.lineage, kept=wanted.kept, body=wanted.body,
+                          writer=self.writer, nonce=secrets.token_hex(8))
             if self._put(mine):
                 return mine
             newest = self.newest()
-            # Where a later record stands ours is in a gap that compaction has left, or somebody has followed it already.
+            # If there is a later record, ours is in a gap of compaction, or has a successor.
             found = self._settled(max(newest, mine.sequence))
             if found.writer != self.writer:
                 self.last = None
@@ -262,16 +284,17 @@ class CommitLog:
             self.last = found
 
     def _put(self, mine: Record) -> bool:
-        """Put a record, and follow it if it stands and none stands behind it.
+        """Put a record. If it is stored, and no later one is, it becomes `last`.
 
-        Network: one put, one listing of a few names, and one get when the put's answer was no. Raises
+        Network: one put, one listing of a few names, and one get if the put was refused. Raises
         Damaged, StoreUnavailable.
         """
         if mine.sequence > FURTHEST:
-            raise Damaged(f"{self.store.where} has a record {mine.sequence - 1}, which nobody can have "
-                          f"written, and no number is left behind it. Delete {_name(mine.sequence - 1)}")
+            raise Damaged(
+                f"{self.store.where} has a record {mine.sequence - 1}, which no worker can have "
+                f"written, and no number is left behind it. Delete {_name(mine.sequence - 1)}")
         data = mine.to_bytes()
-        if len(data) > PUT_BYTES:  # nobody could read it
+        if len(data) > PUT_BYTES:  # no worker could read it
             raise StoreRefused(f"record {mine.sequence} has {len(data)} bytes, and one may have "
                                f"{PUT_BYTES}. Use larger parts, or a model of fewer tensors")
         is_mine = self.store.put_if_absent(_name(mine.sequence), data) or (
@@ -285,12 +308,13 @@ class CommitLog:
         try:
             return self.read(sequence)
         except (FileNotFoundError, Damaged) as error:
-            raise StoreUnavailable(f"record {sequence} of {self.store.where} stands there and cannot be read") from error
+            raise StoreUnavailable(
+                f"record {sequence} of {self.store.where} exists and cannot be read") from error
 
     def newest_whole(self, newest: int | None = None) -> Record:
-        """Return the newest record whose bytes are whole, at or before a number; NOTHING when there is none."""
+        """Return the newest whole record, at or before a number; NOTHING when there is none."""
         for _ in range(TRIES):
-            with suppress(FileNotFoundError):  # a publisher has deleted it since the listing, so there are later ones
+            with suppress(FileNotFoundError):  # deleted since the listing, so there are later ones
                 return self._newest_whole(newest)
         raise StoreUnavailable(f"{self.store.where} loses records as fast as it lists them")
 
@@ -307,11 +331,13 @@ class CommitLog:
         return NOTHING
 
     def compact(self, newest: Record) -> list[int]:
-        """Delete old records that a record which the caller knows to stand does not need; returns their numbers.
+        """Delete old records that `newest` does not keep; returns their numbers.
 
+        The caller knows that `newest` is stored.
         Network: one listing, and a deletion once for RECENT records. Raises StoreUnavailable.
         """
-        old = [n for n in _numbers(self.store.list(FOLDER)) if n < newest.sequence - RECENT and n not in newest.kept]
+        old = [number for number in _numbers(self.store.list(FOLDER))
+               if number < newest.sequence - RECENT and number not in newest.kept]
         doomed = sorted(old)[:DELETED_AT_ONCE] if len(old) > RECENT else []
         if doomed:
             self.store.delete([_name(sequence) for sequence in doomed])
@@ -319,7 +345,10 @@ class CommitLog:
 
 
 def _keeping_itself(record: Record) -> Record:
-    """Return a record that keeps its own checkpoint, as ours do: who finds none would start afresh."""
+    """Return a record that keeps its own checkpoint, as all of ours do.
+
+    A restore that finds no kept checkpoint starts afresh.
+    """
     if record.kind != "checkpoint" or record.sequence in record.kept:
         return record
     return replace(record, kept=record.kept | {record.sequence: record.step})

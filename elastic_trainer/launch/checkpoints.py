@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
         for damage in log.passed_over:
             print(f"DAMAGED: {plain(damage)}", file=sys.stderr)
         for name in log.strange:
-            print(f"DAMAGED: nobody can have written so late a record as {plain(name)}", file=sys.stderr)
+            print(f"DAMAGED: no worker can have written a record with so high a number as {plain(name)}",
+                  file=sys.stderr)
         if not tail.kept:
             raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
         match options.action:
