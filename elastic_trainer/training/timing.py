@@ -75,7 +75,7 @@ class Timing:
         self.begun_at, self._begun_step, self.pause_s = time.monotonic(), step, pause_s
 
     def cost_s(self) -> float:
-        """Return what a checkpoint costs: its pause, and what it adds to steps beside its upload."""
+        """Return what a checkpoint costs: its pause, and the time its upload adds to steps."""
         alone_s, beside_s = self._seconds[False], self._seconds[True]
         slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
         return self.pause_s + slower_s * self._uploading_steps
