@@ -28,6 +28,7 @@ RUN apt-get update \
 WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
+COPY elastic_trainer/setup elastic_trainer/setup
 # The sources come last, so that a change in them costs no install; empty packages stand in for them here.
 RUN for name in . examples host launch observe standby training wire world; do \
         mkdir -p "elastic_trainer/$name" && touch "elastic_trainer/$name/__init__.py"; done \

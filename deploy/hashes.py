@@ -12,7 +12,7 @@ What always holds:
 1. One line of hashes.txt is one wheel, in sha256sum's format: `<sha256>  <file name>`.
 2. For each Python and processor below, the best wheel for glibc 2.28 is listed (torch needs 2.28).
    Sources are not listed: to build one runs its code before anything is checked. Horovod is built
-   from source, and its hash stands in install.sh.
+   from source, and its hash stands in elastic_trainer/setup/recipe.py.
 3. A file from the network that is not listed is refused, with one exception: a torch that was built
    for one processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know.
    For it, and for what it brings (`as-said`), the hash that its index says is taken.

@@ -59,7 +59,7 @@ def of_python() -> Iterator[dict[str, Any]]:
         purl = of_pypi(name, found.version)
         one = component("library", name, found.version, purl, [as_said] if text else [])
         if name in BUILT_FROM_SOURCE:
-            one["pedigree"] = {"notes": "Built from source, which deploy/install.sh changes."}
+            one["pedigree"] = {"notes": "Built from source with the patches in elastic_trainer/setup/patches."}
         yield one
 
 

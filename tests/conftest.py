@@ -80,6 +80,23 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return twin
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our wheel, built from a copy of what git tracks (the build writes beside its sources)."""
+    root = Path(__file__).resolve().parent.parent
+    folder = tmp_path_factory.mktemp("wheel")
+    parts = ["elastic_trainer", "discovery", "state", "setup.cfg", "pyproject.toml", "LICENSE"]
+    names = subprocess.run(["git", "ls-files", "-z", "--", *parts], cwd=root, capture_output=True,
+                           check=True).stdout
+    subprocess.run("tar -cf - --null -T - | tar -xf - -C " + str(folder), shell=True, cwd=root,
+                   input=names, check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
+                    "--no-build-isolation", "--wheel-dir", folder / "out", folder],
+                   check=True, capture_output=True)
+    (built,) = (folder / "out").glob("*.whl")
+    return built
+
+
 @pytest.fixture
 def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no variable of a launcher's: the test trains alone, in its own process."""

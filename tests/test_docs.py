@@ -55,7 +55,7 @@ SHOWN = {"json", "text", "mermaid"}
 YOURS = {"my_train.py", "hosts.sh", "NAME.tfvars", "gpt-1.tfvars"}
 """Files of the reader's own."""
 OTHERS = {"aws", "cat", "cd", "chgrp", "chmod", "docker", "echo", "export", "find", "git", "kill", "mkdir",
-          "openssl", "printf", "read", "ruff", "mypy", "source", "terraform", "umask", "zcat"}
+          "openssl", "pip", "printf", "read", "ruff", "mypy", "source", "terraform", "umask", "zcat"}
 """Programs that are not ours: their options are not checked."""
 NOT_OURS = re.compile(r"\b(diary|strangers?|nobody|whoever|somebody)\b", re.IGNORECASE)
 """Words for which the glossary has a standard term."""

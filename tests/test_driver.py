@@ -621,7 +621,7 @@ def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: P
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions and the remedy are in the text."""
     monkeypatch.syspath_prepend(another_horovod)
-    with pytest.raises(ConfigError, match=r"9\.9\.9.*0\.28\.1.*install\.sh"):
+    with pytest.raises(ConfigError, match=r"9\.9\.9.*0\.28\.1.*`elastic-trainer setup`"):
         check_version()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import re
@@ -20,6 +21,8 @@ sys.path.insert(0, str(DEPLOY))
 import hashes  # noqa: E402
 import sbom  # noqa: E402
 from hashes import Wanted  # noqa: E402
+
+from elastic_trainer.setup import recipe  # noqa: E402
 
 sys.path.pop(0)
 
@@ -58,10 +61,17 @@ def pin_of(one: importlib.metadata.Distribution) -> str:
 
 @pytest.mark.parametrize("python", hashes.PYTHONS)
 def test_every_pinned_package_has_a_hash(python: str) -> None:
-    """But for Horovod: install.sh has its source's."""
+    """But for Horovod: recipe.py has its source's."""
     known = hashes.listed(LISTED)
     assert pins_for(python) - known.keys() == {"horovod==0.28.1"}
-    assert re.search("^horovod_sha256=[0-9a-f]{64}$", (DEPLOY / "install.sh").read_text(), re.M)
+    assert re.fullmatch("horovod==0.28.1 --hash=sha256:[0-9a-f]{64}", recipe.SOURCES)
+
+
+@pytest.mark.parametrize("line", [recipe.SETUPTOOLS, recipe.CMAKE])
+def test_the_tools_of_the_build_are_the_pinned_ones(line: str) -> None:
+    """With all of their hashes: a user's environment has neither constraints.txt nor hashes.txt."""
+    pin, *digests = line.split(" --hash=sha256:")
+    assert pin in all_pins() and set(digests) == set(hashes.listed(LISTED)[pin])
 
 
 def test_the_list_has_only_what_is_pinned() -> None:
@@ -146,12 +156,20 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
 
 
 def test_no_index_is_asked_but_by_hash() -> None:
-    """install.sh calls pip for files of an index only through install_listed, or with a file of hashes."""
+    """install.sh calls pip for files of an index only through install_listed, or with a file of hashes; so
+    does the set-up of Horovod, which besides installs the wheel that it has built.
+    """
     text = (DEPLOY / "install.sh").read_text()
     calls = re.findall(r"^\s*pip (?:install|download|wheel).*(?:\\\n.*)*", text, re.M)
     free = [call.strip() for call in calls if "--require-hashes" not in call and "--dry-run" not in call
             and "--no-deps" not in call]
-    assert free == [] and len(calls) >= 5
+    assert free == [] and len(calls) == 2
+    tree = ast.parse((ROOT / "elastic_trainer/setup/build.py").read_text())
+    words = [[ast.unparse(word) for word in node.args] for node in ast.walk(tree)
+             if isinstance(node, ast.Call) and ast.unparse(node.func) == "commands.pip"]
+    words = [call for call in words if call[0] != "'uninstall'"]
+    assert len(words) == 4 and all("'--no-deps'" in call for call in words)
+    assert sorted(call[-1] for call in words if "'--require-hashes'" not in call) == ["sources", "wheel"]
 
 
 def test_what_the_plain_torch_brings_binds_no_other_build() -> None:
@@ -203,13 +221,18 @@ def test_every_base_image_is_named_by_its_digest() -> None:
 
 
 def test_the_image_has_what_it_is_installed_from() -> None:
-    """What COPY names of deploy passes .dockerignore, and install.sh reads nothing else there."""
+    """What COPY names of deploy passes .dockerignore, and install.sh reads nothing else there, nor of our packages
+    another one than that which COPY names before it is run.
+    """
     text, sent = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().split()
     copied = {word for line in re.findall("^COPY (.+)", text, re.M) for word in line.split()[:-1]
               if "deploy/" in word}
     assert {f"!{one}" for one in copied} == {one for one in sent if "deploy/" in one}
     read = set(re.findall(r"\$root/deploy/([\w.-]+)", (DEPLOY / "install.sh").read_text()))
     assert {f"deploy/{one}" for one in read} <= copied
+    before = text.partition("deploy/install.sh\n")[0]
+    folders = set(re.findall(r"\$root/(elastic_trainer/[\w/]+)", (DEPLOY / "install.sh").read_text()))
+    assert folders == {"elastic_trainer/setup"} <= {line.split()[1] for line in re.findall("^COPY .+", before, re.M)}
 
 
 def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:

@@ -1,5 +1,5 @@
-"""Horovod as deploy/install.sh mends it: its background thread wakes when a tensor arrives, or when it is to end, and an
-exchange ends when its connections do.
+"""Horovod with our patches (elastic_trainer/setup): its background thread wakes when a tensor arrives,
+or when it is to end, and an exchange ends when its connections do.
 """
 
 from __future__ import annotations

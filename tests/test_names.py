@@ -35,19 +35,6 @@ def users_folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what git tracks (the build writes beside its sources)."""
-    folder = tmp_path_factory.mktemp("wheel")
-    parts = ["elastic_trainer", *LINKS, "setup.cfg", "pyproject.toml", "LICENSE"]
-    names = subprocess.run(["git", "ls-files", "-z", "--", *parts], cwd=ROOT, capture_output=True, check=True).stdout
-    subprocess.run("tar -cf - --null -T - | tar -xf - -C " + str(folder), shell=True, cwd=ROOT, input=names, check=True)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir",
-                    folder / "out", folder], check=True, capture_output=True)
-    (built,) = (folder / "out").glob("*.whl")
-    return built
-
-
 def said_by_the_script(folder: Path, path: Path | None = None) -> Path:
     """Run the user's script; returns where it found elastic_trainer."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

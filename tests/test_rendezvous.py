@@ -238,7 +238,7 @@ def test_who_waits_is_let_go_when_the_store_closes() -> None:
         assert connection.recv(100) == b""
 
 
-# --- all at once: what a Horovod that deploy/install.sh has mended asks (mend_meeting) ---------------------------------
+# --- all at once: the requests of a Horovod with 08-meet-at-once.patch -------------------------------------------------
 
 def address(of: int, towards: int) -> bytes:
     """Return what one member has put for another."""

@@ -22,7 +22,7 @@ NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 CODE = Path(elastic_trainer.__file__).resolve().parent.parent  # the clone, or where the wheel was installed
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
-PACKAGES = ("", "examples", "host", "launch", "observe", "standby", "training", "wire", "world", *LINKED)
+PACKAGES = ("", "examples", "host", "launch", "observe", "setup", "standby", "training", "wire", "world", *LINKED)
 MODULES = sorted(path for package in PACKAGES for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 
 

@@ -1,5 +1,6 @@
 """The command line.
 
+    elastic-trainer setup [--check]
     elastic-trainer run demo [--example gpt|digits] [--steps N] [--workers N] …
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer verify|watch|report runs/NAME
@@ -19,6 +20,7 @@ import sys
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.observe import commands as look
+from elastic_trainer.setup.required import require_horovod
 from elastic_trainer.wire.plain import plain_text
 
 EXIT_BAD_COMMAND = 2
@@ -43,6 +45,12 @@ def run_process() -> None:
 def _command(argv: list[str]) -> int:
     """Import what a command needs, and no more: `checkpoints` imports torch."""
     parser, for_checkpoints = _parsers()
+    if argv[:1] == ["setup"]:
+        from elastic_trainer.setup import command as setup
+
+        return setup.main(argv[1:])
+    if argv[:1] in (["run"], ["standby"], ["checkpoints"]):
+        require_horovod()
     if argv[:1] == ["run"]:
         from elastic_trainer.launch.run import run
 
@@ -65,6 +73,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         prog="elastic-trainer", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("setup", add_help=False,
+                        help="build or install the Horovod that this environment needs")
     commands.add_parser("run", add_help=False, help="train: the demo, or your own script after --")
     look.add_commands(commands)
     commands.add_parser("standby", add_help=False,

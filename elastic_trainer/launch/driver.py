@@ -5,7 +5,7 @@ rendezvous stores, event log
 
 Facts about Horovod 0.28.1 that this project answers, by the numbers that its comments use:
 - F1  A failure inside `hvd.init()` aborts all participants (operations.cc:444).
-      → membership, deploy/install.sh (mend_init). Where that is missing, or where Gloo throws in a
+      → membership, 06-init-fails.patch. Where that is missing, or where Gloo throws in a
       thread of its own → world/revive
 - F2  After an error a rank keeps its sockets open (gloo_context.cc:385-388). → world
 - F3  The driver's barrier waits for a dead host's ssh, without a limit (registration.py:121).

@@ -42,8 +42,8 @@ def check_version() -> None:
     found = importlib.metadata.version("horovod")
     if found != HOROVOD_VERSION:
         raise ConfigError(f"Horovod {found} is installed, but this driver mends Horovod "
-                          f"{HOROVOD_VERSION}. Run deploy/install.sh, or use plain horovodrun "
-                          f"without the mends.")
+                          f"{HOROVOD_VERSION}. Run `elastic-trainer setup`, or use plain "
+                          f"horovodrun without the mends.")
 
 
 def check_options(settings: Any, env: dict[str, str]) -> None:

@@ -18,10 +18,10 @@ What always holds:
 All members wait for these requests whenever the world changes. Horovod's server takes 1 ms of a
 core for each (a thread, the date, an e-mail parser for three headers), and its client asks again
 every 10 ms for a value that is not there (http_store.cc:57-74). This one takes 0.3 ms, and answers
-when the value is there. N members of an unmended Horovod send about 5 N² requests (5 members 190;
-48 members 11,500). Those that deploy/install.sh has mended (mend_meeting) put their addresses, one
-for each peer, under `SCOPE/at-once-SIZE-RANK`, and get under the same name what all others have put
-for them: 2 N requests, and 136 bytes for each pair in all answers together. A single byte as the
+when the value is there. Without 08-meet-at-once.patch N members send about 5 N² requests (5 members
+190; 48 members 11,500). With the patch each member puts its addresses, one for each peer, under
+`SCOPE/at-once-SIZE-RANK`, and gets under the same name what all others have put for it: 2 N
+requests, and 136 bytes for each pair in all answers together. A single byte as the
 answer means that a member is gone.
 """
 
@@ -38,8 +38,8 @@ VALUE_BYTES_EACH = 256
 """A member's value is 136 bytes for each other member (gloo, tcp/address.h)."""
 SPARE_VALUE_BYTES = 4096
 NAMES_EACH = 16
-"""An unmended Gloo puts two names for each member into each of three scopes (context.cc,
-connectFullMesh)."""
+"""Without 08-meet-at-once.patch Gloo puts two names for each member into each of three scopes
+(context.cc, connectFullMesh)."""
 MESHES = 4
 """The most values for all peers that a member puts: global, local, cross, and a process set's."""
 MAX_HEAD_BYTES = 4096

@@ -63,8 +63,8 @@ class Heartbeat:
     door: int = 0
     """The port on which peers try whether they reach it; 0: it has none."""
     meets_at_once: bool = False
-    """Its Horovod finds all peers with one answer of the rendezvous store (deploy/install.sh,
-    mend_meeting)."""
+    """Its Horovod finds all peers with one answer of the rendezvous store
+    (08-meet-at-once.patch)."""
     saves: bool = False
     """It has a part of a checkpoint on its way to the store."""
     published: int = -1

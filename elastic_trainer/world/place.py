@@ -32,8 +32,8 @@ class Place:
     attempt: int | None = None
     """The number of this life of the run, where rank 0 says it and not a launcher."""
     at_once: bool = False
-    """All members can find one another with one answer of the rendezvous store (deploy/install.sh,
-    mend_meeting)."""
+    """All members can find one another with one answer of the rendezvous store
+    (08-meet-at-once.patch)."""
 
 
 class Dismissed(Exception):

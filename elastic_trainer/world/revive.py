@@ -2,7 +2,7 @@
 
 C++ exception in `hvd.init()`, or a member that died during it → here → exec → train() goes on at the same step
 
-Why: in a Horovod that deploy/install.sh has not mended (mend_init), and wherever Gloo throws in a thread of its own,
+Why: in a Horovod without 06-init-fails.patch, and wherever Gloo throws in a thread of its own,
 `GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444), so one
 participant's death aborts all of them (F1). `std::set_terminate` runs our function instead; it writes the live state
 into memory that has no name (memfd), and `exec`s the same command. The pid stays, so driver and ssh notice nothing.

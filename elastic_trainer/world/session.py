@@ -6,7 +6,7 @@ What always holds:
 1. After an error this process's own Gloo sockets are shut, so that all peers notice within
    milliseconds (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait
    for the whole time-out). What is half sent or half received ends with its socket only in a Gloo
-   that deploy/install.sh has mended.
+   with 04-broken-pairs.patch.
 2. A variable that the user has set wins over what is set here for each generation.
 
 Why the response cache is off (HOROVOD_CACHE_CAPACITY=0): after an error in one operation Horovod's
@@ -75,7 +75,7 @@ class Session:
     def start(self) -> None:
         """Start Horovod, as prepared. Raises PeersLost. Network: a full mesh of Gloo connections.
 
-        A Horovod that is not mended aborts the process where this one raises; see revive.py.
+        Without 06-init-fails.patch Horovod aborts the process where this one raises; see revive.py.
         """
         self._is_up = True  # a start that has failed must be ended too
         try:
@@ -148,12 +148,12 @@ class Session:
 
 
 def wakes_on_arrival() -> bool:
-    """True if deploy/install.sh has mended this Horovod's background thread (mend_cycle)."""
+    """True if this Horovod has 03-wake-on-arrival.patch."""
     return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_wakes_on_arrival")
 
 
 def init_can_fail() -> bool:
-    """True if deploy/install.sh has mended Horovod's `hvd.init()` (mend_init, mend_meeting)."""
+    """True if this Horovod has 06-init-fails.patch, and so 08-meet-at-once.patch."""
     return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_init_error")
 
 

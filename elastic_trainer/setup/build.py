@@ -1,0 +1,156 @@
+"""Build the wheel of Horovod, and install one.
+
+recipe (sources by hash, patches) → here → a wheel in the cache → here → this environment
+
+What always holds:
+1. A wheel appears in the cache whole, or not at all: it is built beside its place and moved there.
+2. pip takes the files of an index by their hash alone (--require-hashes). It takes the tools as
+   wheels, because to build a package runs its code. It compares the hash of Horovod's sources
+   before it runs any of them.
+3. The environment gets Horovod and nothing else. The tools lie in the folder of the build, which is
+   removed at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_trainer.setup.recipe import CMAKE, SETTINGS, SETUPTOOLS, SOURCES, VERSION, patches
+from elastic_trainer.setup.sources import apply_patches
+from elastic_trainer.setup.target import Target
+
+LAST_LINES = 25
+LOADS = "from horovod.torch.mpi_ops import gloo_built; assert gloo_built()"
+"""`import horovod.torch` alone only prints that there is no library."""
+
+
+class SetupFailed(Exception):
+    """A command of the set-up has failed; its log says why."""
+
+
+class Commands:
+    """Runs commands, and keeps what they print in one file."""
+
+    def __init__(self, log: Path):
+        self.log = log
+        self.log.write_text("")
+
+    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> None:
+        """Run one command. Raises SetupFailed with the end of the log."""
+        with open(self.log, "a") as log:
+            log.write(f"+ {' '.join(map(str, words))}\n")
+            log.flush()
+            done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        if done.returncode != 0:
+            lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            failed = f"failed: {' '.join(map(str, words))}. The lines above end its log, {self.log}"
+            raise SetupFailed("\n".join([*lines, failed]))
+
+    def pip(self, *words: str | Path, env: dict[str, str] | None = None) -> None:
+        """Run this environment's pip. Raises SetupFailed."""
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+        self.run(*pip, *words, env=env)
+
+
+def build(target: Target, kept: Path, commands: Commands) -> None:
+    """Build the wheel into the folder that keeps it. Raises SetupFailed, PatchRefused."""
+    work = Path(tempfile.mkdtemp(prefix=".build.", dir=kept))
+    cmake = machines_cmake()
+    env = _with_tools(work, commands, [SETUPTOOLS] if cmake else [SETUPTOOLS, CMAKE])
+    sources = fetch(work, commands, env)
+    apply_patches(sources, patches())
+    env |= SETTINGS | {
+        "MAKEFLAGS": env.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
+        "HOROVOD_CMAKE": str(cmake or work / "tools" / "cmake" / "data" / "bin" / "cmake"),
+        "HOROVOD_GPU_OPERATIONS": "NCCL" if target.gpu == "nccl" else "",
+    }
+    if target.cuda_home:
+        env["HOROVOD_CUDA_HOME"] = str(target.cuda_home)
+    commands.pip("wheel", "--use-pep517", "--no-deps", "--no-build-isolation", "--no-cache-dir",
+                 "--wheel-dir", work / "out", sources, env=env)
+    for wheel in (work / "out").glob(f"horovod-{VERSION}-*.whl"):
+        if not is_whole(wheel):
+            raise SetupFailed(f"Horovod was built without its library for torch. "
+                              f"The log: {commands.log}")
+        wheel.replace(kept / wheel.name)
+    shutil.rmtree(work)
+
+
+def remove_remains(kept: Path) -> None:
+    """Remove what builds that were killed have left."""
+    for folder in kept.glob(".build.*"):
+        shutil.rmtree(folder)
+
+
+def install(wheel: Path, commands: Commands) -> None:
+    """Install a kept wheel, and nothing else, and load it.
+
+    Raises SetupFailed. A Horovod that cannot be loaded does not stay installed.
+    """
+    # Always anew: a Horovod for another torch bears the same version.
+    commands.pip("install", "--force-reinstall", "--no-deps", wheel)
+    try:
+        commands.run(sys.executable, "-c", LOADS)
+    except SetupFailed as error:
+        commands.pip("uninstall", "--yes", "horovod")
+        raise SetupFailed(
+            f"{error}\nHorovod was installed from {wheel.parent} and cannot be loaded, so it was "
+            f"removed again. If the wheel is damaged, delete that folder and run this again."
+        ) from error
+
+
+def fetch(work: Path, commands: Commands, env: dict[str, str]) -> Path:
+    """Download Horovod's sources by their hash, and unpack them; returns their folder.
+
+    Raises SetupFailed.
+    """
+    commands.pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod",
+                 "--dest", work, "--require-hashes",
+                 "--requirement", _listed(work / "sources.txt", [SOURCES]), env=env)
+    with tarfile.open(work / f"horovod-{VERSION}.tar.gz") as archive:
+        archive.extractall(work)
+    return work / f"horovod-{VERSION}"
+
+
+def _with_tools(work: Path, commands: Commands, pins: Sequence[str]) -> dict[str, str]:
+    """Install tools of the build beside it; returns the environment in which Python finds them."""
+    tools = work / "tools"
+    commands.pip("install", "--no-deps", "--only-binary", ":all:", "--target", tools,
+                 "--require-hashes", "--requirement", _listed(work / "tools.txt", pins))
+    before = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tools), *([before] if before else [])])}
+
+
+def _listed(file: Path, pins: Sequence[str]) -> Path:
+    file.write_text("".join(f"{pin}\n" for pin in pins))
+    return file
+
+
+def machines_cmake() -> str | None:
+    """Return the machine's CMake if Horovod can use it."""
+    found = shutil.which("cmake")
+    if found is None:
+        return None
+    told = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    return found if is_cmake_usable(told) else None
+
+
+def is_cmake_usable(told: str) -> bool:
+    """Say whether Horovod builds with the CMake that prints this: 3.13 or newer, but not 4."""
+    version = re.match(r"cmake version 3\.(\d+)", told)
+    return version is not None and int(version[1]) >= 13
+
+
+def is_whole(wheel: Path) -> bool:
+    """Say whether a wheel has the library for torch: the build succeeds without it, too."""
+    with zipfile.ZipFile(wheel) as archive:
+        return any(name.startswith("horovod/torch/mpi_lib_v2.") for name in archive.namelist())

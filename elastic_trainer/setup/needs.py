@@ -1,0 +1,54 @@
+"""What a machine or an environment lacks for Horovod: all of it at once, before anything is done.
+
+here → sentences: the fact, the remedy
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SPACE_MIB = 1024
+"""For the build, and for what is installed."""
+
+
+def of_build(env: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield what is missing to build Horovod from source."""
+    compiler, path = env.get("CXX") or "c++", env.get("PATH")
+    if not shutil.which(compiler, path=path):
+        yield (f"A C++ compiler ({compiler}) is missing, and Horovod is built from source. "
+               f"Install one, e.g. apt-get install g++.")
+    if not shutil.which("make", path=path):
+        yield ("make is missing, and Horovod is built from source. "
+               "Install it, e.g. apt-get install make.")
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        yield (f"The headers of {sys.executable} are missing, and Horovod is built from source. "
+               f"Install them, e.g. apt-get install python3-dev.")
+
+
+def of_environment() -> Iterator[str]:
+    """Yield what this environment lacks to have Horovod installed."""
+    if importlib.util.find_spec("torch") is None:
+        yield f"torch is not installed in {sys.prefix}. Install it first, e.g. pip install torch."
+    if importlib.util.find_spec("pip") is None:
+        yield (f"pip is not installed in {sys.prefix}. "
+               f"Install it, e.g. {sys.executable} -m ensurepip.")
+    yield from of_folder(Path(sysconfig.get_path("platlib")), "where Horovod is installed",
+                         "Use a virtual environment of your own: python3 -m venv")
+
+
+def of_folder(folder: Path, use: str, remedy: str) -> Iterator[str]:
+    """Yield why a folder, which may not exist yet, cannot take files."""
+    while not folder.is_dir():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        yield f"{folder} ({use}) cannot be written by this user. {remedy}."
+    free_mib = shutil.disk_usage(folder).free >> 20
+    if free_mib < SPACE_MIB:
+        yield (f"{folder} ({use}) has {free_mib} MiB free, where {SPACE_MIB} MiB are needed. "
+               f"Free some. {remedy}.")
