@@ -26,7 +26,7 @@ from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery import checks
 from elastic_trainer.discovery.checks import Finding, Image, Kind, Running, Unanswered, Wish
-from elastic_trainer.plain import plain
+from elastic_trainer.edge.plain import plain
 
 CONFIG = Config(
     retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5, read_timeout=20

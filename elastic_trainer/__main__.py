@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
-from elastic_trainer.plain import plain, plain_output, plain_text
+from elastic_trainer.edge.plain import plain, plain_output, plain_text
 from elastic_trainer.state.modes import make_folder, private, write_text
 
 ROOT = Path(__file__).resolve().parent.parent

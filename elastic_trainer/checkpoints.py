@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.plain import plain
+from elastic_trainer.edge.plain import plain
 from elastic_trainer.state.checkpoint import (
     collect_rubbish,
     empty_payload,

@@ -73,6 +73,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.courier import Desk, LineRefused, TooEarly
 from elastic_trainer.crash import FAULTHANDLER, FAULTS, LINES, place_of
+from elastic_trainer.edge.plain import plain_output, plain_text
 from elastic_trainer.edge.seal import worker_key
 from elastic_trainer.edge.strangers import Strangers
 from elastic_trainer.events import Events
@@ -80,7 +81,6 @@ from elastic_trainer.lines import lines_of
 from elastic_trainer.membership import Action, Differ, End, Form, Membership, Phase, Start, Stop, Worker, loud
 from elastic_trainer.output import outlive_readers
 from elastic_trainer.place import own_address_towards
-from elastic_trainer.plain import plain_output, plain_text
 from elastic_trainer.reached import Reached
 from elastic_trainer.rendezvous import Rendezvous
 from elastic_trainer.schema import HOST_NAME, flaw_of_words

@@ -55,6 +55,7 @@ from elastic_trainer.config import (
     Launch,
 )
 from elastic_trainer.courier import Courier, shares_runs
+from elastic_trainer.edge.plain import plain_text
 from elastic_trainer.events import Events, newest_attempt
 from elastic_trainer.listeners import Guarded
 from elastic_trainer.losses import LossNotFinite, not_finite, require_policy, require_scalar, verdict
@@ -69,7 +70,6 @@ from elastic_trainer.place import (
     PlainDriver,
     RunOver,
 )
-from elastic_trainer.plain import plain_text
 from elastic_trainer.reduce import (
     MOST_CHANGE,
     ExactReducer,

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.plain import plain
+from elastic_trainer.edge.plain import plain
 from elastic_trainer.schema import UNREADABLE
 from elastic_trainer.segments import Reader
 from elastic_trainer.state.modes import write_text

@@ -58,8 +58,8 @@ from typing import IO, Any, NoReturn
 
 from elastic_trainer.config import ALLOCATOR, EXIT_LEFT, ConfigError, Limits
 from elastic_trainer.crash import FAULTHANDLER
+from elastic_trainer.edge.plain import plain_text
 from elastic_trainer.events import Events
-from elastic_trainer.plain import plain_text
 from elastic_trainer.segments import Reader
 from elastic_trainer.shim import FOLDER_VARIABLE, command_name, is_private, standby_folder
 

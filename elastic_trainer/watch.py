@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.plain import plain
+from elastic_trainer.edge.plain import plain
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.schema import UNREADABLE
 from elastic_trainer.segments import Reader

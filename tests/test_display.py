@@ -17,9 +17,9 @@ from test_verify import eventful
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.poll import printable
 from elastic_trainer.driver import MendedDriver
+from elastic_trainer.edge.plain import plain, plain_output, plain_text
 from elastic_trainer.events import Events
 from elastic_trainer.membership import End
-from elastic_trainer.plain import plain, plain_output, plain_text
 from elastic_trainer.report import print_hosts, print_summary, summarize
 from elastic_trainer.watch import Picture, Watch, fold, panel, plain_line
 
@@ -135,7 +135,8 @@ def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[st
 
 def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -> None:
     """Another process of the user's may have written into output.log."""
-    code = ("import sys; from elastic_trainer.plain import plain_output; from elastic_trainer.__main__ import last_words; "
+    code = ("import sys; from elastic_trainer.edge.plain import plain_output; "
+            "from elastic_trainer.__main__ import last_words; "
             "from pathlib import Path; print(*map(plain_output, last_words(Path(sys.argv[1]))))")
     log = tmp_path / "output.log"
     log.write_bytes(b"[a]<stdout>: x\x1b[2J\x1b]0;title\x07y\n")
