@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""The SHA-256 and the licence of what deploy/install.sh takes from a package index: hashes.txt, licences.txt.
+"""The SHA-256 and the licence of what deploy/install.sh takes from a package index: hashes.txt,
+licences.txt.
 
     python deploy/hashes.py renew             write both anew, after a change of constraints.txt
     python deploy/hashes.py pins NAME…        print these of constraints.txt, with their hashes
     python deploy/hashes.py plan PLAN.json [as-said]
-                                              print what `pip install --report` would install, with hashes
+                                              print what `pip install --report` would install, with
+                                              hashes
 
 constraints.txt → here → hashes.txt → here → install.sh (`pip install --require-hashes`)
 
@@ -16,8 +18,8 @@ What always holds:
 3. A file from the network that is not listed is refused, with one exception: a torch that was built
    for one processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know.
    For it, and for what it brings (`as-said`), the hash that its index says is taken.
-4. A file that lies on this machine (file:, as pip's own settings name it) is taken as it is: whoever
-   can write there and set pip up is this machine's owner.
+4. A file that lies on this machine (file:, as pip's own settings name it) is taken as it is:
+   whoever can write there and set pip up is this machine's owner.
 5. What is taken by 3's exception or by 4 without being listed is said.
 
 renew asks the index that pip is configured for, and downloads metadata alone.
@@ -100,7 +102,9 @@ def _pin(name: str, version: str) -> str:
 # ---- deciding ----
 
 
-def requirements(wanted: Iterable[Wanted], hashes: dict[str, list[str]], as_said: bool = False) -> list[str]:
+def requirements(wanted: Iterable[Wanted],
+                 hashes: dict[str, list[str]],
+                 as_said: bool = False) -> list[str]:
     """Return lines for `pip install --require-hashes`.
 
     as_said: a torch of another index brings these. Raises SystemExit with what is not listed.
@@ -116,11 +120,14 @@ def requirements(wanted: Iterable[Wanted], hashes: dict[str, list[str]], as_said
         if not known:
             refused.append(pin)
     if refused:
-        raise SystemExit(f"deploy/hashes.txt has no hash of {', '.join(refused)}. Name the version in "
-                         f"deploy/constraints.txt, and run deploy/hashes.py renew.")
+        raise SystemExit(
+            f"deploy/hashes.txt has no hash of {', '.join(refused)}. Name the version in "
+            f"deploy/constraints.txt, and run deploy/hashes.py renew.")
     if told:
-        print(f"install: deploy/hashes.txt has no hash of {', '.join(told)}. Its index is trusted for it.",
-              file=sys.stderr)
+        print(
+            f"install: deploy/hashes.txt has no hash of {', '.join(told)}. Its index is trusted "
+            f"for it.",
+            file=sys.stderr)
     return lines
 
 
@@ -137,8 +144,13 @@ def planned(report: Mapping[str, Any]) -> Iterator[Wanted]:
 def licence(metadata: Mapping[str, Any]) -> str:
     """Return what a package's metadata, as JSON, says of its licence; "" for nothing."""
     field = str(metadata.get("license") or "").replace(SAYS_NOTHING, "")
-    names = [line.split(" :: ")[-1] for line in metadata.get("classifier", []) if line.startswith("License :: ")]
-    return str(metadata.get("license_expression") or (field if len(field) < SHORT else "") or ", ".join(names))
+    names = [
+        line.split(" :: ")[-1] for line in metadata.get("classifier", [])
+        if line.startswith("License :: ")
+    ]
+    return str(
+        metadata.get("license_expression") or (field if len(field) < SHORT else "")
+        or ", ".join(names))
 
 
 # ---- renewing ----
@@ -146,23 +158,30 @@ def licence(metadata: Mapping[str, Any]) -> str:
 
 def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]]:
     """Return what pip would install of these; tells of which there is no wheel."""
-    tags = [*(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
-            "manylinux1"]
+    tags = [
+        *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
+        "manylinux1"
+    ]
     while True:
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--dry-run",
-             "--ignore-installed", "--no-deps", "--only-binary=:all:", "--target=nowhere",
-             "--implementation=cp", f"--python-version={python}",
-             *(f"--platform={tag}_{processor}" for tag in tags), "--report=-",
-             *(pin.replace("==", "===") for pin in pins)],  # 2.13.0+cpu is ==2.13.0, and may lie here
-            capture_output=True, text=True)
+            [
+                sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install",
+                "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:",
+                "--target=nowhere", "--implementation=cp", f"--python-version={python}",
+                *(f"--platform={tag}_{processor}"
+                  for tag in tags), "--report=-", *(pin.replace("==", "===") for pin in pins)
+            ],  # 2.13.0+cpu is ==2.13.0, and may lie here
+            capture_output=True,
+            text=True)
         if done.returncode == 0:
             return list(json.loads(done.stdout)["install"])
-        lacking = re.findall(r"No matching distribution found for (\S+)", done.stderr.replace("===", "=="))
+        lacking = re.findall(r"No matching distribution found for (\S+)",
+                             done.stderr.replace("===", "=="))
         if not lacking:
             raise SystemExit(done.stderr)
         pins = [pin for pin in pins if pin not in lacking]
-        print(f"no wheel of {', '.join(lacking)} for Python {python} on {processor}", file=sys.stderr)
+        print(f"no wheel of {', '.join(lacking)} for Python {python} on {processor}",
+              file=sys.stderr)
 
 
 def kept(old: str, text: str) -> dict[str, str]:
@@ -187,11 +206,14 @@ def renew() -> None:
         for processor in PROCESSORS:
             for item in offered(pins, python, processor):
                 info, metadata = item["download_info"], item["metadata"]
-                found[unquote(info["url"].rpartition("/")[2])] = info["archive_info"]["hashes"]["sha256"]
-                licences[_pin(metadata["name"], metadata["version"].partition("+")[0])] = licence(metadata)
+                found[unquote(
+                    info["url"].rpartition("/")[2])] = info["archive_info"]["hashes"]["sha256"]
+                licences[_pin(metadata["name"],
+                              metadata["version"].partition("+")[0])] = licence(metadata)
     lines = sorted((name.lower(), f"{digest}  {name}\n") for name, digest in found.items())
     HASHES.write_text("".join(line for _, line in lines))
-    LICENCES.write_text("".join(f"{pin}  {said or 'says none'}\n" for pin, said in sorted(licences.items())))
+    LICENCES.write_text("".join(f"{pin}  {said or 'says none'}\n"
+                                for pin, said in sorted(licences.items())))
 
 
 def main() -> None:

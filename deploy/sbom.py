@@ -8,9 +8,9 @@ dpkg, /usr/share/doc/*/copyright, Python's packages → here → sbom.cdx.json i
 What always holds:
 1. Each installed package of Debian's or Ubuntu's and each Python package is one component, with its
    version, its purl and the licences that it says. The same machine gives the same bytes.
-2. What packages contain of others' is not listed, and the document says so (`compositions`): torch's
-   wheel brings MKL and OpenMP, Horovod's source gloo. A base image's own files outside dpkg are
-   listed only if they are Python.
+2. What packages contain of others' is not listed, and the document says so (`compositions`):
+   torch's wheel brings MKL and OpenMP, Horovod's source gloo. A base image's own files outside dpkg
+   are listed only if they are Python.
 
 Source: cyclonedx.org/docs/1.6/json; purl types deb and pypi: github.com/package-url/purl-spec.
 """
@@ -33,7 +33,8 @@ OURS = "elastic-trainer"
 FIELDS = ("${db:Status-Abbrev}", "${Package}", "${Version}", "${Architecture}")
 
 
-def component(kind: str, name: str, version: str, purl: str, licences: list[dict[str, Any]]) -> dict[str, Any]:
+def component(kind: str, name: str, version: str, purl: str,
+              licences: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a component; the purl is its name within the document."""
     known = {"licenses": licences} if licences else {}
     return {"type": kind, "bom-ref": purl, "name": name, "version": version, "purl": purl} | known
@@ -54,19 +55,24 @@ def of_python() -> Iterator[dict[str, Any]]:
     for found in importlib.metadata.distributions():
         said = found.metadata.json
         text = licence(said)
-        as_said = {"expression": text} if said.get("license_expression") else {"license": {"name": text}}
+        as_said = {"expression": text
+                   } if said.get("license_expression") else {"license": {"name": text}}
         name = normal(str(said["name"]))
         purl = of_pypi(name, found.version)
         one = component("library", name, found.version, purl, [as_said] if text else [])
         if name in BUILT_FROM_SOURCE:
-            one["pedigree"] = {"notes": "Built from source with the patches in elastic_trainer/setup/patches."}
+            one["pedigree"] = {
+                "notes": "Built from source with the patches in elastic_trainer/setup/patches."
+            }
         yield one
 
 
 def of_dpkg(system: dict[str, str], doc: Path = Path("/usr/share/doc")) -> Iterator[dict[str, Any]]:
     """Yield the packages that dpkg has installed."""
-    listed = subprocess.run(["dpkg-query", "--show", f"--showformat={' '.join(FIELDS)}\n"], capture_output=True,
-                            text=True, check=True)
+    listed = subprocess.run(["dpkg-query", "--show", f"--showformat={' '.join(FIELDS)}\n"],
+                            capture_output=True,
+                            text=True,
+                            check=True)
     for line in listed.stdout.splitlines():
         status, *rest = line.split()
         if status != "ii":
@@ -81,7 +87,8 @@ def of_dpkg(system: dict[str, str], doc: Path = Path("/usr/share/doc")) -> Itera
 def licences_of(file: Path) -> list[str]:
     """Return the licences that a copyright file names, if it is one that machines can read."""
     text = file.read_text(errors="replace") if file.exists() else ""
-    return sorted(set(re.findall(r"^License: *(\S.*?) *$", text, re.M))) if text.startswith("Format:") else []
+    return sorted(set(re.findall(r"^License: *(\S.*?) *$", text,
+                                 re.M))) if text.startswith("Format:") else []
 
 
 def document() -> dict[str, Any]:
@@ -90,15 +97,18 @@ def document() -> dict[str, Any]:
     python = platform.python_version()
     found = {one["bom-ref"]: one for one in (*of_python(), *of_dpkg(system))}
     ours = of_pypi(OURS, importlib.metadata.version(OURS))
-    found["python"] = component("platform", platform.python_implementation(), python, f"pkg:generic/python@{python}",
-                                [{"expression": "PSF-2.0"}])
+    found["python"] = component("platform", platform.python_implementation(), python,
+                                f"pkg:generic/python@{python}", [{"expression": "PSF-2.0"}])
     subject = found.pop(ours) | {"type": "application"}
     return {
-        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
         "metadata": {"component": subject},
-        "components": [
-            {"type": "operating-system", "bom-ref": "system", "name": system["ID"], "version": system["VERSION_ID"]},
-            *sorted(found.values(), key=lambda one: str(one["bom-ref"]))],
+        "components": [{
+            "type": "operating-system", "bom-ref": "system", "name": system["ID"],
+            "version": system["VERSION_ID"]
+        }, *sorted(found.values(), key=lambda one: str(one["bom-ref"]))],
         "compositions": [{"aggregate": "incomplete", "assemblies": [ours]}],
     }
 

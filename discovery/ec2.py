@@ -4,9 +4,10 @@ EC2, Auto Scaling → here → hosts (the decision)
 
 What always holds:
 1. The answer is whole or it is CloudUnavailable: never some of the pages.
-2. What a filter should have left out is looked at again by `hosts.decide`: servers other than AWS's ignore filters.
-3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet does. While the group
-   lacks machines, one more asks why.
+2. What a filter should have left out is looked at again by `hosts.decide`: servers other than AWS's
+   ignore filters.
+3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet
+   does. While the group lacks machines, one more asks why.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ WISH = "Workers"
 """The group's tag with the wished number of machines (deploy/terraform/fleet/workers.tf)."""
 EMPTY = "empty-without-coordinator"
 """The scheduled action that empties a group."""
-CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2, read_timeout=5)
+CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3},
+                connect_timeout=2,
+                read_timeout=5)
 NO_ANSWER = (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeError, ValueError)
 FORBIDDEN = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
-MAY_NOT_ASK = ("The group lacks machines, and the coordinator may not ask why. Its role needs "
-               "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and look that no policy "
-               "of your organization denies it.")
+MAY_NOT_ASK = (
+    "The group lacks machines, and the coordinator may not ask why. Its role needs "
+    "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and look that "
+    "no policy "
+    "of your organization denies it.")
 HOST_NAMES = ("private-dns", "private-ip")
 
 
@@ -55,7 +60,8 @@ class Ec2:
             self._ec2 = session.client("ec2", config=CONFIG)
             self._scaling = session.client("autoscaling", config=CONFIG) if group else None
         except (BotoCoreError, ValueError) as error:
-            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+            raise CloudUnavailable(
+                f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
         self._gpus: dict[str, int] = {}
         self._vcpus: dict[str, int] = {}
         self._group: dict[str, Any] = {}
@@ -64,10 +70,15 @@ class Ec2:
     def instances(self) -> list[Instance]:
         """Return all instances that are not terminated. Raises CloudUnavailable."""
         try:
-            described = [i for page in self._pages("describe_instances", Filters=self._filters(), MaxResults=PAGE)
-                         for reservation in page["Reservations"] for i in reservation["Instances"]]
+            described = [
+                i for page in self._pages(
+                    "describe_instances", Filters=self._filters(), MaxResults=PAGE)
+                for reservation in page["Reservations"] for i in reservation["Instances"]
+            ]
             if self.group:
-                described = [i for i in described if _tags(i).get("aws:autoscaling:groupName") == self.group]
+                described = [
+                    i for i in described if _tags(i).get("aws:autoscaling:groupName") == self.group
+                ]
             described = [i for i in described if i["State"]["Name"] != "terminated"]
             status = self._status() if described else {}
             in_group = self._group_states()
@@ -77,8 +88,8 @@ class Ec2:
             raise CloudUnavailable(f"EC2 did not answer: {error!r}") from error
 
     def supply(self) -> Supply | None:
-        """Return how many machines the group had in the last answer, and why it gets no others. None: there is no group.
-        Raises CloudUnavailable.
+        """Return how many machines the group had in the last answer, and why it gets no others.
+        None: there is no group. Raises CloudUnavailable.
         """
         if self._scaling is None or not self._group:
             return None
@@ -87,11 +98,16 @@ class Ec2:
             return Supply(there=there, wanted=wanted)
         try:
             self.calls += 1
-            answer = self._scaling.describe_scaling_activities(AutoScalingGroupName=self.group, MaxRecords=100)
+            answer = self._scaling.describe_scaling_activities(AutoScalingGroupName=self.group,
+                                                               MaxRecords=100)
             types = _types(self._group)
             self._learn_types(set(types) - self._vcpus.keys())
-            asked = Asked(group=str(self.group), region=self._scaling.meta.region_name, there=there, wanted=wanted,
-                          vcpus={kind: self._vcpus[kind] for kind in types if kind in self._vcpus})
+            asked = Asked(group=str(self.group),
+                          region=self._scaling.meta.region_name,
+                          there=there,
+                          wanted=wanted,
+                          vcpus={kind: self._vcpus[kind]
+                                 for kind in types if kind in self._vcpus})
             refusal = refusal_of(map(_activity, answer["Activities"]), asked, time.time())
         except ClientError as error:
             if error.response["Error"]["Code"] not in FORBIDDEN:
@@ -101,37 +117,52 @@ class Ec2:
             raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
         return Supply(there=there, wanted=wanted, refusal=refusal)
 
-    def _instance(self, described: dict[str, Any], status: dict[str, Any], in_group: dict[str, str]) -> Instance:
+    def _instance(self, described: dict[str, Any], status: dict[str, Any],
+                  in_group: dict[str, str]) -> Instance:
         identity = described["InstanceId"]
         address = described.get("PrivateIpAddress", "")
-        name = address if self.host_name == "private-ip" else described.get("PrivateDnsName") or address
+        name = address if self.host_name == "private-ip" else described.get(
+            "PrivateDnsName") or address
         checks = [status.get(kind, {}).get("Status") for kind in ("InstanceStatus", "SystemStatus")]
         return Instance(
-            id=identity, name=name, type=described["InstanceType"],
+            id=identity,
+            name=name,
+            type=described["InstanceType"],
             zone=described.get("Placement", {}).get("AvailabilityZone", ""),
             launched=described["LaunchTime"].timestamp(),
             lifecycle="spot" if described.get("InstanceLifecycle") == "spot" else "on-demand",
             state=described["State"]["Name"],
             group_state=in_group.get(identity, "not in the group") if self.group else "",
             is_impaired="impaired" in checks,
-            events=tuple((event["Code"], _seconds_until(event.get("NotBefore"))) for event in status.get("Events", [])
+            events=tuple((event["Code"], _seconds_until(event.get("NotBefore")))
+                         for event in status.get("Events", [])
                          if not event.get("Description", "").startswith("[Completed]")),
             slots=(self._gpus[described["InstanceType"]] or self.cpu_slots) if name else 0)
 
     def _filters(self) -> list[dict[str, Any]]:
         wanted = [{"Name": f"tag:{name}", "Values": [value]} for name, value in self.tags.items()]
-        return [*wanted, {"Name": "instance-state-name", "Values": ["pending", "running", "shutting-down", "stopping"]}]
+        return [
+            *wanted, {
+                "Name": "instance-state-name",
+                "Values": ["pending", "running", "shutting-down", "stopping"]
+            }
+        ]
 
     def _status(self) -> dict[str, dict[str, Any]]:
-        """Return status checks and scheduled events by id, of running instances (asked without ids: fewer calls)."""
-        return {entry["InstanceId"]: entry
-                for page in self._pages("describe_instance_status", MaxResults=PAGE) for entry in page["InstanceStatuses"]}
+        """Return status checks and scheduled events by id, of running instances (asked without ids:
+        fewer calls)."""
+        return {
+            entry["InstanceId"]: entry
+            for page in self._pages("describe_instance_status", MaxResults=PAGE)
+            for entry in page["InstanceStatuses"]
+        }
 
     def _group_states(self) -> dict[str, str]:
         if self._scaling is None:
             return {}
         self.calls += 1
-        groups = self._scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self.group])["AutoScalingGroups"]
+        groups = self._scaling.describe_auto_scaling_groups(
+            AutoScalingGroupNames=[self.group])["AutoScalingGroups"]
         if not groups:
             raise CloudUnavailable(f"there is no auto scaling group {self.group}. Correct --group.")
         self._group = groups[0]
@@ -139,7 +170,8 @@ class Ec2:
 
     def _learn_types(self, new: set[str]) -> None:
         for start in range(0, len(new), 100):
-            for page in self._pages("describe_instance_types", InstanceTypes=sorted(new)[start : start + 100]):
+            for page in self._pages("describe_instance_types",
+                                    InstanceTypes=sorted(new)[start:start + 100]):
                 for entry in page["InstanceTypes"]:
                     gpus = entry.get("GpuInfo", {}).get("Gpus", [])
                     self._gpus[entry["InstanceType"]] = sum(int(gpu["Count"]) for gpu in gpus)
@@ -164,41 +196,53 @@ class AutoScalingGroup:
         try:
             self._scaling = boto3.session.Session().client("autoscaling", config=CONFIG)
         except (BotoCoreError, ValueError) as error:
-            raise CloudUnavailable(f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+            raise CloudUnavailable(
+                f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
 
     def read(self) -> Group:
         """Return what is wished and what is there. Raises CloudUnavailable."""
         try:
-            groups = self._scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self.name])["AutoScalingGroups"]
+            groups = self._scaling.describe_auto_scaling_groups(
+                AutoScalingGroupNames=[self.name])["AutoScalingGroups"]
             if not groups:
-                raise CloudUnavailable(f"there is no auto scaling group {self.name}. Correct --group.")
+                raise CloudUnavailable(
+                    f"there is no auto scaling group {self.name}. Correct --group.")
             actions = self._scaling.describe_scheduled_actions(
-                AutoScalingGroupName=self.name, ScheduledActionNames=[EMPTY])["ScheduledUpdateGroupActions"]
-            return Group(wish=int(_tags(groups[0])[WISH]), size=int(groups[0]["DesiredCapacity"]),
-                         is_armed=any(_seconds_until(action.get("StartTime")) > 0 for action in actions))
+                AutoScalingGroupName=self.name,
+                ScheduledActionNames=[EMPTY])["ScheduledUpdateGroupActions"]
+            return Group(wish=int(_tags(groups[0])[WISH]),
+                         size=int(groups[0]["DesiredCapacity"]),
+                         is_armed=any(
+                             _seconds_until(action.get("StartTime")) > 0 for action in actions))
         except NO_ANSWER as error:
             raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
 
     def empty_in(self, seconds: float) -> None:
-        """Have AWS empty the group then, in place of an earlier such order. Raises CloudUnavailable."""
+        """Have AWS empty the group then, in place of an earlier such order. Raises
+        CloudUnavailable."""
         at = datetime.fromtimestamp(time.time() + seconds, timezone.utc)
         try:
-            self._scaling.put_scheduled_update_group_action(
-                AutoScalingGroupName=self.name, ScheduledActionName=EMPTY, StartTime=at, DesiredCapacity=0)
+            self._scaling.put_scheduled_update_group_action(AutoScalingGroupName=self.name,
+                                                            ScheduledActionName=EMPTY,
+                                                            StartTime=at,
+                                                            DesiredCapacity=0)
         except NO_ANSWER as error:
-            raise CloudUnavailable(f"Auto Scaling did not take the order to empty {self.name}: {error!r}") from error
+            raise CloudUnavailable(
+                f"Auto Scaling did not take the order to empty {self.name}: {error!r}") from error
 
     def resize(self, size: int) -> None:
         """Ask for so many machines. Raises CloudUnavailable."""
         try:
             self._scaling.set_desired_capacity(AutoScalingGroupName=self.name, DesiredCapacity=size)
         except NO_ANSWER as error:
-            raise CloudUnavailable(f"Auto Scaling did not take the size {size} of {self.name}: {error!r}") from error
+            raise CloudUnavailable(
+                f"Auto Scaling did not take the size {size} of {self.name}: {error!r}") from error
 
 
 def _living(group: dict[str, Any]) -> int:
     """Return how many machines a group has, without those that leave it."""
-    return sum(not i["LifecycleState"].startswith(("Terminat", "Detach")) for i in group["Instances"])
+    return sum(not i["LifecycleState"].startswith(("Terminat", "Detach"))
+               for i in group["Instances"])
 
 
 def _types(group: dict[str, Any]) -> list[str]:
@@ -207,8 +251,10 @@ def _types(group: dict[str, Any]) -> list[str]:
 
 
 def _activity(described: dict[str, Any]) -> Activity:
-    return Activity(started=described["StartTime"].timestamp(), status=described["StatusCode"],
-                    description=described.get("Description", ""), says=described.get("StatusMessage", ""))
+    return Activity(started=described["StartTime"].timestamp(),
+                    status=described["StatusCode"],
+                    description=described.get("Description", ""),
+                    says=described.get("StatusMessage", ""))
 
 
 def _seconds_until(at: datetime | None) -> float:

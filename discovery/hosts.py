@@ -3,17 +3,19 @@
 instances (ec2), health (agent), notices, history, clock → here → hosts file (poll)
 
 What always holds:
-1. A host that was once under the cloud's notice never comes back: its incarnation is doomed until the cloud forgets its id.
-   One whose agent was only stopped comes back with the next agent.
-2. The oldest stable host comes first, since it becomes rank 0. Who came again within flap_window_s stands behind those
-   who did not, for as long as it stays.
-3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other enter together. They
-   wait only where somebody stays: the list is never empty for their sake.
-4. A host that comes and goes is held back, longer each time; also one that comes and goes in the cloud's answers.
-5. One odd answer empties nothing: a poll that loses more than half of the list without a notice must be said twice, of
-   each host that it loses.
-6. One fault of ours empties nothing: when most agents, and at least two, cannot be heard or have another clock than we,
-   it is our network or our clock. Their hosts keep their places until they are heard, or leave for another reason.
+1. A host that was once under the cloud's notice never comes back: its incarnation is doomed until
+   the cloud forgets its id. One whose agent was only stopped comes back with the next agent.
+2. The oldest stable host comes first, since it becomes rank 0. Who came again within flap_window_s
+   stands behind those who did not, for as long as it stays.
+3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other
+   enter together. They wait only where somebody stays: the list is never empty for their sake.
+4. A host that comes and goes is held back, longer each time; also one that comes and goes in the
+   cloud's answers.
+5. One odd answer empties nothing: a poll that loses more than half of the list without a notice
+   must be said twice, of each host that it loses.
+6. One fault of ours empties nothing: when most agents, and at least two, cannot be heard or have
+   another clock than we, it is our network or our clock. Their hosts keep their places until they
+   are heard, or leave for another reason.
 """
 
 from __future__ import annotations
@@ -50,10 +52,12 @@ class Instance:
     """"spot" or "on-demand"."""
     state: str = "running"
     group_state: str = ""
-    """The auto scaling group's word for it ("InService", "Terminating:Wait", …); "" outside any group."""
+    """The auto scaling group's word for it ("InService", "Terminating:Wait", …); "" outside any
+    group."""
     is_impaired: bool = False
     events: tuple[tuple[str, float], ...] = ()
-    """Scheduled events that are not completed: code ("instance-stop", …), and in how many seconds it may begin."""
+    """Scheduled events that are not completed: code ("instance-stop", …), and in how many seconds
+    it may begin."""
     slots: int = 1
 
 
@@ -94,7 +98,8 @@ class Policy:
     settle_s: float = 3.0
     settle_most_s: float = 15.0
     silence_s: float = 20.0
-    """A listed host whose agent has said nothing for so long, or nothing by the right time, leaves the list."""
+    """A listed host whose agent has said nothing for so long, or nothing by the right time, leaves
+    the list."""
     horizon_s: float = 900.0
     """So long before a scheduled event its host leaves; until then the event is only shown."""
     flaps: int = 3
@@ -117,7 +122,8 @@ class Past:
     stopped: str = ""
     """The life of its agent that was told to stop; "" if none was, or another one has begun."""
     sick: str = ""
-    """What its agent last found wrong with it; "" if nothing. A sick host may well fall silent, and is sick still."""
+    """What its agent last found wrong with it; "" if nothing. A sick host may well fall silent, and
+    is sick still."""
     is_listed: bool = False
     heard_at: float | None = None
     """When its agent last said something by the right time."""
@@ -142,7 +148,8 @@ class History:
     doubted: tuple[str, ...] = ()
     """Whose loss has been said once and was not believed."""
     unheard: int = 0
-    """How many hosts are listed although their agents are not heard, since they are too many; 0: we hear well."""
+    """How many hosts are listed although their agents are not heard, since they are too many; 0: we
+    hear well."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,8 @@ class Decision:
     history: History
 
 
-ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reboot", "system-maintenance")
+ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reboot",
+          "system-maintenance")
 MOST_DOUBLINGS = 16
 IN = "in"
 SICK = "sick: "
@@ -164,16 +172,19 @@ HELD = "held back"
 """Begins the reason of a host that comes and goes."""
 ARRIVING = "arriving: others may be about to"
 DOUBTED = "but so are most: asked again first"
-"""Ends the reason of a host that is still on the list although the cloud's last answer was without it."""
+"""Ends the reason of a host that is still on the list although the cloud's last answer was without
+it."""
 
 
-def decide(instances: Sequence[Instance], health: Mapping[str, Health], history: History, now: float,
-           policy: Policy) -> Decision:
-    """Decide who is on the list. `health` is by instance id; `now` is any clock that only goes forward, in seconds."""
+def decide(instances: Sequence[Instance], health: Mapping[str, Health], history: History,
+           now: float, policy: Policy) -> Decision:
+    """Decide who is on the list. `health` is by instance id; `now` is any clock that only goes
+    forward, in seconds."""
     past = {i.id: _listen(history.past.get(i.id, Past()), health.get(i.id), now) for i in instances}
     reasons = {i.id: _forbidden(i, past[i.id], policy) for i in instances}
     unheard = _unheard([past[i] for i, why in reasons.items() if not why], history, now, policy)
-    if history.unheard and not unheard:  # who is silent still gets some more time: we have only just begun to hear
+    # Who is silent still gets some more time: we have only just begun to hear.
+    if history.unheard and not unheard:
         past = {i: replace(p, heard_at=max(p.heard_at, now - policy.silence_s / 2))
                 if p.is_listed and p.heard_at is not None else p for i, p in past.items()}
     for identity, why in reasons.items():
@@ -189,18 +200,26 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
         for i in waiting:
             reasons[i] = ARRIVING
     listed = {i for i, why in reasons.items() if why == IN}
-    unexplained = [i for i, _, _ in history.listed if i not in listed and not (i in past and past[i].leaves)]
+    unexplained = [
+        i for i, _, _ in history.listed if i not in listed and not (i in past and past[i].leaves)
+    ]
     if 2 * len(unexplained) > len(history.listed) and not set(unexplained) <= set(history.doubted):
         leaving = {i: p for i, p in past.items() if p.leaves}
         kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
         stand = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
         stand |= {i: ARRIVING for i in listed - {entry[0] for entry in kept}}
-        return Decision(tuple((name, slots) for _, name, slots in kept), reasons | stand,
-                        History({**history.past, **leaving}, kept, doubted=tuple(sorted({*history.doubted, *unexplained})),
-                                unheard=unheard))
+        return Decision(
+            tuple((name, slots) for _, name, slots in kept), reasons | stand,
+            History({**history.past, **leaving},
+                    kept,
+                    doubted=tuple(sorted({*history.doubted, *unexplained})),
+                    unheard=unheard))
     past = {i: replace(p, is_listed=i in listed) for i, p in past.items()}
-    past |= {i: replace(p, is_listed=False, first_fit=None, first_unfit=None) for i, p in history.past.items()
-             if i not in past and now - p.seen_at <= policy.flap_window_s}
+    past |= {
+        i: replace(p, is_listed=False, first_fit=None, first_unfit=None)
+        for i, p in history.past.items()
+        if i not in past and now - p.seen_at <= policy.flap_window_s
+    }
     ordered = sorted((i for i in instances if i.id in listed),
                      key=lambda i: (len(past[i.id].arrivals) > 1, i.launched, i.id))
     return Decision(tuple((i.name, i.slots) for i in ordered), reasons,
@@ -246,16 +265,19 @@ def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
 
 
 def _unheard(fit: Sequence[Past], history: History, now: float, policy: Policy) -> int:
-    """Return how many listed hosts' agents are not heard, if they are too many to be the hosts' own fault; else 0."""
+    """Return how many listed hosts' agents are not heard, if they are too many to be the hosts' own
+    fault; else 0."""
     silent_s = [now - past.heard_at for past in fit if past.is_listed and past.heard_at is not None]
-    quiet_s = [s for s in silent_s if s > policy.silence_s / 2]  # the first one's time is up: the others' soon is
+    # The first one's time is up: the others' soon is.
+    quiet_s = [s for s in silent_s if s > policy.silence_s / 2]
     is_time_up = max(quiet_s, default=0.0) > policy.silence_s
     are_most = len(quiet_s) >= (1 if history.unheard else 2) and 2 * len(quiet_s) > len(silent_s)
     return len(quiet_s) if policy.agents and is_time_up and are_most else 0
 
 
 def _silent(says: Health | None, past: Past, now: float, policy: Policy) -> str:
-    """Return how long a host's agent has not been heard, or not by the right time; "" if it has been."""
+    """Return how long a host's agent has not been heard, or not by the right time; "" if it has
+    been."""
     if not policy.agents:
         return ""
     if past.heard_at is None:
@@ -268,7 +290,9 @@ def _silent(says: Health | None, past: Past, now: float, policy: Policy) -> str:
 def _settle(past: Past, why: str, now: float, policy: Policy) -> tuple[Past, str]:
     """Remember since when a host is fit or unfit; one that comes and goes is held back."""
     if why:
-        return replace(past, first_fit=None, first_unfit=now if past.first_unfit is None else past.first_unfit), why
+        return replace(past,
+                       first_fit=None,
+                       first_unfit=now if past.first_unfit is None else past.first_unfit), why
     if past.first_fit is None:
         arrivals = (*(t for t in past.arrivals if t > now - policy.flap_window_s), now)
         past = replace(past, first_fit=now, first_unfit=None, arrivals=arrivals)
@@ -280,10 +304,13 @@ def _settle(past: Past, why: str, now: float, policy: Policy) -> tuple[Past, str
     return past, IN
 
 
-def _keep_one_type(instances: Sequence[Instance], reasons: dict[str, str], past: Mapping[str, Past]) -> None:
-    """Leave only the largest group of one type; on a tie the one that works already, then the first name."""
+def _keep_one_type(instances: Sequence[Instance], reasons: dict[str, str],
+                   past: Mapping[str, Past]) -> None:
+    """Leave only the largest group of one type; on a tie the one that works already, then the first
+    name."""
     fit = [i for i in instances if reasons[i.id] == IN]
-    sizes, working = Counter(i.type for i in fit), Counter(i.type for i in fit if past[i.id].is_listed)
+    sizes, working = Counter(i.type for i in fit), Counter(i.type for i in fit
+                                                           if past[i.id].is_listed)
     if sizes:
         chosen = max(sorted(sizes), key=lambda name: (sizes[name], working[name]))
         for i in fit:

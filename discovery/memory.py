@@ -1,10 +1,12 @@
-"""What a poller hands on to the next one: it may be restarted at any moment, and the next one knows no less.
+"""What a poller hands on to the next one: it may be restarted at any moment, and the next one knows
+no less.
 
 poll → `hosts.memory`, beside the hosts file → here → the next poll
 
 What always holds:
 1. What is not whole, or of another form than this code's, is distrusted as a whole: ValueError.
-2. The time in which no poller ran does not count: no agent has been silent then, no host has stayed then.
+2. The time in which no poller ran does not count: no agent has been silent then, no host has stayed
+   then.
 """
 
 from __future__ import annotations
@@ -51,10 +53,16 @@ def recall(text: str, now: float) -> Memory:
     def later(at: float | None) -> float | None:
         return None if at is None else at + by
 
-    past = {identity: replace(p, first_fit=later(p.first_fit), first_unfit=later(p.first_unfit), heard_at=later(p.heard_at),
-                              held_until=p.held_until + by, seen_at=p.seen_at + by,
-                              arrivals=tuple(at + by for at in p.arrivals))
-            for identity, p in memory.history.past.items()}
+    past = {
+        identity: replace(p,
+                          first_fit=later(p.first_fit),
+                          first_unfit=later(p.first_unfit),
+                          heard_at=later(p.heard_at),
+                          held_until=p.held_until + by,
+                          seen_at=p.seen_at + by,
+                          arrivals=tuple(at + by for at in p.arrivals))
+        for identity, p in memory.history.past.items()
+    }
     told = replace(memory.told, told_at={code: at + by for code, at in memory.told.told_at.items()})
     return replace(memory, clock=now, history=replace(memory.history, past=past), told=told)
 
@@ -67,7 +75,8 @@ def _as(kind: Any, value: Any) -> Any:
             return kind(**{name: _as(hints[name], value[name]) for name in hints})
     if origin is types.UnionType:
         return None if value is None and type(None) in inner else _as(inner[0], value)
-    if origin is tuple and isinstance(value, list) and (inner[-1] is ... or len(inner) == len(value)):
+    if origin is tuple and isinstance(value, list) and (inner[-1] is ...
+                                                        or len(inner) == len(value)):
         return tuple(_as(inner[0 if inner[-1] is ... else n], item) for n, item in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return {name: _as(inner[1], item) for name, item in value.items()}

@@ -2,7 +2,8 @@
 
 http://169.254.169.254 → here → agent
 
-Paths and bodies: AWS's documentation of instance metadata, and aws-node-termination-handler 62a8761.
+Paths and bodies: AWS's documentation of instance metadata, and aws-node-termination-handler
+62a8761.
 """
 
 from __future__ import annotations
@@ -56,15 +57,18 @@ class Metadata:
         return self.get("events/recommendations/rebalance") is not None
 
     def get(self, path: str) -> str | None:
-        """Return a text below latest/meta-data; None when there is none. Raises MetadataUnavailable."""
+        """Return a text below latest/meta-data; None when there is none. Raises
+        MetadataUnavailable."""
         for _ in range(2):
             if not self._token:
-                status, self._token = self._ask("PUT", "/latest/api/token",
-                                                {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
+                status, self._token = self._ask(
+                    "PUT", "/latest/api/token",
+                    {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
                 if status != 200:
                     self._token = ""
                     raise MetadataUnavailable(f"{self._address} gave no token: {status}")
-            status, text = self._ask("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})
+            status, text = self._ask("GET", f"/latest/meta-data/{path}",
+                                     {"X-aws-ec2-metadata-token": self._token})
             if status == 200:
                 return text
             if status == 404:

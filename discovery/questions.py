@@ -84,7 +84,10 @@ class Agents:
         done, _ = wait(self._asking.values(), self.patience_s)
         answered = [identity for identity, question in self._asking.items() if question in done]
         answers = {identity: self._asking.pop(identity).result() for identity in answered}
-        return {identity: says for identity, says in answers.items() if says and identity in running}
+        return {
+            identity: says
+            for identity, says in answers.items() if says and identity in running
+        }
 
     def _ask_one(self, name: str) -> Health | None:
         try:

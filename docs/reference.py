@@ -35,43 +35,62 @@ python -m elastic_trainer.discovery poll --help
 
 def page() -> str:
     """Return the whole page."""
-    parts = [HEAD, *(section(name) for name in sorted(elastic_trainer.__all__, key=str.lower)), limits(), exit_codes()]
+    parts = [
+        HEAD, *(section(name) for name in sorted(elastic_trainer.__all__, key=str.lower)),
+        limits(),
+        exit_codes()
+    ]
     return "\n".join(parts)
 
 
 def section(name: str) -> str:
-    """Return the section of one public name: its signature, its docstring, and its methods or fields."""
+    """Return the section of one public name: its signature, its docstring, and its methods or
+    fields."""
     thing = getattr(elastic_trainer, name)
     lines = [f"## {name}", "", "```text", *signature(name, thing), "```", "", *paragraphs(thing)]
     if is_dataclass(thing):
-        lines += [f"- `{field.name}`: `{field.type}`{sentence_of(thing, field.name)}" for field in fields(thing)]
+        lines += [
+            f"- `{field.name}`: `{field.type}`{sentence_of(thing, field.name)}"
+            for field in fields(thing)
+        ]
         lines.append("")
     if inspect.isclass(thing):
         for method, function in public_methods(thing):
-            lines += [f"### {name}.{method}", "", "```text", *signature(f"{name}.{method}", function), "```", "",
-                      *paragraphs(function)]
+            lines += [
+                f"### {name}.{method}", "", "```text", *signature(f"{name}.{method}", function),
+                "```", "", *paragraphs(function)
+            ]
     return "\n".join(lines)
 
 
 def public_methods(thing: type) -> Iterator[tuple[str, object]]:
     """Yield a class's own methods and properties that have a docstring and no underscore."""
     for name, member in vars(thing).items():
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = member.fget if isinstance(member, property) else getattr(
+            member, "__func__", member)
         if not name.startswith("_") and inspect.isfunction(function) and inspect.getdoc(function):
             yield name, function
 
 
 def signature(name: str, thing: Any) -> list[str]:
-    """Return the lines of a signature as the source has it, one parameter a line where one line is too short."""
+    """Return the lines of a signature as the source has it, one parameter a line where one line is
+    too short."""
     if inspect.isclass(thing) and (issubclass(thing, BaseException) or is_dataclass(thing)):
-        return [f"class {name}" + (f"({thing.__base__.__name__})" if issubclass(thing, BaseException) else "")]
+        return [
+            f"class {name}" +
+            (f"({thing.__base__.__name__})" if issubclass(thing, BaseException) else "")
+        ]
     head = "class" if inspect.isclass(thing) else "def"
-    node = ast.parse(textwrap.dedent(inspect.getsource(thing.__init__ if inspect.isclass(thing) else thing))).body[0]
+    node = ast.parse(
+        textwrap.dedent(
+            inspect.getsource(thing.__init__ if inspect.isclass(thing) else thing))).body[0]
     assert isinstance(node, ast.FunctionDef), name
     given = parameters(node.args)
     returned = f" -> {ast.unparse(node.returns)}" if node.returns and head == "def" else ""
     whole = f"{head} {name}({', '.join(given)}){returned}"
-    return [whole] if len(whole) <= 100 else [f"{head} {name}(", *(f"    {one}," for one in given), f"){returned}"]
+    return [whole] if len(whole) <= 100 else [
+        f"{head} {name}(", *(f"    {one}," for one in given), f"){returned}"
+    ]
 
 
 def parameters(given: ast.arguments) -> list[str]:
@@ -95,7 +114,10 @@ def paragraphs(thing: object) -> list[str]:
     text = inspect.getdoc(thing) or ""
     found = []
     for block in text.split("\n\n"):
-        found += [*(block.splitlines() if block.startswith("    ") else textwrap.wrap(" ".join(block.split()), 98)), ""]
+        found += [
+            *(block.splitlines() if block.startswith("    ") else textwrap.wrap(
+                " ".join(block.split()), 98)), ""
+        ]
     return found
 
 
@@ -107,26 +129,39 @@ def sentence_of(thing: type, field: str) -> str:
 
 def sentences(thing: type) -> dict[str, str]:
     """Return the strings that stand under the fields of a class, by the field's name."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0].body  # type: ignore[attr-defined]
-    return {one.target.id: " ".join(after.value.value.split()) for one, after in zip(body, body[1:], strict=False)
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-            and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)}
+    body = ast.parse(textwrap.dedent(
+        inspect.getsource(thing))).body[0].body  # type: ignore[attr-defined]
+    return {
+        one.target.id: " ".join(after.value.value.split())
+        for one, after in zip(body, body[1:], strict=False)
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 def limits() -> str:
     """Return the table of the time limits."""
     said = sentences(config.Limits)
-    rows = [f"| `{field.name}` | {field.default:g} | {said[field.name]} |" for field in fields(config.Limits)]
-    return "\n".join(["## Limits", "", "`ELASTIC_TRAINER_LIMITS` sets time limits, in seconds, e.g.",
-                      "`ELASTIC_TRAINER_LIMITS=boot_s=600,silence_s=20`.", "",
-                      "| Name | Default | Meaning |", "|---|---|---|", *rows, ""])
+    rows = [
+        f"| `{field.name}` | {field.default:g} | {said[field.name]} |"
+        for field in fields(config.Limits)
+    ]
+    return "\n".join([
+        "## Limits", "", "`ELASTIC_TRAINER_LIMITS` sets time limits, in seconds, e.g.",
+        "`ELASTIC_TRAINER_LIMITS=boot_s=600,silence_s=20`.", "", "| Name | Default | Meaning |",
+        "|---|---|---|", *rows, ""
+    ])
 
 
 def exit_codes() -> str:
     """Return the table of the exit codes, as config.py names them."""
-    named = sorted((value, name) for name, value in vars(config).items() if name.startswith("EXIT_"))
-    return "\n".join(["## Exit codes", "", "[Troubleshooting](troubleshooting.md#exit-codes) says what to do.", "",
-                      "| Code | Name |", "|---|---|", *(f"| {value} | `{name}` |" for value, name in named), ""])
+    named = sorted(
+        (value, name) for name, value in vars(config).items() if name.startswith("EXIT_"))
+    return "\n".join([
+        "## Exit codes", "", "[Troubleshooting](troubleshooting.md#exit-codes) says what to do.",
+        "", "| Code | Name |", "|---|---|", *(f"| {value} | `{name}` |" for value, name in named),
+        ""
+    ])
 
 
 if __name__ == "__main__":

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.training.worker import local_rank as local_rank
 
-_WHERE = {"ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
-          "cosine": "schedule", "local_rank": "training.worker", "train": "training.train", "Trainer": "training.trainer"}
+_WHERE = {
+    "ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.job",
+    "constant": "schedule", "cosine": "schedule", "local_rank": "training.worker",
+    "train": "training.train", "Trainer": "training.trainer"
+}
 __all__ = list(_WHERE)
 
 

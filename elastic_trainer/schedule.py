@@ -1,25 +1,30 @@
 """Say what happens at a step: which samples, in which shards, with which seed and learning rate.
 
-Where it stands: config → here → loop (what to compute), world (what the vote must total), verify (what was).
+Where it stands: config → here → loop (what to compute), world (what the vote must total), verify
+(what was).
 
 What always holds:
-1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be saved.
-2. The fleet is no input of a batch, shard, seed or learning rate. It only decides who owns which shard.
-3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what is left;
-   with `drop_last` it is not trained, and each epoch leaves out other samples.
-4. Memory is O(1) in the dataset and O(shard) in the answer; the end of an epoch costs what its start does.
-5. The same bits everywhere: permutation, seeds and digests use only integer operations on 64 bits. A change
-   to one of them breaks every run that has a checkpoint, so the tests pin literal values.
+1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
+   saved.
+2. The fleet is no input of a batch, shard, seed or learning rate. It only decides who owns which
+   shard.
+3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what
+   is left; with `drop_last` it is not trained, and each epoch leaves out other samples.
+4. Memory is O(1) in the dataset and O(shard) in the answer; the end of an epoch costs what its
+   start does.
+5. The same bits everywhere: permutation, seeds and digests use only integer operations on 64 bits.
+   A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
 
 What it does not do: read data, know a rank's history, balance shards of unequal cost.
 
-Dear to undo: the permutation is a Feistel network on the rectangle that just covers range(size), its sides
-both about sqrt(size), and not on the next power of four. The rectangle exceeds `size` by less than a row, so
-almost nothing has to walk the cycle again; on the power, up to 3/4 of all positions would, over and over.
-What would change our mind: a test of randomness that it fails and a true shuffle passes.
+Dear to undo: the permutation is a Feistel network on the rectangle that just covers range(size),
+its sides both about sqrt(size), and not on the next power of four. The rectangle exceeds `size` by
+less than a row, so almost nothing has to walk the cycle again; on the power, up to 3/4 of all
+positions would, over and over. What would change our mind: a test of randomness that it fails and a
+true shuffle passes.
 
-Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), generalized Feistel and cycle
-walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the constants of the mix.
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), generalized Feistel and
+cycle walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the constants of the mix.
 """
 
 from __future__ import annotations
@@ -33,10 +38,12 @@ import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
 
-MAX_GLOBAL_BATCH = 2**22  # so that the digest of a batch, a sum of 40-bit numbers, fits the vote's int64
+# So that the digest of a batch, a sum of 40-bit numbers, fits the vote's int64.
+MAX_GLOBAL_BATCH = 2**22
 MAX_DATASET_SIZE = 2**48  # the rounds' 40-bit draws stay even to 2^-16 over sqrt(2^48) rows
 
-_SMALL = 2**12  # below, a round draws from few values, and up to size 12 chi-square still sees 6 of them
+# Below, a round draws from few values, and up to size 12 chi-square still sees 6 of them.
+_SMALL = 2**12
 _ROUNDS_SMALL, _ROUNDS = 12, 6
 _MASK = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -48,7 +55,8 @@ _Words = npt.NDArray[np.uint64]
 
 
 def _u64(value: int) -> _Words:
-    return np.array(value, dtype=np.uint64)  # 0 dimensions: cheaper beside a short array than a scalar
+    # 0 dimensions: cheaper beside a short array than a scalar.
+    return np.array(value, dtype=np.uint64)
 
 
 _GOLDEN_U64, _MIX_1_U64, _MIX_2_U64 = _u64(_GOLDEN), _u64(_MIX_1), _u64(_MIX_2)
@@ -62,9 +70,11 @@ class Schedule:
     global_batch: int
     """Samples per step, over all workers together. The same for every world size."""
     shards: int
-    """Parts of the global batch. A worker computes whole shards, so this is the largest useful world size."""
+    """Parts of the global batch. A worker computes whole shards, so this is the largest useful
+    world size."""
     epochs: int | None = None
-    """Passes over the dataset; None: as many as `max_steps` needs, or one where that is None too."""
+    """Passes over the dataset; None: as many as `max_steps` needs, or one where that is None
+    too."""
     seed: int
     """Root of the permutations and of the shards' random seeds."""
     max_steps: int | None = None
@@ -72,7 +82,8 @@ class Schedule:
     drop_last: bool = False
     """Leave out the samples at the end of each epoch that are too few for a whole batch."""
     min_shard_samples: int = 1
-    """Samples that each shard of an epoch's short last batch gets at least: fewer shards then have samples."""
+    """Samples that each shard of an epoch's short last batch gets at least: fewer shards then have
+    samples."""
 
     def __post_init__(self) -> None:
         for key in ("dataset_size", "global_batch", "shards"):
@@ -82,28 +93,33 @@ class Schedule:
             if getattr(self, key) is not None:
                 _require_whole(key, getattr(self, key), 1)
         if self.dataset_size > MAX_DATASET_SIZE:
-            raise ConfigError(f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
+            raise ConfigError(
+                f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
         if self.global_batch > MAX_GLOBAL_BATCH:
-            raise ConfigError(f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
+            raise ConfigError(
+                f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
         if self.shards > self.global_batch:
             raise ConfigError(
-                f"shards is {self.shards}, more than global_batch {self.global_batch}, so some would be "
-                f"empty at every step. Use at most {self.global_batch} shards."
-            )
+                f"shards is {self.shards}, more than global_batch {self.global_batch}, so some "
+                f"would be "
+                f"empty at every step. Use at most {self.global_batch} shards.")
         _require_whole("min_shard_samples", self.min_shard_samples, 1)
         if self.min_shard_samples > self.global_batch // self.shards:
             raise ConfigError(
-                f"min_shard_samples is {self.min_shard_samples}, but global_batch {self.global_batch} in "
-                f"{self.shards} shards gives some of them {self.global_batch // self.shards}. Use at most that, "
-                f"or fewer shards."
-            )
+                f"min_shard_samples is {self.min_shard_samples}, but global_batch "
+                f"{self.global_batch} in "
+                f"{self.shards} shards gives some of them {self.global_batch // self.shards}. Use "
+                f"at most that, "
+                f"or fewer shards.")
         if self.drop_last and self.dataset_size < self.global_batch:
             raise ConfigError(
                 f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
-                f"{self.global_batch}, so no step would be left. Use a global_batch of at most {self.dataset_size}."
+                f"{self.global_batch}, so no step would be left. Use a global_batch of at most "
+                f"{self.dataset_size}."
             )
         if self.seed > _MASK:
-            raise ConfigError(f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
+            raise ConfigError(
+                f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -117,14 +133,19 @@ class Schedule:
 
     @property
     def merges(self) -> bool:
-        """True if `min_shard_samples` gives the short last batch fewer shards than it would have without it."""
+        """True if `min_shard_samples` gives the short last batch fewer shards than it would have
+        without it."""
         left = self.dataset_size % self.global_batch
         return not self.drop_last and 0 < left and self._parts(left) < min(self.shards, left)
 
     @property
     def smallest_shard(self) -> int:
-        """Count the samples of the smallest shard of all steps (one without samples is not computed)."""
-        sizes = [len(self._batch_positions(step)) for step in (0, self.steps_per_epoch - 1) if step < self.steps]
+        """Count the samples of the smallest shard of all steps (one without samples is not
+        computed)."""
+        sizes = [
+            len(self._batch_positions(step)) for step in (0, self.steps_per_epoch - 1)
+            if step < self.steps
+        ]
         return min(size // self._parts(size) for size in sizes)
 
     @property
@@ -145,13 +166,14 @@ class Schedule:
     def shard_positions(self, step: int, shard: int) -> range:
         """Return the shard's positions in its epoch's order: the batch, split as evenly as it goes.
 
-        A short batch has fewer parts than shards where the parts would be too small. The shards that get one are
-        spread over all, so that all workers get some.
+        A short batch has fewer parts than shards where the parts would be too small. The shards
+        that get one are spread over all, so that all workers get some.
         """
         assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
         batch = self._batch_positions(step)
         parts = self._parts(len(batch))
-        first, end = (edge * parts // self.shards for edge in (shard, shard + 1))  # one part, or none
+        # One part, or none.
+        first, end = (edge * parts // self.shards for edge in (shard, shard + 1))
         return batch[first * len(batch) // parts : end * len(batch) // parts]
 
     def first_shard(self, step: int) -> int:
@@ -159,7 +181,8 @@ class Schedule:
         return next(shard for shard in range(self.shards) if self.shard_positions(step, shard))
 
     def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
-        """Return the shard's dataset indices, shape (samples,). May be empty in a short last batch."""
+        """Return the shard's dataset indices, shape (samples,). May be empty in a short last
+        batch."""
         return self._samples(step, self.shard_positions(step, shard))
 
     def shard_weight(self, step: int, shard: int) -> float:
@@ -167,31 +190,40 @@ class Schedule:
         return len(self.shard_positions(step, shard)) / self.batch_size(step)
 
     def shard_seed(self, step: int, shard: int) -> int:
-        """Return 63 bits for the random generators (dropout, augmentation) of one shard of one step."""
+        """Return 63 bits for the random generators (dropout, augmentation) of one shard of one
+        step."""
         return _mix(_SHARD_SEED, self.seed, step, shard) >> 1
 
     def batch_digest(self, step: int) -> int:
-        """Return what the shards' digests must total when every sample of the step counted exactly once."""
+        """Return what the shards' digests must total when every sample of the step counted exactly
+        once."""
         return samples_digest(self._samples(step, self._batch_positions(step)))
 
     def batch_digests(self, steps: range) -> list[int]:
-        """Return the same of consecutive steps of one epoch, which takes a few microseconds each."""
+        """Return the same of consecutive steps of one epoch, which takes a few microseconds
+        each."""
         assert self.epoch(steps[0]) == self.epoch(steps[-1]), f"steps {steps} are of two epochs"
-        positions = range(self._batch_positions(steps[0]).start, self._batch_positions(steps[-1]).stop)
+        positions = range(
+            self._batch_positions(steps[0]).start,
+            self._batch_positions(steps[-1]).stop)
         mixed = _mixed_samples(self._samples(steps[0], positions))
-        digests: list[int] = np.add.reduceat(mixed, np.arange(0, len(positions), self.global_batch)).tolist()
+        digests: list[int] = np.add.reduceat(mixed, np.arange(0, len(positions),
+                                                              self.global_batch)).tolist()
         return digests
 
     def dropped_digest(self, epoch: int) -> int:
         """Return the digest of the samples that an epoch leaves out."""
         end = self.dataset_size
-        return samples_digest(self._samples(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
+        return samples_digest(
+            self._samples(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
 
     def _parts(self, samples: int) -> int:
-        """Return into how many shards a batch of so many samples is cut, none of them larger than in a full batch.
+        """Return into how many shards a batch of so many samples is cut, none of them larger than
+        in a full batch.
 
-        The largest number that leaves no shard under `min_shard_samples`. Where no number does (one sample is
-        left), the sizes of a full batch's shards decide: a larger shard may not fit the memory.
+        The largest number that leaves no shard under `min_shard_samples`. Where no number does (one
+        sample is left), the sizes of a full batch's shards decide: a larger shard may not fit the
+        memory.
         """
         largest = -(-self.global_batch // self.shards)
         return max(min(self.shards, samples // self.min_shard_samples), -(-samples // largest))
@@ -203,11 +235,13 @@ class Schedule:
 
     def _samples(self, step: int, positions: range) -> npt.NDArray[np.int64]:
         key = _mix(_EPOCH_KEY, self.seed, self.epoch(step))
-        return permute(np.arange(positions.start, positions.stop, dtype=np.int64), self.dataset_size, key)
+        return permute(np.arange(positions.start, positions.stop, dtype=np.int64),
+                       self.dataset_size, key)
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """Map positions, shape (n,), to their places in the permutation of range(size) that a 64-bit key names.
+    """Map positions, shape (n,), to their places in the permutation of range(size) that a 64-bit
+    key names.
 
     Memory is O(n), whatever the size.
     """
@@ -225,9 +259,11 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
 
 
 def samples_digest(samples: npt.NDArray[np.int64]) -> int:
-    """Return a number that tells this multiset of samples from others: the sum of 40 well mixed bits of each.
+    """Return a number that tells this multiset of samples from others: the sum of 40 well mixed
+    bits of each.
 
-    Order does not matter, and the digests of parts add up to that of the whole, so allreduce can total them.
+    Order does not matter, and the digests of parts add up to that of the whole, so allreduce can
+    total them.
     """
     assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
     return int(_mixed_samples(samples).sum(dtype=np.uint64))
@@ -247,7 +283,8 @@ def _mixed_samples(samples: npt.NDArray[np.int64]) -> _Words:
 
 
 def owned_shards(rank: int, size: int, shards: int) -> range:
-    """Return the shards of one rank: neighbours, ceil(shards / size) each, the last ranks fewer or none."""
+    """Return the shards of one rank: neighbours, ceil(shards / size) each, the last ranks fewer or
+    none."""
     assert 0 <= rank < size, f"rank {rank} of {size}"
     each = -(-shards // size)
     return range(min(rank * each, shards), min((rank + 1) * each, shards))
@@ -261,15 +298,17 @@ def owner_of(shard: int, size: int, shards: int) -> int:
 def aligned_subtrees(owned: range, shards: int) -> list[range]:
     """Cut `owned` into the fewest nodes of the fixed binary tree over range(shards), left to right.
 
-    A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two, without
-    the leaves that are missing.
+    A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two,
+    without the leaves that are missing.
     """
-    assert not owned or (owned.step == 1 and 0 <= owned.start and owned.stop <= shards), f"{owned}, {shards}"
+    assert not owned or (owned.step == 1 and 0 <= owned.start
+                         and owned.stop <= shards), f"{owned}, {shards}"
     nodes: list[range] = []
     start = owned.start
     while start < owned.stop:
         width = 1
-        while start % (2 * width) == 0 and width < shards and min(start + 2 * width, shards) <= owned.stop:
+        while start % (2 * width) == 0 and width < shards and min(start + 2 * width,
+                                                                  shards) <= owned.stop:
             width *= 2
         nodes.append(range(start, min(start + width, shards)))
         start = nodes[-1].stop
@@ -281,14 +320,20 @@ def constant() -> Callable[[int], float]:
     return lambda step: 1.0
 
 
-def linear_decay(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Return the multiplier that rises linearly to 1, then falls linearly to `floor` at `total_steps`."""
+def linear_decay(*,
+                 warmup_steps: int,
+                 total_steps: int,
+                 floor: float = 0.0) -> Callable[[int], float]:
+    """Return the multiplier that rises linearly to 1, then falls linearly to `floor` at
+    `total_steps`."""
     return _warmed_up(lambda fallen: 1.0 - fallen, warmup_steps, total_steps, floor)
 
 
 def cosine(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Return the multiplier that rises linearly to 1, then falls as a cosine to `floor` at `total_steps`."""
-    return _warmed_up(lambda fallen: (1.0 + math.cos(math.pi * fallen)) / 2, warmup_steps, total_steps, floor)
+    """Return the multiplier that rises linearly to 1, then falls as a cosine to `floor` at
+    `total_steps`."""
+    return _warmed_up(lambda fallen: (1.0 + math.cos(math.pi * fallen)) / 2, warmup_steps,
+                      total_steps, floor)
 
 
 def _warmed_up(
@@ -298,11 +343,12 @@ def _warmed_up(
     _require_whole("total_steps", total_steps, 1)
     if warmup_steps >= total_steps:
         raise ConfigError(
-            f"warmup_steps is {warmup_steps}, so the learning rate would never fall in {total_steps} steps. "
-            f"Use at most {total_steps - 1}."
-        )
+            f"warmup_steps is {warmup_steps}, so the learning rate would never fall in "
+            f"{total_steps} steps. "
+            f"Use at most {total_steps - 1}.")
     if not 0.0 <= floor <= 1.0:
-        raise ConfigError(f"floor is {floor}, but it is a part of the base learning rate. Use 0 to 1.")
+        raise ConfigError(
+            f"floor is {floor}, but it is a part of the base learning rate. Use 0 to 1.")
 
     def multiplier(step: int) -> float:
         if step < warmup_steps:
@@ -313,7 +359,8 @@ def _warmed_up(
     return multiplier
 
 
-def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words, round_keys: list[_Words]) -> _Words:
+def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words,
+                       round_keys: list[_Words]) -> _Words:
     row, column = np.divmod(places, columns)
     for i, round_key in enumerate(round_keys):
         if i % 2 == 0:

@@ -1,15 +1,19 @@
-"""What modules keep beside parameters and buffers: get_extra_state and set_extra_state (FP8 scales and the like).
+"""What modules keep beside parameters and buffers: get_extra_state and set_extra_state (FP8 scales
+and the like).
 
-module → here → values (checkpoint, newcomer); a step's begin → each shard's begin; the first shard's end → all workers
+module → here → values (checkpoint, newcomer); a step's begin → each shard's begin; the first
+shard's end → all workers
 
 What always holds:
-1. Extra state has no arithmetic of its own, so no mean over shards exists, as buffers have one. Each
-   shard begins with the values of the step's begin, and the step leaves the values that its first
-   shard has left. One worker with one shard is plain PyTorch; every world has the same values.
+1. Extra state has no arithmetic of its own, so no mean over shards exists, as buffers have one.
+   Each shard begins with the values of the step's begin, and the step leaves the values that its
+   first shard has left. One worker with one shard is plain PyTorch; every world has the same
+   values.
 2. All workers hold these values before the vote, so whoever rolls the step forward has them too.
 3. A model without such modules pays nothing.
 
-Source: torch 2.13, nn/modules/module.py, `_save_to_state_dict`: extra state is what a class overrides.
+Source: torch 2.13, nn/modules/module.py, `_save_to_state_dict`: extra state is what a class
+overrides.
 """
 
 from __future__ import annotations
@@ -29,12 +33,16 @@ SUFFIX = "_extra_state"
 
 
 class ExtraState:
-    """The extra state of one model's modules, named as in `state_dict()` (names.py: of the model before torch.compile)."""
+    """The extra state of one model's modules, named as in `state_dict()` (names.py: of the model
+    before torch.compile)."""
 
     def __init__(self, model: torch.nn.Module):
         bare = torch.nn.Module
-        self.modules = {plain(f"{name}.{SUFFIX}".removeprefix(".")): module for name, module in model.named_modules()
-                        if type(module).get_extra_state is not bare.get_extra_state}
+        self.modules = {
+            plain(f"{name}.{SUFFIX}".removeprefix(".")): module
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not bare.get_extra_state
+        }
         self.lacking = [name for name, module in self.modules.items()
                         if type(module).set_extra_state is bare.set_extra_state]
         """Those that could not be given their values back."""
@@ -50,7 +58,7 @@ class ExtraState:
         for name, module in self.modules.items():
             module.set_extra_state(as_built(module.get_extra_state(), _copied(values[name])))
 
-    # --- a step's life ------------------------------------------------------------------------------
+    # --- a step's life ----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Keep the values of the step's begin."""
@@ -69,7 +77,8 @@ class ExtraState:
             pack(self._after)
 
     def share(self, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the first shard has left; `from_first` sends the text of the worker that ran it.
+        """Give all workers what the first shard has left; `from_first` sends the text of the worker
+        that ran it.
 
         Network: one allgather of these values. There is no text if the shard has failed.
         """

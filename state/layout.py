@@ -1,6 +1,7 @@
 """Values as bytes: a JSON header and the raw bytes of the tensors, one after the other. No pickle.
 
-model, optimizer, scaler, counters → here → newcomer (over the network), checkpoint (on disk), own successor (revive)
+model, optimizer, scaler, counters → here → newcomer (over the network), checkpoint (on disk), own
+successor (revive)
 
 What always holds:
 1. The same values give the same bytes, whatever the world's size was.
@@ -46,14 +47,18 @@ class Packed:
 
 
 def pack(values: Any) -> Packed:
-    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are not copied.
+    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are
+    not copied.
 
-    Raises TypeError, with the place in the tree, for anything else, and for what is nested deeper than DEEPEST.
+    Raises TypeError, with the place in the tree, for anything else, and for what is nested deeper
+    than DEEPEST.
     """
     tensors: list[torch.Tensor] = []
     described = _describe(values, tensors, "")
-    shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for t in tensors]
-    return Packed(json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
+    shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+              for t in tensors]
+    return Packed(
+        json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
 
 
 def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) -> Any:
@@ -61,8 +66,9 @@ def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 
         tensors.append(value.detach())
         return {"$tensor": len(tensors) - 1}
     if depth > DEEPEST:
-        raise TypeError(f"{where[1:][:80]}… holds containers in containers, more than {DEEPEST} deep, "
-                        f"which cannot be kept")
+        raise TypeError(
+            f"{where[1:][:80]}… holds containers in containers, more than {DEEPEST} deep, "
+            f"which cannot be kept")
     depth += 1
     if isinstance(value, dict):
         return {"$dict": [[_describe(k, tensors, where, depth),
@@ -73,17 +79,21 @@ def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 
         return [_describe(v, tensors, where, depth) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, numbers, text "
-                    f"and containers of them can")
+    raise TypeError(
+        f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, "
+        f"numbers, text "
+        f"and containers of them can")
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes as a flat uint8 tensor on the CPU (a view where that is possible)."""
+    """Return the tensor's bytes as a flat uint8 tensor on the CPU (a view where that is
+    possible)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _overlaps(packed: Packed, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Yield each tensor with bytes among [start, stop) of the payload, and where: in the tensor, and among those bytes."""
+    """Yield each tensor with bytes among [start, stop) of the payload, and where: in the tensor,
+    and among those bytes."""
     at = 0
     for tensor in packed.tensors:
         size = tensor.numel() * tensor.element_size()
@@ -100,19 +110,23 @@ def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]
 
 
 def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from whatever device they are on."""
+    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from whatever
+    device they are on."""
     for tensor, inside, among in _overlaps(packed, start, stop):
-        out[among].copy_(tensor.contiguous().reshape(-1).view(torch.uint8)[inside], non_blocking=True)
+        out[among].copy_(tensor.contiguous().reshape(-1).view(torch.uint8)[inside],
+                         non_blocking=True)
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
-    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`, for tensors of `room`."""
+    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`,
+    for tensors of `room`."""
     for tensor, inside, among in _overlaps(packed, start, start + piece.numel()):
         tensor.view(-1).view(torch.uint8)[inside] = piece[among]
 
 
 def outline(header: bytes) -> Packed:
-    """Return what a header describes: tensors on the device "meta", which have a type and a shape and no bytes.
+    """Return what a header describes: tensors on the device "meta", which have a type and a shape
+    and no bytes.
 
     Raises LayoutError, also for a header whose values could not be built.
     """
@@ -187,14 +201,17 @@ def _is_key(value: Any) -> bool:
 
 
 def named_tensors(header: bytes | str) -> list[dict[str, Any]]:
-    """Return name (its place in the tree), dtype and shape of each tensor that a header describes, in the bytes' order."""
+    """Return name (its place in the tree), dtype and shape of each tensor that a header describes,
+    in the bytes' order."""
     described = json.loads(header)
     places = _places(described["values"], "")
-    return [{"name": place, **facts} for place, facts in zip(places, described["tensors"], strict=True)]
+    return [{"name": place, **facts}
+            for place, facts in zip(places, described["tensors"], strict=True)]
 
 
 def tensors_digest(header: bytes) -> str:
-    """Return a digest of which tensors a header describes, and in which order; numbers and text are not in it."""
+    """Return a digest of which tensors a header describes, and in which order; numbers and text are
+    not in it."""
     return hashlib.sha256(json.dumps(named_tensors(header)).encode()).hexdigest()
 
 
@@ -213,12 +230,15 @@ def _places(described: Any, where: str) -> Iterator[str]:
 
 
 def differing(digests: Mapping[int, str]) -> str:
-    """Say which ranks' tensors (rank → `tensors_digest`) differ from those of the first rank given; "" if none do."""
+    """Say which ranks' tensors (rank → `tensors_digest`) differ from those of the first rank given;
+    "" if none do."""
     first = next(iter(digests))
     if not (odd := [str(rank) for rank, digest in digests.items() if digest != digests[first]]):
         return ""
-    return (f"the tensors of rank {', '.join(odd)} differ from rank {first}'s (names, order, types, shapes). "
-            f"Let the state_dict of each extra give the same tensors in the same order on all workers")
+    return (
+        f"the tensors of rank {', '.join(odd)} differ from rank {first}'s (names, order, types, "
+        f"shapes). "
+        f"Let the state_dict of each extra give the same tensors in the same order on all workers")
 
 
 def unpack(packed: Packed) -> Any:
@@ -227,17 +247,22 @@ def unpack(packed: Packed) -> Any:
 
 
 def decode(header: bytes, payload: torch.Tensor) -> Any:
-    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors are views of it.
+    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors
+    are views of it.
 
     Raises LayoutError.
     """
     outlined, tensors, at = outline(header), [], 0
     if outlined.payload_bytes != payload.numel():
-        raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes {outlined.payload_bytes}")
+        raise LayoutError(
+            f"the payload has {payload.numel()} bytes, but the header describes "
+            f"{outlined.payload_bytes}"
+        )
     for tensor in outlined.tensors:
         size = tensor.numel() * tensor.element_size()
         piece = payload[at : at + size]
-        if piece.storage_offset() % tensor.element_size() or piece.data_ptr() % tensor.element_size():
+        if piece.storage_offset() % tensor.element_size() or piece.data_ptr() % tensor.element_size(
+        ):
             piece = piece.clone()
         tensors.append(piece.view(tensor.dtype).reshape(tensor.shape))
         at += size

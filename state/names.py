@@ -1,7 +1,9 @@
-"""The names of a model's parameters and buffers in the state: those of the model before torch.compile.
+"""The names of a model's parameters and buffers in the state: those of the model before
+torch.compile.
 
-torch.compile wraps a module: `0.weight` becomes `_orig_mod.0.weight` (torch/_dynamo/eval_frame.py, OptimizedModule).
-A checkpoint of a compiled model is then restored by one that is not compiled, and the reverse.
+torch.compile wraps a module: `0.weight` becomes `_orig_mod.0.weight` (torch/_dynamo/eval_frame.py,
+OptimizedModule). A checkpoint of a compiled model is then restored by one that is not compiled, and
+the reverse.
 
 What always holds:
 1. Everything that the state, a checkpoint, an export or a digest names goes through here.
@@ -18,7 +20,8 @@ COMPILED = "_orig_mod"
 
 def plain(name: str) -> str:
     """Return a name without what torch.compile has put into it."""
-    return ".".join(part for part in name.split(".") if part != COMPILED) if COMPILED in name else name
+    return ".".join(part for part in name.split(".")
+                    if part != COMPILED) if COMPILED in name else name
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -34,22 +37,30 @@ def named_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _by_name(named: Any) -> Any:
     pairs = [(plain(name), tensor) for name, tensor in named]
     found = dict(pairs)
-    assert len(found) == len(pairs), f"two tensors have one name without {COMPILED} in {[name for name, _ in pairs]}"
+    assert len(found) == len(
+        pairs), f"two tensors have one name without {COMPILED} in {[name for name, _ in pairs]}"
     return found
 
 
 def with_plain_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a state's values with plain names: those of a compiled model that version 0.1 has written have others."""
+    """Return a state's values with plain names: those of a compiled model that version 0.1 has
+    written have others."""
     if not any(COMPILED in name for kind in ("parameters", "buffers") for name in values[kind]):
         return values
     optimizer = values["optimizer"]
     renamed: dict[str, Any] = {kind: _renamed(values[kind]) for kind in ("parameters", "buffers")}
-    renamed["optimizer"] = {**optimizer, "state": _renamed(optimizer["state"]),
-                            "members": [[plain(name) for name in names] for names in optimizer["members"]]}
+    renamed["optimizer"] = {
+        **optimizer, "state": _renamed(optimizer["state"]),
+        "members": [[plain(name) for name in names] for names in optimizer["members"]]
+    }
     if "trained" in values:
         renamed["trained"] = [plain(name) for name in values["trained"]]
-    return {**values, **renamed, "aliases": {plain(name): plain(own) for name, own in values.get("aliases", {}).items()},
-            "left_out": [plain(name) for name in values.get("left_out", [])]}
+    return {
+        **values, **renamed, "aliases": {
+            plain(name): plain(own)
+            for name, own in values.get("aliases", {}).items()
+        }, "left_out": [plain(name) for name in values.get("left_out", [])]
+    }
 
 
 def _renamed(named: dict[str, Any]) -> dict[str, Any]:

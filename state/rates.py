@@ -47,7 +47,8 @@ class Rates:
         return rates, _progress(self.scheduler)
 
     def check(self, step: int) -> None:
-        """Raise RateChanged unless the rates, and the scheduler, are as `set` and `advance` left them."""
+        """Raise RateChanged unless the rates, and the scheduler, are as `set` and `advance` left
+        them."""
         (rates, progress), (were, progress_was) = self._now(), self._marks
         remedy = (
             "Learning rates come from train(schedule=…) alone: hand over the torch scheduler as "
@@ -58,14 +59,14 @@ class Rates:
                 value = float(self.optimizer.param_groups[number]["lr"])
                 before = "another" if isinstance(was, tuple) else was
                 raise RateChanged(
-                    f"at step {step} the learning rate of the optimizer's group {number} is {value}, but "
-                    f"train() had set it to {before}. {remedy}."
-                )
+                    f"at step {step} the learning rate of the optimizer's group {number} is "
+                    f"{value}, but "
+                    f"train() had set it to {before}. {remedy}.")
         if progress != progress_was:
             raise RateChanged(
-                f"at step {step} the {type(self.scheduler).__name__} has been stepped by something other "
-                f"than train(), which steps it once per finished step. {remedy}."
-            )
+                f"at step {step} the {type(self.scheduler).__name__} has been stepped by "
+                f"something other "
+                f"than train(), which steps it once per finished step. {remedy}.")
 
     def set(self, multiplier: float) -> None:
         """Set the rates of a step, unless a scheduler has done so when the last step ended."""
@@ -115,7 +116,8 @@ class Rates:
     def load(self, values: dict[str, Any]) -> None:
         """Take over values, after the optimizer's groups have been."""
         self.base = [
-            _as_rate(mine, theirs) for mine, theirs in zip(self.base, values["base_rates"], strict=True)
+            _as_rate(mine, theirs)
+            for mine, theirs in zip(self.base, values["base_rates"], strict=True)
         ]
         self.used = float(values.get("rate_used", self.optimizer.param_groups[0]["lr"]))
         if self.scheduler is not None:
@@ -128,8 +130,8 @@ class Rates:
 def as_built(mine: Any, theirs: Any) -> Any:
     """Return a received value with the types and on the devices that it has here.
 
-    Nothing of `mine` is changed.
-    The layout keeps a Counter (MultiStepLR's milestones) as a dict, and brings all tensors on the CPU.
+    Nothing of `mine` is changed. The layout keeps a Counter (MultiStepLR's milestones) as a dict,
+    and brings all tensors on the CPU.
     """
     if isinstance(mine, torch.Tensor):
         return theirs.to(mine.device) if isinstance(theirs, torch.Tensor) else theirs

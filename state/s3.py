@@ -3,12 +3,13 @@
 checkpoint, commit_log → here → endpoint
 
 What always holds:
-1. One object is one PUT of at most PUT_BYTES: no multipart upload, so no parts that are billed and forgotten, and the
-   conditional PUT is the one that AWS, Ceph 16, MinIO and ministack check (Ceph ignores the
-   condition on CompleteMultipartUpload, and a quoted ETag in If-Match).
-2. Credentials come from AWS's standard chain, the endpoint from its standard variables (AWS_ENDPOINT_URL_S3): nothing
-   of either is in a URL, a command line or a log.
-3. Retries are ours (tenacity), with bounds: they are counted, and what outlasts them is said; botocore's own are off.
+1. One object is one PUT of at most PUT_BYTES: no multipart upload, so no parts that are billed and
+   forgotten, and the conditional PUT is the one that AWS, Ceph 16, MinIO and ministack check (Ceph
+   ignores the condition on CompleteMultipartUpload, and a quoted ETag in If-Match).
+2. Credentials come from AWS's standard chain, the endpoint from its standard variables
+   (AWS_ENDPOINT_URL_S3): nothing of either is in a URL, a command line or a log.
+3. Retries are ours (tenacity), with bounds: they are counted, and what outlasts them is said;
+   botocore's own are off.
 4. No checksum of the server's is relied on: every part has a SHA-256 in its record.
 
 Why boto3 and not s3fs: a PUT copies nothing and costs half the CPU, and s3fs hides
@@ -20,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -42,27 +44,35 @@ ATTEMPTS, ATTEMPTS_S = 8, 90.0
 READ_TIMEOUT_S = 30.0
 PIECE_BYTES = 1 << 20
 """So much of an object is read at once: urllib3 makes memory of its own for it."""
-PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass", "RequestPayer",
-                  "ExpectedBucketOwner")
-"""Arguments of PutObject that a URL may set: s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
+PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass",
+                  "RequestPayer", "ExpectedBucketOwner")
+"""Arguments of PutObject that a URL may set:
+s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
 REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct --store",
-    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
-    "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
-    "SignatureDoesNotMatch": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
+    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
+                    "(deploy/terraform/fleet/iam.tf)",
+    "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's "
+                          "role)",
+    "SignatureDoesNotMatch": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's "
+                             "role)",
     "ExpiredToken": "Renew the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
     "RequestTimeTooSkewed": "Set this host's clock: it is more than 15 minutes off",
     "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
     "InvalidArgument": "Correct the settings behind the ? of --store",
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
-    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it (deploy/terraform/fleet/iam.tf)",
+    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
+           "(deploy/terraform/fleet/iam.tf)",
 }
 """For the errors that no other try mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
-"""Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to give a run up."""
-PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "404")
-"""Codes of status 4xx that another try may mend: too much at once, a body that arrived otherwise than it was sent, or no
-code at all but the status: no store has said that, but a balancer whose store is away.
+"""Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to
+give a run up."""
+PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+           "404")
+"""Codes of status 4xx that another try may mend: too much at once, a body that arrived otherwise
+than it was sent, or no code at all but the status: no store has said that, but a balancer whose
+store is away.
 """
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
@@ -78,37 +88,59 @@ class S3Store:
         settings = dict(parse_qsl(parts.query, keep_blank_values=True))
         odd = settings.keys() - set(PASSED_THROUGH)
         if not self.bucket or odd or parts.fragment:
-            raise StoreRefused(f"{url} has no bucket, or settings that are not passed through ({', '.join(sorted(odd))}). "
-                               f"Use s3://bucket/prefix?NAME=VALUE with NAME of {', '.join(PASSED_THROUGH)}.")
-        self._owner = {k: v for k, v in settings.items() if k in ("RequestPayer", "ExpectedBucketOwner")}
-        self._settings: dict[str, Any] = settings | (
-            {"BucketKeyEnabled": settings["BucketKeyEnabled"].lower() == "true"} if "BucketKeyEnabled" in settings else {})
+            raise StoreRefused(
+                f"{url} has no bucket, or settings that are not passed through "
+                f"({', '.join(sorted(odd))}). "
+                f"Use s3://bucket/prefix?NAME=VALUE with NAME of {', '.join(PASSED_THROUGH)}.")
+        self._owner = {
+            k: v
+            for k, v in settings.items() if k in ("RequestPayer", "ExpectedBucketOwner")
+        }
+        self._settings: dict[str, Any] = settings | ({
+            "BucketKeyEnabled": settings["BucketKeyEnabled"].lower() == "true"
+        } if "BucketKeyEnabled" in settings else {})
         self.retries = 0
         """How often a request was tried again."""
         self._lock = threading.Lock()
         try:
-            session = boto3.session.Session()  # the default one would keep the first credentials that it has ever seen
-            self._client = session.client("s3", config=Config(
-                retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S, max_pool_connections=16,
-                tcp_keepalive=True, request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",  # older servers break on the new checksums
-                parameter_validation=False))  # it knows no memoryview; all that is sent is ours, or checked above
+            # The default one would keep the first credentials that it has ever seen.
+            session = boto3.session.Session()
+            self._client = session.client(
+                "s3",
+                config=Config(
+                    retries={"total_max_attempts": 1},
+                    connect_timeout=5,
+                    read_timeout=READ_TIMEOUT_S,
+                    max_pool_connections=16,
+                    tcp_keepalive=True,
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation=
+                    "when_required",  # older servers break on the new checksums
+                    parameter_validation=False)
+            )  # it knows no memoryview; all that is sent is ours, or checked above
         except (BotoCoreError, ValueError) as error:
-            raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+            raise StoreRefused(
+                f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION and the like."
+            ) from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
-        """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
+        """Write an object; only ever the same bytes under the same name. Raises
+        StoreUnavailable."""
         _check_size(name, body)
         self._tried(f"take {name}", lambda: self._client.put_object(
             Bucket=self.bucket, Key=self._key(name), Body=body, **self._settings))
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
+        """Write an object under a new name; False if the name is taken (perhaps by this very call,
+        tried again)."""
         _check_size(name, body)
 
         def put() -> bool:
             try:
-                self._client.put_object(Bucket=self.bucket, Key=self._key(name), Body=body, IfNoneMatch="*",
+                self._client.put_object(Bucket=self.bucket,
+                                        Key=self._key(name),
+                                        Body=body,
+                                        IfNoneMatch="*",
                                         **self._settings)
                 return True
             except ClientError as error:
@@ -134,7 +166,8 @@ class S3Store:
         return self._tried(f"give {name}", get)
 
     def get_into(self, name: str, out: memoryview) -> bool:
-        """Read an object into memory of its length; False if it has another length. Raises as `get` does."""
+        """Read an object into memory of its length; False if it has another length. Raises as `get`
+        does."""
         def get() -> bool:
             at = 0
             with closing(self._answer(name)["Body"]) as body:
@@ -156,13 +189,19 @@ class S3Store:
                 raise
             if not self._has(key):
                 raise FileNotFoundError(f"{self.where} has no {name}") from error
-            if is_gone:  # a balancer whose server is away says so too, and a part that is gone costs a checkpoint
-                raise OSError("it is listed, but the answer was 404. Look at what stands between us and the "
-                              "store; if the store has lost it, name the run anew (--run)") from error
+            # A balancer whose server is away says so too, and a part that is gone costs a
+            # checkpoint.
+            if is_gone:
+                raise OSError(
+                    "it is listed, but the answer was 404. Look at what stands between us and the "
+                    "store; if the store has lost it, name the run anew (--run)") from error
             raise
 
     def _has(self, key: str) -> bool:
-        found = self._client.list_objects_v2(Bucket=self.bucket, Prefix=key, MaxKeys=1, **self._owner)
+        found = self._client.list_objects_v2(Bucket=self.bucket,
+                                             Prefix=key,
+                                             MaxKeys=1,
+                                             **self._owner)
         return any(entry["Key"] == key for entry in found.get("Contents", []))
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
@@ -172,8 +211,8 @@ class S3Store:
         cut = len(key) - len(prefix) - 1
         while True:
             most = {"MaxKeys": min(1000, limit - len(found))} if limit is not None else {}
-            page = self._tried(f"list {prefix}", lambda: self._client.list_objects_v2(
-                Bucket=self.bucket, Prefix=key, **token, **most, **self._owner))  # noqa: B023 (called at once)
+            asked = {"Bucket": self.bucket, "Prefix": key, **token, **most, **self._owner}
+            page = self._tried(f"list {prefix}", partial(self._client.list_objects_v2, **asked))
             found += [entry["Key"][cut:] for entry in page.get("Contents", [])]
             if not page.get("IsTruncated") or (limit is not None and len(found) >= limit):
                 return sorted(found)
@@ -183,9 +222,12 @@ class S3Store:
         """Remove objects; one that is not there is no error. Raises StoreUnavailable."""
         keys = [{"Key": self._key(name)} for name in names]
         for start in range(0, len(keys), 1000):
-            answer = self._tried("delete", lambda: self._client.delete_objects(
-                Bucket=self.bucket, Delete={"Objects": keys[start : start + 1000], "Quiet": True},  # noqa: B023
-                **self._owner))
+            answer = self._tried(
+                "delete",
+                lambda: self._client.delete_objects(
+                    Bucket=self.bucket,
+                    Delete={"Objects": keys[start:start + 1000], "Quiet": True},  # noqa: B023
+                    **self._owner))
             if answer.get("Errors"):
                 first = answer["Errors"][0]
                 raise StoreUnavailable(self._refusal(f"delete {first.get('Key')}", first))
@@ -196,13 +238,16 @@ class S3Store:
     def _refusal(self, what: str, answer: dict[str, Any]) -> str:
         """Return what the server has said to a request that it refused, with the remedy."""
         code = str(answer.get("Code", ""))
-        return f"{self.where} did not {what}: {code}. {REMEDIES.get(code, answer.get('Message', ''))}".rstrip(". ") + "."
+        return f"{self.where} did not {what}: {code}. {REMEDIES.get(code, answer.get('Message', ''))}".rstrip(
+            ". ") + "."
 
     def _tried(self, what: str, act: Callable[[], T]) -> T:
         """Do it, again and again within the bounds while the fault is the world's."""
         try:
-            for attempt in Retrying(retry=retry_if_exception(_may_pass), reraise=True,
-                                    stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
+            for attempt in Retrying(retry=retry_if_exception(_may_pass),
+                                    reraise=True,
+                                    stop=stop_after_attempt(ATTEMPTS)
+                                    | stop_after_delay(ATTEMPTS_S),
                                     wait=wait_random_exponential(multiplier=0.1, max=10.0)):
                 with attempt:
                     if attempt.retry_state.attempt_number > 1:
@@ -212,14 +257,17 @@ class S3Store:
         except FileNotFoundError:
             raise
         except NoCredentialsError as error:
-            raise StoreRefused(f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or give the "
-                               f"instance a role.") from error
+            raise StoreRefused(
+                f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or "
+                f"give the "
+                f"instance a role.") from error
         except ClientError as error:
             code = _code(error)
             kind = StoreUnavailable if code in MENDED_OUTSIDE or _may_pass(error) else StoreRefused
             raise kind(self._refusal(what, error.response.get("Error", {}))) from error
         except ParamValidationError as error:
-            raise StoreRefused(f"{self.where} cannot be asked: {error}. Correct --store.") from error
+            raise StoreRefused(
+                f"{self.where} cannot be asked: {error}. Correct --store.") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
         raise AssertionError("not reached: reraise=True")
@@ -231,17 +279,21 @@ def _check_size(name: str, body: memoryview | bytes) -> None:
 
 
 def _code(error: ClientError) -> str:
-    """Return the error's code; the status, where a balancer's page and not the store has answered."""
+    """Return the error's code; the status, where a balancer's page and not the store has
+    answered."""
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
     return str(error.response.get("Error", {}).get("Code", "") or status)
 
 
 def _may_pass(error: BaseException) -> bool:
-    """True for what another try may mend: 5xx, throttling, 409, resets, time-outs, answers that end too early."""
+    """True for what another try may mend: 5xx, throttling, 409, resets, time-outs, answers that end
+    too early."""
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if _code(error) in REMEDIES:
             return False
         return status >= 500 or status in (200, 408, 409, 429) or _code(error) in PASSING
-    # NoCredentialsError: the metadata service is asked for one second, and may be busy when all boot at once.
-    return isinstance(error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, ParamValidationError))
+    # NoCredentialsError: the metadata service is asked for one second, and may be busy when all
+    # boot at once.
+    return isinstance(
+        error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, ParamValidationError))

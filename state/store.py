@@ -1,13 +1,17 @@
-"""Where objects are kept: the few things that checkpoints ask of a store, and a local folder that does them.
+"""Where objects are kept: the few things that checkpoints ask of a store, and a local folder that
+does them.
 
 checkpoint, commit_log → here → a folder (this file) or S3 (s3.py)
 
 What always holds:
-1. `put_if_absent` is atomic and durable: other readers see nothing, or all of it, also after a power cut
-   (a synced temporary is linked to the name; `link` fails when the name exists: POSIX link(2)).
+1. `put_if_absent` is atomic and durable: other readers see nothing, or all of it, also after a
+   power cut (a synced temporary is linked to the name; `link` fails when the name exists: POSIX
+   link(2)).
 2. A name never leaves the folder, or the prefix.
-3. An object is not there only if its store does not list it either: what is "gone" costs a checkpoint.
-4. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a StoreRefused.
+3. An object is not there only if its store does not list it either: what is "gone" costs a
+   checkpoint.
+4. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a
+   StoreRefused.
 """
 
 from __future__ import annotations
@@ -60,15 +64,18 @@ class Store(Protocol):
         ...
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken (perhaps by this very call, tried again)."""
+        """Write an object under a new name; False if the name is taken (perhaps by this very call,
+        tried again)."""
         ...
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        """Read an object, at most `most` bytes. Raises FileNotFoundError (it is not listed either)."""
+        """Read an object, at most `most` bytes. Raises FileNotFoundError (it is not listed
+        either)."""
         ...
 
     def get_into(self, name: str, out: memoryview) -> bool:
-        """Read an object into memory of its length; False if it has another length. Raises FileNotFoundError."""
+        """Read an object into memory of its length; False if it has another length. Raises
+        FileNotFoundError."""
         ...
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
@@ -89,7 +96,8 @@ def open_store(url: str) -> Store:
 
         return S3Store(url)
     if "://" in url:
-        raise StoreRefused(f"{url} is neither a folder nor s3://bucket/prefix. Set --store to one of the two.")
+        raise StoreRefused(
+            f"{url} is neither a folder nor s3://bucket/prefix. Set --store to one of the two.")
     return FolderStore(Path(url))
 
 
@@ -106,15 +114,22 @@ def is_name(name: str) -> bool:
 
 
 def prove_put_if_absent(store: Store) -> None:
-    """Prove that the store keeps the first of two that put the same name. Raises StoreRefused when it does not."""
+    """Prove that the store keeps the first of two that put the same name. Raises StoreRefused when
+    it does not."""
     name = f"probe/{secrets.token_hex(16)}"
-    store.put_if_absent(name, b"first")  # says False when its answer was lost and it was tried again
+    # Says False when its answer was lost and it was tried again.
+    store.put_if_absent(name, b"first")
     seen = [store.get(name), store.put_if_absent(name, b"second"), store.get(name)]
-    with suppress(StoreUnavailable):  # who may not delete can keep checkpoints: each says that its rubbish stays
+    # Who may not delete can keep checkpoints: each says that its rubbish stays.
+    with suppress(StoreUnavailable):
         store.delete([name])
     if seen != [b"first", False, b"first"]:
-        raise StoreRefused(f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could write over "
-                           f"each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use another endpoint.")
+        raise StoreRefused(
+            f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could "
+            f"write over "
+            f"each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use another "
+            f"endpoint."
+        )
 
 
 class FolderStore:
@@ -128,10 +143,12 @@ class FolderStore:
         """Return what a fault of the file system's is to those who use the store."""
         said = f"{self.root} did not {what}: {error}"
         remedy = NEVER_MENDED.get(error.errno or 0)
-        return StoreRefused(f"{said}. {remedy}, or set --store to another place.") if remedy else StoreUnavailable(said)
+        return StoreRefused(f"{said}. {remedy}, or set --store to another place."
+                            ) if remedy else StoreUnavailable(said)
 
     def put(self, name: str, body: memoryview | bytes) -> None:
-        """Write an object; only ever the same bytes under the same name. Raises StoreUnavailable."""
+        """Write an object; only ever the same bytes under the same name. Raises
+        StoreUnavailable."""
         self._write(name, body, os.replace)
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
@@ -142,7 +159,8 @@ class FolderStore:
         except FileExistsError:
             return False
 
-    def _write(self, name: str, body: memoryview | bytes, publish: Callable[[Path, Path], None]) -> None:
+    def _write(self, name: str, body: memoryview | bytes, publish: Callable[[Path, Path],
+                                                                            None]) -> None:
         path = self.root / checked(name)
         temporary = self.root / TEMPORARIES / secrets.token_hex(12)
         try:
@@ -178,7 +196,8 @@ class FolderStore:
             return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size))
 
     def get_into(self, name: str, out: memoryview) -> bool:
-        """Read an object into memory of its length; False if it has another length. Raises as `get` does."""
+        """Read an object into memory of its length; False if it has another length. Raises as `get`
+        does."""
         with self._reading(name) as path, open(path, "rb", buffering=0) as file:
             at = 0
             while at < len(out) and (count := file.readinto(out[at:])):
@@ -193,7 +212,8 @@ class FolderStore:
             yield path
         except FileNotFoundError as error:
             if not self.root.is_dir():
-                raise StoreUnavailable(f"{self.root} is gone, or is not mounted on this host") from error
+                raise StoreUnavailable(
+                    f"{self.root} is gone, or is not mounted on this host") from error
             if self._is_listed(path):  # NFS remembers for a while that a name was not there
                 raise StoreUnavailable(f"{self.root} lists {name}, but cannot open it") from error
             raise
@@ -213,18 +233,21 @@ class FolderStore:
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
         def failed(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):  # os.walk would take an unreadable folder for an empty one
+            # Os.walk would take an unreadable folder for an empty one.
+            if not isinstance(error, FileNotFoundError):
                 raise self._failed(f"list {prefix}", error) from error
 
         if not self.root.is_dir() and self._was_there:
             raise StoreUnavailable(f"{self.root} is gone")
         walk = os.walk(self.root / checked(prefix), onerror=failed)
         inside = ((Path(folder).relative_to(self.root), names) for folder, _, names in walk)
-        found = (f"{folder}/{name}" for folder, names in inside for name in names)  # a Path each took 5 times as long
+        # A Path each took 5 times as long.
+        found = (f"{folder}/{name}" for folder, names in inside for name in names)
         return sorted(found) if limit is None else heapq.nsmallest(limit, found)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is not there is no error. What writers left when they died goes after a day."""
+        """Remove objects; one that is not there is no error. What writers left when they died goes
+        after a day."""
         try:
             for name in names:
                 path = self.root / checked(name)

@@ -1,4 +1,5 @@
-"""A machine that a real systemd has booted: this machine's own system in namespaces, over a copy of its disk in memory.
+"""A machine that a real systemd has booted: this machine's own system in namespaces, over a copy of
+its disk in memory.
 
     with Booted(folder) as machine:
         machine.write("/etc/systemd/system/x.service", "…")
@@ -6,12 +7,16 @@
         machine.read("/var/log/x")
 
 What always holds:
-1. Nothing of this machine changes. Writes go to the upper half of an overlay, in memory. The kernel's settings (/proc/sys,
-   /sys) are read-only: a booting systemd writes those of /usr/lib/sysctl.d, and not all are the namespace's own.
-2. It ends with its block, and the kernel kills it when the test's process dies. Only empty cgroups can be left then.
-3. It has no network but loopback, and no units but systemd's targets, its journal and those that a test writes.
+1. Nothing of this machine changes. Writes go to the upper half of an overlay, in memory. The
+   kernel's settings (/proc/sys, /sys) are read-only: a booting systemd writes those of
+   /usr/lib/sysctl.d, and not all are the namespace's own.
+2. It ends with its block, and the kernel kills it when the test's process dies. Only empty cgroups
+   can be left then.
+3. It has no network but loopback, and no units but systemd's targets, its journal and those that a
+   test writes.
 
-It needs root, systemd, overlayfs and a writable cgroup2. With systemd 252 a boot takes about a second.
+It needs root, systemd, overlayfs and a writable cgroup2. With systemd 252 a boot takes about a
+second.
 """
 
 from __future__ import annotations
@@ -89,12 +94,14 @@ def prepare() -> None:
     wanted = ("unshare", "nsenter", "setpriv", "mount", "pivot_root", "useradd")
     missing = [program for program in wanted if not shutil.which(program)]
     if missing:
-        raise Unavailable(f"a booted systemd needs {', '.join(missing)}: apt-get install util-linux mount passwd")
+        raise Unavailable(
+            f"a booted systemd needs {', '.join(missing)}: apt-get install util-linux mount passwd")
     cgroup_root()
 
 
 class Booted:
-    """One machine; use as a context manager. `shown` are folders that it has read-only, at the same paths."""
+    """One machine; use as a context manager. `shown` are folders that it has read-only, at the same
+    paths."""
 
     def __init__(self, folder: Path, shown: Sequence[Path] = ()):
         self.folder = folder
@@ -107,11 +114,14 @@ class Booted:
         self.group.mkdir()
         self.log = open(self.folder.with_suffix(".log"), "ab")
         inside = f'echo $$ >"{self.group}/cgroup.procs" && exec "$@"'
-        self.process = subprocess.Popen(
-            dying_with_us("sh", "-c", inside, "sh", *UNSHARE, "--cgroup", "sh", "-c", INIT, "init", self.folder,
-                          " ".join(DEVICES), *self.shown),
-            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True,
-            env=os.environ | {"TARGET": TARGET, "LOST": LOST})
+        self.process = subprocess.Popen(dying_with_us("sh", "-c", inside, "sh", *UNSHARE,
+                                                      "--cgroup", "sh", "-c", INIT, "init",
+                                                      self.folder, " ".join(DEVICES), *self.shown),
+                                        stdin=subprocess.DEVNULL,
+                                        stdout=self.log,
+                                        stderr=self.log,
+                                        start_new_session=True,
+                                        env=os.environ | {"TARGET": TARGET, "LOST": LOST})
         try:
             self.wait_for("boot", self._is_running)
         except BaseException:
@@ -123,7 +133,8 @@ class Booted:
         self.process.kill()  # the namespaces' first process is killed with it
         self.process.wait()
         deadline = time.monotonic() + START_S
-        while "populated 1" in (self.group / "cgroup.events").read_text() and time.monotonic() < deadline:
+        while "populated 1" in (self.group /
+                                "cgroup.events").read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         for path, _, _ in os.walk(self.group, topdown=False):
             with suppress(OSError):
@@ -133,7 +144,10 @@ class Booted:
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command on it as root, to its end."""
         enter = ("nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "-C", "--")
-        done = subprocess.run(dying_with_us(*enter, *command), capture_output=True, text=True, timeout=START_S)
+        done = subprocess.run(dying_with_us(*enter, *command),
+                              capture_output=True,
+                              text=True,
+                              timeout=START_S)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done
 
@@ -173,7 +187,8 @@ class Booted:
 
     def journal(self) -> str:
         """Return the end of what its units and its systemd have said."""
-        said = self.run("journalctl", "--no-pager", "--lines=80", check=False).stdout if self.pid else ""
+        said = self.run("journalctl", "--no-pager", "--lines=80",
+                        check=False).stdout if self.pid else ""
         return said + self.folder.with_suffix(".log").read_text()[-4000:]
 
     def _is_running(self) -> bool:

@@ -1,13 +1,16 @@
-"""A fleet at an EC2 API on loopback: the one that deploy/terraform makes there; without terraform, one like it by boto3.
+"""A fleet at an EC2 API on loopback: the one that deploy/terraform makes there; without terraform,
+one like it by boto3.
 
     with Cloud(folder) as cloud:
         cloud.scale(5); cloud.terminate(name)
 
-terraform, or boto3 → moto's server → here → names and addresses of machines, for the lab to be those machines
+terraform, or boto3 → moto's server → here → names and addresses of machines, for the lab to be
+those machines
 
-moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by address, not by id, and no
-machine says what DNS names it was asked for (NOT_SAID), which terraform takes for a reason to make another one; its S3
-obeys what a bucket's policy denies and reads no condition, so that the fleet's bucket is another one, without a policy.
+moto's groups have one subnet and one type, know no Terminating:Wait, and call their machines by
+address, not by id, and no machine says what DNS names it was asked for (NOT_SAID), which terraform
+takes for a reason to make another one; its S3 obeys what a bucket's policy denies and reads no
+condition, so that the fleet's bucket is another one, without a policy.
 """
 
 from __future__ import annotations
@@ -32,36 +35,40 @@ OTHER_IMAGE = "ami-076f415166b04f5fe"
 IMAGE_GB = 100
 NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
 CODE = f"{NAME}/code.tar.gz"
-VARIABLES = {"region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8, "image_id": IMAGE,
-             "zones": ["us-east-1e", "us-east-1a"], "command": ["python", "it's \"mine\".py", "${x}"],
-             "environment": {"MODE": "${x}='y'"},
-             "secrets": {"TOKEN": "/mine/token", "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}}
+VARIABLES = {
+    "region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8,
+    "image_id": IMAGE, "zones": ["us-east-1e", "us-east-1a"],
+    "command": ["python", "it's \"mine\".py", "${x}"], "environment": {"MODE": "${x}='y'"},
+    "secrets": {"TOKEN": "/mine/token", "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}
+}
 NOT_SAID = {"private_dns_name_options"}
 OF_BUCKET = {"region": VARIABLES["region"], "bucket": BUCKET}
 AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
        "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}
 """What every client of the server needs besides its endpoint."""
 THINGS = (("ec2", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateId"),
-          ("ec2", "describe_volumes", "Volumes", "VolumeId"),
-          ("ec2", "describe_key_pairs", "KeyPairs", "KeyPairId"),
-          ("ec2", "describe_vpcs", "Vpcs", "VpcId"),
-          ("ec2", "describe_subnets", "Subnets", "SubnetId"),
-          ("ec2", "describe_route_tables", "RouteTables", "RouteTableId"),
-          ("ec2", "describe_internet_gateways", "InternetGateways", "InternetGatewayId"),
-          ("ec2", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
-          ("ec2", "describe_security_groups", "SecurityGroups", "GroupId"),
-          ("ec2", "describe_addresses", "Addresses", "PublicIp"),
-          ("autoscaling", "describe_auto_scaling_groups", "AutoScalingGroups", "AutoScalingGroupName"),
-          ("iam", "list_roles", "Roles", "RoleName"),
-          ("iam", "list_instance_profiles", "InstanceProfiles", "InstanceProfileName"))
-"""What a fleet may be made of, besides machines and their interfaces (which moto forgets to delete with them): how a
-service is asked for it, and what it answers."""
+          ("ec2", "describe_volumes", "Volumes", "VolumeId"), ("ec2", "describe_key_pairs",
+                                                               "KeyPairs", "KeyPairId"),
+          ("ec2", "describe_vpcs", "Vpcs", "VpcId"), ("ec2", "describe_subnets", "Subnets",
+                                                      "SubnetId"), ("ec2", "describe_route_tables",
+                                                                    "RouteTables", "RouteTableId"),
+          ("ec2", "describe_internet_gateways", "InternetGateways",
+           "InternetGatewayId"), ("ec2", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
+          ("ec2", "describe_security_groups", "SecurityGroups",
+           "GroupId"), ("ec2", "describe_addresses", "Addresses", "PublicIp"),
+          ("autoscaling", "describe_auto_scaling_groups", "AutoScalingGroups",
+           "AutoScalingGroupName"), ("iam", "list_roles", "Roles",
+                                     "RoleName"), ("iam", "list_instance_profiles",
+                                                   "InstanceProfiles", "InstanceProfileName"))
+"""What a fleet may be made of, besides machines and their interfaces (which moto forgets to delete
+with them): how a service is asked for it, and what it answers."""
 SPOT_ONLY = {"OnDemandBaseCapacity": 0, "OnDemandPercentageAboveBaseCapacity": 0,
              "SpotAllocationStrategy": "price-capacity-optimized"}
 
 
 class Cloud:
-    """One fleet; use as a context manager. Raises Unavailable when it is entered without a server to be had."""
+    """One fleet; use as a context manager. Raises Unavailable when it is entered without a server
+    to be had."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -74,7 +81,8 @@ class Cloud:
             self.ec2, self.scaling = self.client("ec2"), self.client("autoscaling")
             self.client("s3").create_bucket(Bucket=OPEN_BUCKET)
             self.client("s3").put_object(Bucket=OPEN_BUCKET, Key=CODE, Body=b"code")
-            self.ec2.create_tags(Resources=[IMAGE], Tags=[{"Key": "GB", "Value": str(IMAGE_GB)}])  # moto_server.py
+            # Moto_server.py.
+            self.ec2.create_tags(Resources=[IMAGE], Tags=[{"Key": "GB", "Value": str(IMAGE_GB)}])
             self.others = self._things()
             try:
                 provider()
@@ -82,9 +90,12 @@ class Cloud:
                 self.why_not_terraform = str(error)
                 self._by_boto3()
             else:
-                # In the background: the provider asks for most of a minute whether the bucket's rules are as wanted.
-                self.bucket: Future[None] = stack.enter_context(ThreadPoolExecutor(1)).submit(self._apply_bucket)
-                self._fleet = stack.enter_context(Root(self.folder / "fleet", "fleet", self.endpoint, VARIABLES))
+                # In the background: the provider asks for most of a minute whether the bucket's
+                # rules are as wanted.
+                self.bucket: Future[None] = stack.enter_context(ThreadPoolExecutor(1)).submit(
+                    self._apply_bucket)
+                self._fleet = stack.enter_context(
+                    Root(self.folder / "fleet", "fleet", self.endpoint, VARIABLES))
                 self.outputs = self._fleet.apply()
                 self.size_when_applied = self.group()["DesiredCapacity"]
                 self.keep_group()
@@ -96,14 +107,21 @@ class Cloud:
 
     def client(self, service: str) -> Any:
         """Return a client of the test's own, past the code under test."""
-        return boto3.client(service, endpoint_url=self.endpoint, region_name="us-east-1", aws_access_key_id="x",
+        return boto3.client(service,
+                            endpoint_url=self.endpoint,
+                            region_name="us-east-1",
+                            aws_access_key_id="x",
                             aws_secret_access_key="x")
 
     def settings(self) -> dict[str, str]:
         """Return what the coordinator's units are set up with, by its user data."""
         if self.why_not_terraform:
-            return {"FLEET": NAME, "BUCKET": BUCKET, "GROUP": self.outputs["group"], "SLOTS": "1", "NP": "2", "MIN_NP": "1"}
-        given = self.ec2.describe_instance_attribute(InstanceId=self.outputs["coordinator"], Attribute="userData")
+            return {
+                "FLEET": NAME, "BUCKET": BUCKET, "GROUP": self.outputs["group"], "SLOTS": "1",
+                "NP": "2", "MIN_NP": "1"
+            }
+        given = self.ec2.describe_instance_attribute(InstanceId=self.outputs["coordinator"],
+                                                     Attribute="userData")
         return settings_of(base64.b64decode(given["UserData"]["Value"]).decode())
 
     def instances(self) -> list[dict[str, Any]]:
@@ -113,11 +131,16 @@ class Cloud:
 
     def coordinator(self) -> str:
         """Return the coordinator's address."""
-        return next(str(i["PrivateIpAddress"]) for i in self.instances() if i["InstanceId"] == self.outputs["coordinator"])
+        return next(
+            str(i["PrivateIpAddress"]) for i in self.instances()
+            if i["InstanceId"] == self.outputs["coordinator"])
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Return the machines of the group by name."""
-        return {i["PrivateDnsName"]: i for i in self.instances() if i["InstanceId"] != self.outputs["coordinator"]}
+        return {
+            i["PrivateDnsName"]: i
+            for i in self.instances() if i["InstanceId"] != self.outputs["coordinator"]
+        }
 
     def group(self) -> dict[str, Any]:
         """Return the auto scaling group, as AWS describes it."""
@@ -125,16 +148,22 @@ class Cloud:
 
     def keep_group(self) -> None:
         """Do what elastic-group.service does once, when the release stands."""
-        command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME}, self.folder)
+        command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME},
+                             self.folder)
         (self.folder / "runs" / NAME).mkdir(parents=True, exist_ok=True)
-        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
+        subprocess.run(command,
+                       cwd=ROOT,
+                       check=True,
+                       env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
 
     def plan_refused(self, **values: str) -> str:
-        """Return what terraform says of a plan that it refuses, with some variables in other words."""
+        """Return what terraform says of a plan that it refuses, with some variables in other
+        words."""
         return self._fleet.plan_refused(**values)
 
     def planned(self, **values: str) -> dict[str, dict[str, Any]]:
-        """Return what an `apply` would change now, by address, with some variables in other words."""
+        """Return what an `apply` would change now, by address, with some variables in other
+        words."""
         return self._fleet.planned(**values)
 
     def plan_refused_without_code(self) -> str:
@@ -148,11 +177,13 @@ class Cloud:
     def scale(self, size: int) -> list[str]:
         """Ask the group for so many machines; returns the names of the new ones."""
         before = self.workers()
-        self.scaling.set_desired_capacity(AutoScalingGroupName=self.outputs["group"], DesiredCapacity=size)
+        self.scaling.set_desired_capacity(AutoScalingGroupName=self.outputs["group"],
+                                          DesiredCapacity=size)
         return [name for name in self.workers() if name not in before]
 
     def terminate(self, name: str) -> None:
-        """Take a machine. The group asks for another in its place, as it does for a spot machine."""
+        """Take a machine. The group asks for another in its place, as it does for a spot
+        machine."""
         self.ec2.terminate_instances(InstanceIds=[self.workers()[name]["InstanceId"]])
 
     def state(self) -> str:
@@ -160,13 +191,14 @@ class Cloud:
         return self._fleet.state()
 
     def replace_coordinator(self) -> str:
-        """Do what the README says to start anew, but for the group: moto knows no StartInstanceRefresh, and the provider
-        asks for it for minutes. Returns what terraform said.
+        """Do what the README says to start anew, but for the group: moto knows no
+        StartInstanceRefresh, and the provider asks for it for minutes. Returns what terraform said.
         """
         return self._fleet.replace("aws_instance.coordinator", "aws_launch_template.worker")
 
     def destroy(self) -> str:
-        """Have terraform destroy the fleet, not the bucket; returns what it said. The code has gone before."""
+        """Have terraform destroy the fleet, not the bucket; returns what it said. The code has gone
+        before."""
         self.client("s3").delete_object(Bucket=OPEN_BUCKET, Key=CODE)
         return self._fleet.destroy()
 
@@ -178,7 +210,10 @@ class Cloud:
         things = {str(i["InstanceId"]) for i in self.instances()}
         for service, question, answer, name in THINGS:
             found = getattr(self.client(service), question)()[answer]
-            things |= {f"{answer} {thing[name]}" for thing in found if thing.get("State") != "deleted"}
+            things |= {
+                f"{answer} {thing[name]}"
+                for thing in found if thing.get("State") != "deleted"
+            }
         return things
 
     def _apply_bucket(self) -> None:
@@ -189,12 +224,20 @@ class Cloud:
         subnet = self.ec2.describe_subnets()["Subnets"][0]["SubnetId"]
         machine = {"ImageId": IMAGE, "InstanceType": "c6i.2xlarge"}
         self.ec2.create_launch_template(LaunchTemplateName=NAME, LaunchTemplateData=machine)
-        template = {"LaunchTemplateSpecification": {"LaunchTemplateName": NAME, "Version": "$Latest"},
-                    "Overrides": [{"InstanceType": machine["InstanceType"]}]}
+        template = {
+            "LaunchTemplateSpecification": {"LaunchTemplateName": NAME, "Version": "$Latest"},
+            "Overrides": [{"InstanceType": machine["InstanceType"]}]
+        }
         tags = {"Fleet": NAME, "Role": "worker"}
         self.scaling.create_auto_scaling_group(
-            AutoScalingGroupName=f"{NAME}-workers", MinSize=0, MaxSize=8, DesiredCapacity=2, VPCZoneIdentifier=subnet,
+            AutoScalingGroupName=f"{NAME}-workers",
+            MinSize=0,
+            MaxSize=8,
+            DesiredCapacity=2,
+            VPCZoneIdentifier=subnet,
             MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": SPOT_ONLY},
-            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True} for key, value in tags.items()])
-        started = self.ec2.run_instances(**machine, SubnetId=subnet, MinCount=1, MaxCount=1)["Instances"]
+            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True}
+                  for key, value in tags.items()])
+        started = self.ec2.run_instances(**machine, SubnetId=subnet, MinCount=1,
+                                         MaxCount=1)["Instances"]
         self.outputs = {"group": f"{NAME}-workers", "coordinator": started[0]["InstanceId"]}

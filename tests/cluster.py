@@ -1,7 +1,9 @@
-"""A real cluster on this machine: the mended horovodrun, real worker processes, hosts that come and go.
+"""A real cluster on this machine: the mended horovodrun, real worker processes, hosts that come and
+go.
 
-Hosts are loopback addresses (127.0.0.1, 127.0.0.2, …): each a host of its own to horovodrun, without root or ssh.
-Nothing here sleeps and hopes: everything waits for an event in the run's diary, with a deadline.
+Hosts are loopback addresses (127.0.0.1, 127.0.0.2, …): each a host of its own to horovodrun,
+without root or ssh. Nothing here sleeps and hopes: everything waits for an event in the run's
+diary, with a deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
 DEADLINE_S = 150.0
 POLL_S = 0.02
 PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
-"""For so long a healthy worker may be silent in a test, because its machine stalls. A bench measures with the defaults."""
+"""For so long a healthy worker may be silent in a test, because its machine stalls. A bench
+measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
 
 
@@ -40,7 +43,8 @@ _turns: list[IO[bytes]] = []
 
 
 def take_turn() -> None:
-    """Wait until no other process of tests has a run on this machine: two at once would have half a core a worker."""
+    """Wait until no other process of tests has a run on this machine: two at once would have half a
+    core a worker."""
     turn = open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}.lock"), "ab")
     if not _turns:
         fcntl.flock(turn, fcntl.LOCK_EX)  # ends with this process, however that ends
@@ -63,10 +67,20 @@ def is_running(pid: int) -> bool:
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 
-    def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (), start_with: int | None = None,
-                 min_workers: int = 2, job: Sequence[str] = (), plan: Plan | None = None,
-                 discovery: str | None = None, options: Sequence[str] = (), command: Sequence[str] | None = None,
-                 run: str = "run", limits: str = PATIENT):
+    def __init__(self,
+                 folder: Path,
+                 *,
+                 hosts: int = 4,
+                 names: Sequence[str] = (),
+                 start_with: int | None = None,
+                 min_workers: int = 2,
+                 job: Sequence[str] = (),
+                 plan: Plan | None = None,
+                 discovery: str | None = None,
+                 options: Sequence[str] = (),
+                 command: Sequence[str] | None = None,
+                 run: str = "run",
+                 limits: str = PATIENT):
         self.folder, self.run_dir = folder, folder / "runs" / run
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,10 +89,15 @@ class Cluster:
         start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
         self.command = [
-            sys.executable, "-m", "elastic_trainer", "run", "--run", run, "--runs-dir", str(folder / "runs"),
-            "--host-discovery-script", discovery or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np", str(start_with),
-            "--min-np", str(min_workers), *options, "--", *(command or [*JOB, *job])]
-        self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)}
+            sys.executable, "-m", "elastic_trainer", "run", "--run", run, "--runs-dir",
+            str(folder / "runs"), "--host-discovery-script", discovery
+            or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np",
+            str(start_with), "--min-np",
+            str(min_workers), *options, "--", *(command or [*JOB, *job])
+        ]
+        self.env = os.environ | {
+            "ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)
+        }
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
         self.process: subprocess.Popen[bytes] | None = None
@@ -113,10 +132,14 @@ class Cluster:
 
     def start(self) -> None:
         """Start the run, or resume it."""
-        self.process = subprocess.Popen(self.command, env=self.env, cwd=self.folder, start_new_session=True,
-                                        stdout=open(self.folder / "output.log", "ab"), stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(self.command,
+                                        env=self.env,
+                                        cwd=self.folder,
+                                        start_new_session=True,
+                                        stdout=open(self.folder / "output.log", "ab"),
+                                        stderr=subprocess.STDOUT)
 
-    # --- what a test does ---------------------------------------------------------------------------------------------
+    # --- what a test does -------------------------------------------------------------------------
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
         """Replace the hosts file whole."""
@@ -132,7 +155,8 @@ class Cluster:
         return pid
 
     def signal_workers(self, hosts: Sequence[str], number: int) -> None:
-        """Send a signal to the workers on some hosts at once: nothing is to happen between the first and the last."""
+        """Send a signal to the workers on some hosts at once: nothing is to happen between the
+        first and the last."""
         pids = [pid for name, pid in self.live_pids().items()
                 if name.split("/")[0] in hosts and is_worker(pid, name, self.run_dir)]
         assert len(pids) == len(hosts), self.story()
@@ -148,8 +172,9 @@ class Cluster:
         """Return the pid of the driver (the supervisor's only child that runs it)."""
         pid = self.supervisor_pid()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return next(int(pid) for pid in children
-                    if b"elastic_trainer.launch.horovodrun" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return next(
+            int(pid) for pid in children
+            if b"elastic_trainer.launch.horovodrun" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def kill_everyone(self) -> None:
         """SIGKILL the supervisor, the driver and all workers, and wait until they are gone."""
@@ -170,17 +195,19 @@ class Cluster:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end in {deadline_s:.0f} s; {self.story()}") from None
+            raise AssertionError(
+                f"the run did not end in {deadline_s:.0f} s; {self.story()}") from None
 
     def finish(self) -> int:
         """Let the rest of the run go as fast as it can; returns its exit code."""
         (self.folder / "hurry").touch()
         return self.wait()
 
-    # --- what a test sees ---------------------------------------------------------------------------------------------
+    # --- what a test sees -------------------------------------------------------------------------
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the diary, or its events of one name. Reads only what is new: the tests share the cores."""
+        """Return the diary, or its events of one name. Reads only what is new: the tests share the
+        cores."""
         path = self.run_dir / EVENTS_FILE
         if path.exists() and path.stat().st_size > self._read_to:
             with open(path, "rb") as file:
@@ -211,14 +238,17 @@ class Cluster:
             e["step"] >= step for e in reversed(self.events("worker.step_committed"))))
 
     def wait_for_world(self, size: int, after: int = 0) -> int:
-        """Wait until a generation of this size has started after generation `after`; returns its number."""
+        """Wait until a generation of this size has started after generation `after`; returns its
+        number."""
         return int(self.wait_for(f"world of {size}", lambda: [
             e["generation"] for e in self.events("worker.generation_started")
             if e["size"] == size and e["generation"] > after])[-1])
 
     def wait_until_fired(self, count: int | None = None) -> None:
         """Wait until the plan's faults (or so many of them) have fired."""
-        self.wait_for("fault", lambda: len(self.fired()) >= (len(self.plan.faults) if count is None else count))
+        self.wait_for(
+            "fault", lambda: len(self.fired()) >= (len(self.plan.faults)
+                                                   if count is None else count))
 
     def fired(self) -> list[dict[str, Any]]:
         """Return what fired."""
@@ -227,37 +257,54 @@ class Cluster:
     def live_pids(self) -> dict[str, int]:
         """Return the pids of the workers that were started and are not known to be gone."""
         live = {e["worker"]: e["pid"] for e in self.events("driver.worker_started")}
-        live |= {e["worker"]: e["pid"] for e in self.events("driver.worker_ready")}  # behind a shim it is another
+        # Behind a shim it is another.
+        live |= {e["worker"]: e["pid"] for e in self.events("driver.worker_ready")}
         for event in self.events("driver.worker_gone"):
             live.pop(event["worker"], None)
         return live
 
     def lost(self) -> list[dict[str, Any]]:
-        """Return the workers that ended in any other way than finished, left on request, or stopped with the attempt."""
+        """Return the workers that ended in any other way than finished, left on request, or stopped
+        with the attempt."""
         return [e for e in self.events("driver.worker_gone") if e["reason"] not in HEALTHY_ENDS]
 
     def story(self) -> str:
         """Return what a person needs to see when a test fails."""
-        told = [json.dumps({k: v for k, v in e.items() if k not in ("run", "time")})[:300] for e in self.events()
-                if e["event"] != "worker.step_committed"]
+        told = [
+            json.dumps({k: v
+                        for k, v in e.items() if k not in ("run", "time")})[:300]
+            for e in self.events() if e["event"] != "worker.step_committed"
+        ]
         log = self.folder / "output.log"
-        return "\n".join(["the story:", *told[-40:], "the output:",
-                          *(log.read_text(errors="replace").splitlines()[-30:] if log.exists() else [])])
+        return "\n".join([
+            "the story:", *told[-40:], "the output:",
+            *(log.read_text(errors="replace").splitlines()[-30:] if log.exists() else [])
+        ])
 
     def malformed(self) -> list[str]:
-        """Return the flaws of the run's events, and the driver's reasons to refuse what workers have sent."""
+        """Return the flaws of the run's events, and the driver's reasons to refuse what workers
+        have sent."""
         lines = [event for line in Reader(self.run_dir).lines() if (event := parse_object(line))]
         wrong = [misfit(event) for event in lines if misfit(event)]  # also where no reader minds
         assert not wrong, wrong
-        refused = [reason for e in self.events("driver.stranger_refused") for reason in e["reason"].split("; ")
-                   if reason != "a word that was said before"]  # that is a stranger's, who has overheard it
+        refused = [
+            reason for e in self.events("driver.stranger_refused")
+            for reason in e["reason"].split("; ") if reason != "a word that was said before"
+        ]  # that is a stranger's, who has overheard it
         return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [
             reason for reason in refused if "a word that" in reason or "a line that" in reason]
 
-    def assert_nothing_lost(self, twin: str, *, victims: int, revived: bool = False) -> dict[str, Any]:
-        """Assert the three laws: every planned fault fired, no healthy worker died, same bits, each sample once."""
-        assert len(self.fired()) == len(self.plan.faults), f"{self.plan.faults} fired: {self.fired()}; {self.story()}"
-        assert len(self.lost()) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
+    def assert_nothing_lost(self,
+                            twin: str,
+                            *,
+                            victims: int,
+                            revived: bool = False) -> dict[str, Any]:
+        """Assert the three laws: every planned fault fired, no healthy worker died, same bits, each
+        sample once."""
+        assert len(self.fired()) == len(
+            self.plan.faults), f"{self.plan.faults} fired: {self.fired()}; {self.story()}"
+        assert len(self.lost()
+                   ) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
         revivals = self.events("worker.revives")
         assert all(e["where"] == "init" for e in revivals), self.story()
         assert revived or not revivals, self.story()

@@ -24,8 +24,10 @@ settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True)
-def only_declared_events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a test in whose process an event is emitted that differs from its declaration (observe/event_table.py)."""
+def only_declared_events(request: pytest.FixtureRequest,
+                         monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test in whose process an event is emitted that differs from its declaration
+    (observe/event_table.py)."""
     from elastic_trainer.observe.events import Events
     from elastic_trainer.observe.schema import misfit
 
@@ -68,12 +70,18 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     @cache
     def twin(*job: str) -> str:
-        for option in ("--step-s", "--checkpoint-every", "--part-bytes"):  # these are no part of the arithmetic
+        # These are no part of the arithmetic.
+        for option in ("--step-s", "--checkpoint-every", "--part-bytes"):
             if option in job:
                 at = job.index(option)
                 return twin(*job[:at], *job[at + 2 :])
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-        done = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, timeout=300, check=True,
+        done = subprocess.run([*JOB, *job],
+                              env=env,
+                              capture_output=True,
+                              text=True,
+                              timeout=300,
+                              check=True,
                               cwd=tmp_path_factory.mktemp("twin"))
         return done.stdout.split("weights ")[1].strip()
 
@@ -107,14 +115,16 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nobody_started_us: None) -> Path:
-    """Return the folder of a run, which a launcher would name: the test trains alone, in its own process."""
+    """Return the folder of a run, which a launcher would name: the test trains alone, in its own
+    process."""
     monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path / "run"))
     return tmp_path / "run"
 
 
 @pytest.fixture
 def turn() -> Iterator[None]:
-    """Wait until no other process of tests has workers on this machine (a `Cluster` does so by itself)."""
+    """Wait until no other process of tests has workers on this machine (a `Cluster` does so by
+    itself)."""
     from cluster import end_turn, take_turn
 
     take_turn()

@@ -1,9 +1,11 @@
 """The vocabulary of faults: what happens to which worker, at which point of the protocol.
 
-    Plan().kill(host="127.0.0.2", at="step.voted", step=7).freeze(host="127.0.0.3", at="step.prepared", step=12)
+    Plan().kill(host="127.0.0.2", at="step.voted", step=7).freeze(host="127.0.0.3",
+    at="step.prepared", step=12)
 
-A plan travels to the workers as JSON; there it listens to the engine's own events (`train(listeners=[…])`). Every
-fault fires once in the whole run, whoever asks, and leaves a file behind that says so: tests assert that it did.
+A plan travels to the workers as JSON; there it listens to the engine's own events
+(`train(listeners=[…])`). Every fault fires once in the whole run, whoever asks, and leaves a file
+behind that says so: tests assert that it did.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left", "world.transfer_started",
-          "world.transfer_ended", "world.generation_entered", "step.computed", "step.prepared", "step.voted",
-          "step.applied", "data")
+POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left",
+          "world.transfer_started", "world.transfer_ended", "world.generation_entered",
+          "step.computed", "step.prepared", "step.voted", "step.applied", "data")
 RELEASED = "released"
 """A test lets those go who are held when it makes this file in its folder."""
 
@@ -34,12 +36,23 @@ class Plan:
 
     faults: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, do: str, *, at: str, host: str | None = None, step: int | None = None, generation: int | None = None,
+    def add(self,
+            do: str,
+            *,
+            at: str,
+            host: str | None = None,
+            step: int | None = None,
+            generation: int | None = None,
             **facts: Any) -> Plan:
-        """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with these facts."""
+        """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with
+        these facts."""
         assert at in POINTS, at
-        wanted = {k: v for k, v in {"step": step, "generation": generation, **facts}.items() if v is not None}
-        self.faults.append({"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults)})
+        wanted = {
+            k: v
+            for k, v in {"step": step, "generation": generation, **facts}.items() if v is not None
+        }
+        self.faults.append(
+            {"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults)})
         return self
 
     def kill(self, **where: Any) -> Plan:
@@ -71,7 +84,8 @@ class Injector:
     def __call__(self, point: str, facts: dict[str, Any]) -> None:
         for fault in self.faults:
             is_here = fault["at"] == point and fault["host"] in (None, self.host)
-            if is_here and all(facts.get(k) == v for k, v in fault["facts"].items()) and self._claim(fault, facts):
+            if is_here and all(facts.get(k) == v
+                               for k, v in fault["facts"].items()) and self._claim(fault, facts):
                 self._do(fault["do"])
 
     def flip(self, name: str) -> None:
@@ -83,7 +97,12 @@ class Injector:
     def _claim(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
         try:
             with open(self.folder / f"fired-{fault['number']}", "x") as file:
-                json.dump({"host": self.host, "pid": os.getpid(), **{k: str(v) for k, v in facts.items()}}, file)
+                json.dump(
+                    {
+                        "host": self.host, "pid": os.getpid(),
+                        **{k: str(v)
+                           for k, v in facts.items()}
+                    }, file)
             return True
         except FileExistsError:
             return False
@@ -130,8 +149,11 @@ class Injector:
 
 
     def _wait_for_all(self, do: str) -> None:
-        """Hold this process until all faults of this kind have fired: one death must not keep the other from its place."""
-        files = [self.folder / f"fired-{fault['number']}" for fault in self.faults if fault["do"] == do]
+        """Hold this process until all faults of this kind have fired: one death must not keep the
+        other from its place."""
+        files = [
+            self.folder / f"fired-{fault['number']}" for fault in self.faults if fault["do"] == do
+        ]
         deadline = time.monotonic() + 60
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, f"not all of {files} are there"
@@ -147,7 +169,8 @@ def _hold_until_there(file: Path) -> None:
 
 
 def _wait_for_death(fired: Path) -> None:
-    """Hold this process until the victim of the plan's first fault is gone: what it takes part in cannot end before."""
+    """Hold this process until the victim of the plan's first fault is gone: what it takes part in
+    cannot end before."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -161,10 +184,14 @@ def _wait_for_death(fired: Path) -> None:
 
 
 def _kill_when_listening() -> None:
-    """SIGKILL this process when Gloo has opened its listening socket: in the middle of `hvd.init()`."""
+    """SIGKILL this process when Gloo has opened its listening socket: in the middle of
+    `hvd.init()`."""
     def listening() -> set[str]:
-        inodes = {line.split()[9] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
-                  if line.split()[3] == "0A"}
+        inodes = {
+            line.split()[9]
+            for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+            if line.split()[3] == "0A"
+        }
         mine = set()
         for name in os.listdir("/proc/self/fd"):
             try:

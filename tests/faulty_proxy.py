@@ -1,10 +1,11 @@
-"""A proxy between us and an S3 server that does what networks and servers do: resets, 503, lost answers, wrong bytes.
+"""A proxy between us and an S3 server that does what networks and servers do: resets, 503, lost
+answers, wrong bytes.
 
     with FaultyProxy(endpoint) as proxy:
         proxy.fault("lose_answer", method="PUT", contains="/log/", times=2)
 
-Requests pass through unchanged (the Host header is signed). `on_request` sees each one before it is forwarded and may hold
-it, drop it or kill somebody first.
+Requests pass through unchanged (the Host header is signed). `on_request` sees each one before it is
+forwarded and may hold it, drop it or kill somebody first.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-STATUS = {"slow_down": (503, "SlowDown"), "internal": (500, "InternalError"), "forbidden": (403, "AccessDenied"),
-          "no_bucket": (404, "NoSuchBucket"), "skewed": (403, "RequestTimeTooSkewed"),
-          "request_limit": (503, "RequestLimitExceeded"), "throttling": (400, "Throttling")}
-WRAPPED = {"request_limit": "<Response><Errors>{}</Errors></Response>", "throttling": "<ErrorResponse>{}</ErrorResponse>"}
+STATUS = {
+    "slow_down": (503, "SlowDown"), "internal": (500, "InternalError"),
+    "forbidden": (403, "AccessDenied"), "no_bucket": (404, "NoSuchBucket"),
+    "skewed": (403, "RequestTimeTooSkewed"), "request_limit": (503, "RequestLimitExceeded"),
+    "throttling": (400, "Throttling")
+}
+WRAPPED = {
+    "request_limit": "<Response><Errors>{}</Errors></Response>",
+    "throttling": "<ErrorResponse>{}</ErrorResponse>"
+}
 """How EC2 and Auto Scaling wrap an error; S3 does not."""
-KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish", "unconditional", "drop", "empty",
-         "torn_xml", "bare_404", "page_404", *STATUS)
+KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish",
+         "unconditional", "drop", "empty", "torn_xml", "bare_404", "page_404", *STATUS)
 
 
 @dataclass
@@ -102,7 +109,8 @@ class FaultyProxy:
     def _due(self, method: str, path: str) -> str | None:
         with self._lock:
             for fault in self.faults:
-                if fault.fired < fault.times and fault.method in ("", method) and fault.contains in path:
+                if fault.fired < fault.times and fault.method in (
+                        "", method) and fault.contains in path:
                     fault.fired += 1
                     return fault.kind
         return None
@@ -110,7 +118,10 @@ class FaultyProxy:
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         """Forward one request, or do to it what is planned."""
         method, path = request.command, request.path
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("expect", "connection")}
+        headers = {
+            k: v
+            for k, v in request.headers.items() if k.lower() not in ("expect", "connection")
+        }
         self.seen.append((method, path, headers))
         kind = self._due(method, path)
         length = int(request.headers.get("Content-Length") or 0)
@@ -129,12 +140,15 @@ class FaultyProxy:
         if kind == "slow":
             self.released.wait(0.7)
         if kind in ("bare_404", "page_404"):  # as balancers say it whose server is briefly away
-            return self._answer(request, 404, [], b"<html><body>Not Found</body></html>" if kind == "page_404" else b"")
+            return self._answer(
+                request, 404, [],
+                b"<html><body>Not Found</body></html>" if kind == "page_404" else b"")
         if kind in STATUS:
             status, code = STATUS[kind]
             answer = f"<Error><Code>{code}</Code><Message>as planned</Message></Error>"
             answer = "<?xml version='1.0'?>" + WRAPPED.get(kind, "{}").format(answer)
-            return self._answer(request, status, [("Content-Type", "application/xml")], answer.encode())
+            return self._answer(request, status, [("Content-Type", "application/xml")],
+                                answer.encode())
         if kind == "unconditional":
             headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
         upstream = http.client.HTTPConnection(self.upstream, timeout=60)
@@ -152,19 +166,32 @@ class FaultyProxy:
             data = re.sub(rb"(?s)<(\w+Set)>.*</\1>", rb"<\1/>", data)
         data = self.on_answer(data)
         if kind == "torn_xml":
-            return self._answer(request, 200, [("Content-Type", "text/xml")], data[: len(data) // 2])
+            return self._answer(request, 200, [("Content-Type", "text/xml")], data[:len(data) // 2])
         if kind == "rubbish":
             return self._answer(request, 200, [], b"<html>a captive portal</html>")
         if kind == "corrupt" and data:
             data = bytes([data[0] ^ 1]) + data[1:]
-        passed = [(k, v) for k, v in answered.getheaders()
-                  if not re.fullmatch("(?i)content-length|transfer-encoding|connection|keep-alive", k)]
+        passed = [
+            (k, v) for k, v in answered.getheaders()
+            if not re.fullmatch("(?i)content-length|transfer-encoding|connection|keep-alive", k)
+        ]
         if method == "HEAD":
             passed.append(("Content-Length", answered.getheader("Content-Length") or "0"))
-        self._answer(request, answered.status, passed, data, cut=kind == "truncate", bodiless=method == "HEAD")
+        self._answer(request,
+                     answered.status,
+                     passed,
+                     data,
+                     cut=kind == "truncate",
+                     bodiless=method == "HEAD")
 
-    def _answer(self, request: BaseHTTPRequestHandler, status: int, headers: list[tuple[str, str]], data: bytes, *,
-                cut: bool = False, bodiless: bool = False) -> None:
+    def _answer(self,
+                request: BaseHTTPRequestHandler,
+                status: int,
+                headers: list[tuple[str, str]],
+                data: bytes,
+                *,
+                cut: bool = False,
+                bodiless: bool = False) -> None:
         request.send_response_only(status)
         for name, value in headers:
             request.send_header(name, value)

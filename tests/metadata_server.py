@@ -1,4 +1,5 @@
-"""A machine's metadata service on loopback: the real paths, tokens, 404s and time-outs of IMDSv2."""
+"""A machine's metadata service on loopback: the real paths, tokens, 404s and time-outs of
+IMDSv2."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class MetadataServer:
         class Handler(BaseHTTPRequestHandler):
             def do_PUT(self) -> None:
                 ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
-                if self.path != "/latest/api/token" or not ttl.isdecimal() or not 1 <= int(ttl) <= 21600:
+                if self.path != "/latest/api/token" or not ttl.isdecimal(
+                ) or not 1 <= int(ttl) <= 21600:
                     return self.answer(400, "")
                 if service.odd_token:
                     self.send_response(200)
@@ -74,4 +76,5 @@ class MetadataServer:
 
     def recommend(self) -> None:
         """Recommend to leave."""
-        self.documents["events/recommendations/rebalance"] = json.dumps({"noticeTime": "2030-01-07T01:03:47Z"})
+        self.documents["events/recommendations/rebalance"] = json.dumps(
+            {"noticeTime": "2030-01-07T01:03:47Z"})

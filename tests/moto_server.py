@@ -1,10 +1,12 @@
-"""EC2, Auto Scaling, IAM and S3's settings over HTTP on loopback: moto's server, with spot instances in its groups.
+"""EC2, Auto Scaling, IAM and S3's settings over HTTP on loopback: moto's server, with spot
+instances in its groups.
 
     VENV/bin/python tests/moto_server.py -H 127.0.0.1 -p 5000       in moto's own environment
 
-moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the server's process. All of
-its images have 15 GB; by `give_sizes` one that is tagged with another size has that. A stopped machine says of a public
-address that it has none, where EC2 says nothing of one: `say_nothing_of_addresses` mends that.
+moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the
+server's process. All of its images have 15 GB; by `give_sizes` one that is tagged with another size
+has that. A stopped machine says of a public address that it has none, where EC2 says nothing of
+one: `say_nothing_of_addresses` mends that.
 """
 
 from __future__ import annotations
@@ -36,9 +38,14 @@ def moto_server(folder: Path) -> Iterator[str]:
         raise Unavailable(str(error)) from error
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    with process([python, Path(__file__).resolve(), "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log",
+    with process([python, Path(__file__).resolve(), "-H", "127.0.0.1", "-p",
+                  str(port)],
+                 folder / "moto.log",
                  MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
-        client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+        client = boto3.client("ec2",
+                              endpoint_url=endpoint,
+                              region_name="us-east-1",
+                              aws_access_key_id="x",
                               aws_secret_access_key="x")
         deadline = time.monotonic() + START_S
         while True:
@@ -86,7 +93,8 @@ def give_sizes() -> None:
 
 
 def say_nothing_of_addresses() -> None:
-    """Let an interface without a public address have no element for one: terraform takes an empty one for an address."""
+    """Let an interface without a public address have no element for one: terraform takes an empty
+    one for an address."""
     from moto.ec2.models.elastic_network_interfaces import NetworkInterface  # type: ignore[import-not-found]
 
     said = NetworkInterface.association.fget

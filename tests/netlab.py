@@ -1,5 +1,6 @@
-"""Hosts on one machine: namespaces with an sshd each, on a bridge; what happens to them is what happens to real ones.
-Each has an agent too, called as its unit in deploy/hosts calls it, and a metadata service; the coordinator has neither.
+"""Hosts on one machine: namespaces with an sshd each, on a bridge; what happens to them is what
+happens to real ones. Each has an agent too, called as its unit in deploy/hosts calls it, and a
+metadata service; the coordinator has neither.
 
     with Lab(folder) as lab:
         lab.boot("h1"); lab.boot("h2")
@@ -10,11 +11,13 @@ Each has an agent too, called as its unit in deploy/hosts calls it, and a metada
         lab.metadata["h1"].announce()
 
 What always holds:
-1. Nothing has a name outside: every namespace lives as long as its first process, and every first process is killed by
-   the kernel when the test's process dies, however it dies. So there are no stale labs, and labs don't see each other.
-2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in the lab only.
-3. No two hosts' interfaces have the same name: driver and workers find each their own (reach.py). Stock Horovod, which
-   gives one name to all, has to ask for a lab where they have (`interface`).
+1. Nothing has a name outside: every namespace lives as long as its first process, and every first
+   process is killed by the kernel when the test's process dies, however it dies. So there are no
+   stale labs, and labs don't see each other.
+2. Nobody's ssh, /etc/hosts or shell start-up files are touched: the lab's are mounted over them, in
+   the lab only.
+3. No two hosts' interfaces have the same name: driver and workers find each their own (reach.py).
+   Stock Horovod, which gives one name to all, has to ask for a lab where they have (`interface`).
 
 It needs root, `ip`, and sshd, which it installs where apt-get can.
 """
@@ -78,22 +81,36 @@ exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config"
 def prepare() -> None:
     """Install what is missing. Raises Unavailable."""
     if os.geteuid() != 0:
-        raise Unavailable("the lab of hosts needs root (network namespaces): run the tests as root, as CI does")
-    missing = [program for program in ("ip", "unshare", "nsenter", "setpriv", "mount") if not shutil.which(program)]
+        raise Unavailable(
+            "the lab of hosts needs root (network namespaces): run the tests as root, as CI does")
+    missing = [
+        program for program in ("ip", "unshare", "nsenter", "setpriv", "mount")
+        if not shutil.which(program)
+    ]
     if missing:
-        raise Unavailable(f"the lab of hosts needs {', '.join(missing)}: apt-get install iproute2 util-linux mount")
+        raise Unavailable(
+            f"the lab of hosts needs {', '.join(missing)}: apt-get install iproute2 util-linux "
+            f"mount"
+        )
     if not sshd():
-        for command in ("update --quiet", "install --yes --quiet --no-install-recommends openssh-server"):
+        for command in ("update --quiet",
+                        "install --yes --quiet --no-install-recommends openssh-server"):
             # Without /run/systemd the package starts no service: the machine itself gets no ssh.
             hidden = ("[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; "
                       f"apt-get -o DPkg::Lock::Timeout=120 {command}")
             subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
                            env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
     if not sshd():
-        raise Unavailable("the lab of hosts needs sshd, and it could not be installed: apt-get install openssh-server")
+        raise Unavailable(
+            "the lab of hosts needs sshd, and it could not be installed: apt-get install "
+            "openssh-server"
+        )
     probe = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
     if probe.returncode:
-        raise Unavailable(f"the lab of hosts needs namespaces, and this machine gives none: {probe.stderr.strip()}")
+        raise Unavailable(
+            f"the lab of hosts needs namespaces, and this machine gives none: "
+            f"{probe.stderr.strip()}"
+        )
 
 
 def sshd() -> str | None:
@@ -102,7 +119,8 @@ def sshd() -> str | None:
 
 
 def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str | Path]:
-    """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the machines' own."""
+    """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the
+    machines' own."""
     (line,) = re.findall("^ExecStart=(.*)$", (HOSTS / f"{unit}.service").read_text(), re.M)
     for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable),
                         ("/etc/elastic-trainer", folder), ("/var/lib/elastic-trainer", folder)):
@@ -116,7 +134,8 @@ def dying_with_us(*command: str | Path) -> list[str]:
 
 
 class Lab:
-    """A bridge and its hosts; use as a context manager. The coordinator is a host as the others are."""
+    """A bridge and its hosts; use as a context manager. The coordinator is a host as the others
+    are."""
 
     def __init__(self, folder: Path, interface: str = "", has_agents: bool = True):
         self.folder, self.interface, self.has_agents = folder, interface, has_agents
@@ -127,7 +146,8 @@ class Lab:
         self.addresses: dict[str, str] = {}
         """Of the hosts that somebody else has named and given an address."""
         self.hidden = ""
-        """A folder that hosts which boot from now on have of their own, empty and small; not the coordinator."""
+        """A folder that hosts which boot from now on have of their own, empty and small; not the
+        coordinator."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
         self.output = open(folder / "lab.log", "ab")
@@ -136,15 +156,21 @@ class Lab:
         ssh = self.folder / "ssh"
         ssh.mkdir()
         for name in ("hostkey", "id"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name], check=True)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name],
+                           check=True)
         (ssh / "known_hosts").write_text(f"* {(ssh / 'hostkey.pub').read_text()}")
-        (ssh / "shadow").write_text("root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n")  # a locked root cannot log in
+        # A locked root cannot log in.
+        (ssh / "shadow").write_text("root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n")
         (ssh / "shadow").chmod(0o600)
         (ssh / "sshd_config").write_text(
-            f"HostKey {ssh}/hostkey\nAuthorizedKeysFile {ssh}/id.pub\nPermitRootLogin prohibit-password\n"
-            f"PasswordAuthentication no\nStrictModes no\nUsePAM no\nUseDNS no\nPrintMotd no\nPrintLastLog no\n")
-        (ssh / "config").write_text(f"User root\nIdentityFile {ssh}/id\nIdentitiesOnly yes\nStrictHostKeyChecking yes\n"
-                                    f"UserKnownHostsFile {ssh}/known_hosts\nGSSAPIAuthentication no\n")
+            f"HostKey {ssh}/hostkey\nAuthorizedKeysFile {ssh}/id.pub\nPermitRootLogin "
+            f"prohibit-password\n"
+            f"PasswordAuthentication no\nStrictModes no\nUsePAM no\nUseDNS no\nPrintMotd "
+            f"no\nPrintLastLog no\n"
+        )
+        (ssh / "config").write_text(
+            f"User root\nIdentityFile {ssh}/id\nIdentitiesOnly yes\nStrictHostKeyChecking yes\n"
+            f"UserKnownHostsFile {ssh}/known_hosts\nGSSAPIAuthentication no\n")
         (self.folder / "empty").touch()
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n")
         (self.folder / "agent.key").touch(mode=0o600)
@@ -152,8 +178,11 @@ class Lab:
         site = self.folder / "site"
         site.mkdir()
         (site / "sitecustomize.py").write_text(SITE)
-        self.switch = subprocess.Popen(dying_with_us("unshare", "--net", "sleep", "infinity"), start_new_session=True)
-        wait_for("switch", lambda: os.readlink(f"/proc/{self.switch.pid}/ns/net") != os.readlink("/proc/self/ns/net"))
+        self.switch = subprocess.Popen(dying_with_us("unshare", "--net", "sleep", "infinity"),
+                                       start_new_session=True)
+        wait_for(
+            "switch", lambda: os.readlink(f"/proc/{self.switch.pid}/ns/net") != os.readlink(
+                "/proc/self/ns/net"))
         self._ip("link", "add", "bridge", "up", "type", "bridge")
         return self
 
@@ -165,11 +194,14 @@ class Lab:
         self.output.close()
 
     def address(self, name: str) -> str:
-        """Return a host's address: the one that it was given; else h7 has ….0.7, and the coordinator ….0.254."""
-        return self.addresses.get(name) or f"{NETWORK}.0.{254 if name == COORDINATOR else int(name[1:])}"
+        """Return a host's address: the one that it was given; else h7 has ….0.7, and the
+        coordinator ….0.254."""
+        return self.addresses.get(
+            name) or f"{NETWORK}.0.{254 if name == COORDINATOR else int(name[1:])}"
 
     def boot(self, *names: str) -> None:
-        """Start hosts, all at once, and wait until ssh on them answers; their agents may take a little longer."""
+        """Start hosts, all at once, and wait until ssh on them answers; their agents may take a
+        little longer."""
         for name in names:
             assert name not in self.hosts or not self.hosts[name].is_up(), f"{name} is up"
             self.hosts[name] = Host(self, name)
@@ -191,31 +223,39 @@ class Lab:
             self.hosts[name].end()
 
     def unplug(self, *names: str) -> None:
-        """Take hosts off the bridge at once: their packets and those for them are dropped, and nobody is told."""
-        self._ip("-batch", "-", given="".join(f"link set {self.hosts[name].port} nomaster\n" for name in names))
+        """Take hosts off the bridge at once: their packets and those for them are dropped, and
+        nobody is told."""
+        self._ip("-batch",
+                 "-",
+                 given="".join(f"link set {self.hosts[name].port} nomaster\n" for name in names))
 
     def plug_in(self, name: str) -> None:
         """Undo `unplug`."""
         self._ip("link", "set", self.hosts[name].port, "master", "bridge")
 
     def cut(self, one: str, other: str) -> None:
-        """Drop, silently, what two hosts send to each other, and nothing else: both know a wrong hardware address."""
+        """Drop, silently, what two hosts send to each other, and nothing else: both know a wrong
+        hardware address."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE, "dev",
-                        self.hosts[here].interface, "nud", "permanent")
+            self.inside(here, "ip", "neigh", "replace", self.address(there), "lladdr", NOWHERE,
+                        "dev", self.hosts[here].interface, "nud", "permanent")
 
     def mend(self, one: str, other: str) -> None:
         """Undo `cut`."""
         for here, there in ((one, other), (other, one)):
-            self.inside(here, "ip", "neigh", "del", self.address(there), "dev", self.hosts[here].interface)
+            self.inside(here, "ip", "neigh", "del", self.address(there), "dev",
+                        self.hosts[here].interface)
 
     def slow(self, name: str, kbit: int) -> None:
-        """Give a host a slow line, for what it sends and for what is sent to it; or end that with 0."""
+        """Give a host a slow line, for what it sends and for what is sent to it; or end that with
+        0."""
         host = self.hosts[name]
         pace = ("tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "400ms") if kbit else ()
         for there, device in ((host.enter(), host.interface), (self._enter_switch(), host.port)):
-            subprocess.run([*there, "tc", "qdisc", "replace" if kbit else "del", "dev", device, "root", *pace], check=True,
-                           capture_output=True)
+            subprocess.run(
+                [*there, "tc", "qdisc", "replace" if kbit else "del", "dev", device, "root", *pace],
+                check=True,
+                capture_output=True)
 
     def fill(self, name: str, folder: str | Path) -> None:
         """Fill a disk of a host's own: with a file named full, which may be removed."""
@@ -223,29 +263,38 @@ class Lab:
 
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
-        done = subprocess.run([*self.hosts[name].enter(), *command], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*self.hosts[name].enter(), *command],
+                              capture_output=True,
+                              text=True,
+                              timeout=60)
         assert done.returncode == 0, f"{name}: {command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def start(self, name: str, command: Sequence[str | Path], **popen: Any) -> subprocess.Popen[bytes]:
+    def start(self, name: str, command: Sequence[str | Path],
+              **popen: Any) -> subprocess.Popen[bytes]:
         """Start a command on a host; it ends with the host, or with us."""
         said = {"stdout": self.output, "stderr": self.output, "start_new_session": True} | popen
         return subprocess.Popen([*self.hosts[name].enter(), *map(str, command)], **said)
 
     def python_path(self) -> str:
         """Return where Python looks first on a host: for what makes a clock wrong."""
-        return os.pathsep.join(filter(None, [str(self.folder / "site"), os.environ.get("PYTHONPATH")]))
+        return os.pathsep.join(
+            filter(
+                None,
+                [str(self.folder / "site"), os.environ.get("PYTHONPATH")]))
 
     def health(self, name: str) -> Health:
         """Return what a host's agent answers its poller. Raises AgentUnreachable."""
         with self.network_of(COORDINATOR):
-            return ask(f"{self.address(name)}:{AGENT_PORT}", read_key(self.folder / "agent.key"), 5.0)
+            return ask(f"{self.address(name)}:{AGENT_PORT}", read_key(self.folder / "agent.key"),
+                       5.0)
 
     @contextmanager
     def network_of(self, name: str) -> Iterator[None]:
         """Let this thread open its sockets on a host."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as ours, open(f"/proc/{self.hosts[name].pid}/ns/net") as theirs:
+        with open("/proc/thread-self/ns/net") as ours, open(
+                f"/proc/{self.hosts[name].pid}/ns/net") as theirs:
             assert libc.setns(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
             try:
                 yield
@@ -256,7 +305,10 @@ class Lab:
         return ["nsenter", "-t", str(self.switch.pid), "-n"]
 
     def _ip(self, *arguments: str, given: str = "") -> None:
-        subprocess.run([*self._enter_switch(), "ip", *arguments], input=given.encode(), check=True, capture_output=True)
+        subprocess.run([*self._enter_switch(), "ip", *arguments],
+                       input=given.encode(),
+                       check=True,
+                       capture_output=True)
 
 
 class Host:
@@ -267,9 +319,13 @@ class Host:
         lab.ports += 1
         self.port = f"port{lab.ports}"
         self.interface = lab.interface or f"lab{lab.ports}"
-        self.process = subprocess.Popen(
-            dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name, lab.folder, "" if name == COORDINATOR else lab.hidden),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lab.output, start_new_session=True)
+        self.process = subprocess.Popen(dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name,
+                                                      lab.folder,
+                                                      "" if name == COORDINATOR else lab.hidden),
+                                        stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE,
+                                        stderr=lab.output,
+                                        start_new_session=True)
         self.pid = 0
         self.agent: subprocess.Popen[bytes] | None = None
         self.metadata: MetadataServer | None = None
@@ -281,20 +337,29 @@ class Host:
     def plug_in(self) -> None:
         """Give it its interface, and let its sshd start."""
         assert self.process.stdout and self.process.stdin
-        assert self.process.stdout.readline() == b"booted\n", f"{self.name} does not boot; see {self.lab.folder}/lab.log"
+        assert self.process.stdout.readline(
+        ) == b"booted\n", f"{self.name} does not boot; see {self.lab.folder}/lab.log"
         unshare = self.process.pid
         self.pid = int(Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[0])
-        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", self.interface, "netns", str(self.pid))
+        self.lab._ip("link", "add", self.port, "type", "veth", "peer", "name", self.interface,
+                     "netns", str(self.pid))
         self.lab._ip("link", "set", self.port, "master", "bridge", "up")
         address = self.lab.address(self.name)
-        batch = (f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev {self.interface}\n"
-                 f"link set {self.interface} up\n")
-        subprocess.run([*self.enter(), "ip", "-batch", "-"], input=batch, text=True, check=True, capture_output=True)
+        batch = (
+            f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev "
+            f"{self.interface}\n"
+            f"link set {self.interface} up\n")
+        subprocess.run([*self.enter(), "ip", "-batch", "-"],
+                       input=batch,
+                       text=True,
+                       check=True,
+                       capture_output=True)
         self.process.stdin.write(b"plugged\n")
         self.process.stdin.flush()
 
     def start_agent(self) -> None:
-        """Start its metadata service and its agent, which watches a small disk of the host's own."""
+        """Start its metadata service and its agent, which watches a small disk of the host's
+        own."""
         lab, name = self.lab, self.name
         with lab.network_of(name):
             self.metadata = lab.metadata[name] = MetadataServer((METADATA, 80))
@@ -314,7 +379,8 @@ class Host:
     def enter(self) -> list[str]:
         """Return the beginning of a command line that runs on this host."""
         assert self.pid and self.is_up(), f"{self.name} is down"
-        return dying_with_us("nsenter", "-t", str(self.pid), "-n", "-p", "-m", "-u", "-i", f"--wd={os.getcwd()}", "--")
+        return dying_with_us("nsenter", "-t", str(self.pid), "-n", "-p", "-m", "-u", "-i",
+                             f"--wd={os.getcwd()}", "--")
 
     def end(self) -> None:
         """Kill it, and wait until it is gone: its interface goes with it."""
@@ -342,7 +408,7 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
         time.sleep(0.01)
 
 
-# --- strangers -------------------------------------------------------------------------------------------------------
+# --- strangers ------------------------------------------------------------------------------------
 
 RUBBISH = b"\x16\x03\x01" + bytes(range(256)) + b"\r\n\r\n"
 
@@ -358,7 +424,8 @@ class Pickled:
 
 
 def overheard(lab: Lab, name: str, beginning: bytes) -> bytes:
-    """Return what somebody says to a host, as it arrives there: the next whole request that begins so."""
+    """Return what somebody says to a host, as it arrives there: the next whole request that begins
+    so."""
     with lab.network_of(name):
         tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
     streams: dict[bytes, bytes] = {}
@@ -369,22 +436,27 @@ def overheard(lab: Lab, name: str, beginning: bytes) -> bytes:
             frame = tap.recv(65536)
             header = 4 * (frame[14] & 15)
             tcp = frame[14 + header : 14 + int.from_bytes(frame[16:18], "big")]
-            if frame[23] != socket.IPPROTO_TCP or frame[14 + 16 : 14 + 20] != socket.inet_aton(lab.address(name)):
+            if frame[23] != socket.IPPROTO_TCP or frame[14 + 16:14 + 20] != socket.inet_aton(
+                    lab.address(name)):
                 continue
             source, payload = frame[26:30] + tcp[:2], tcp[4 * (tcp[12] >> 4) :]
-            streams[source] = payload if payload.startswith(beginning) else streams.get(source, b"") + payload
+            streams[source] = payload if payload.startswith(beginning) else streams.get(
+                source, b"") + payload
             head, end, body = streams[source].partition(b"\r\n\r\n")
             length = re.search(rb"Content-Length: (\d+)", head)
-            if head.startswith(beginning) and end and len(body) == (int(length[1]) if length else 0):
+            if head.startswith(beginning) and end and len(body) == (int(length[1])
+                                                                    if length else 0):
                 return streams[source]
 
 
 def knock(lab: Lab, stranger: str, name: str, port: int, words: Sequence[bytes]) -> int:
-    """Say words to a port of a host: what it answers must be no consent. Returns how often it listened."""
+    """Say words to a port of a host: what it answers must be no consent. Returns how often it
+    listened."""
     knocked = 0
     with lab.network_of(stranger):
         for word in words:
-            with suppress(OSError), socket.create_connection((lab.address(name), port), 5.0) as connection:
+            with suppress(OSError), socket.create_connection((lab.address(name), port),
+                                                             5.0) as connection:
                 knocked += 1
                 connection.sendall(word)
                 connection.shutdown(socket.SHUT_WR)
@@ -396,7 +468,8 @@ def knock(lab: Lab, stranger: str, name: str, port: int, words: Sequence[bytes])
 
 @contextmanager
 def store_on(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
-    """Let hosts reach an S3 server at a host's address; returns the variables that lead there. Raises Unavailable."""
+    """Let hosts reach an S3 server at a host's address; returns the variables that lead there.
+    Raises Unavailable."""
     with s3_servers.ministack(folder) as endpoint:
         with lab.network_of(name):
             proxy = FaultyProxy(endpoint, lab.address(name))
@@ -405,29 +478,45 @@ def store_on(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
 
 
 class Fleet(Cluster):
-    """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot later see no runs of it."""
+    """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot
+    later see no runs of it."""
 
-    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (), own_disks: bool = False, limits: str = "",
+    def __init__(self,
+                 lab: Lab,
+                 folder: Path,
+                 names: Sequence[str] = (),
+                 own_disks: bool = False,
+                 limits: str = "",
                  **options: Any):
         self.lab = lab
-        super().__init__(folder, names=names, limits=limits, **options)  # ssh has limits of its own, just above ours
+        # Ssh has limits of its own, just above ours.
+        super().__init__(folder, names=names, limits=limits, **options)
         (folder / "runs").mkdir(exist_ok=True)
         lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": lab.python_path()}
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""
-        self.process = self.lab.start(COORDINATOR, self.command, env=self.env, cwd=self.folder,
-                                      stdout=open(self.folder / "output.log", "ab"), stderr=subprocess.STDOUT)
+        self.process = self.lab.start(COORDINATOR,
+                                      self.command,
+                                      env=self.env,
+                                      cwd=self.folder,
+                                      stdout=open(self.folder / "output.log", "ab"),
+                                      stderr=subprocess.STDOUT)
 
     def supervisor_pid(self) -> int:
         """Return the supervisor's pid, as seen from outside the lab."""
         assert self.process
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return int(
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            [0])
 
     def signal_worker(self, host: str, number: int) -> int:
         """Send a signal to the worker on a host; returns its pid there."""
-        pid = [e["pid"] for e in self.events("driver.worker_ready") if e["worker"].split("/")[0] == host][-1]
+        pid = [
+            e["pid"] for e in self.events("driver.worker_ready")
+            if e["worker"].split("/")[0] == host
+        ][-1]
         self.lab.inside(host, "kill", f"-{number}", str(pid))
         return int(pid)
 
@@ -437,7 +526,8 @@ class Fleet(Cluster):
 
     def evicted(self) -> list[tuple[str, str]]:
         """Return whose workers were given up, by host, and why."""
-        return [(e["worker"].split("/")[0], e["reason"]) for e in self.events("driver.worker_evicted")]
+        return [(e["worker"].split("/")[0], e["reason"])
+                for e in self.events("driver.worker_evicted")]
 
     def newest_step(self) -> int:
         """Return the number of the newest finished step."""

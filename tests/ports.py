@@ -13,8 +13,9 @@ FIRST, LAST = 20000, 32000
 def free_port() -> int:
     """Return a port that nobody has, and that nobody is given who asks for any.
 
-    Else a listener of Gloo's, in a cluster beside this test, may be given the port that we ask: it takes whoever
-    connects first for its peer, and that cluster's init fails (seen about once in 600 inits).
+    Else a listener of Gloo's, in a cluster beside this test, may be given the port that we ask: it
+    takes whoever connects first for its peer, and that cluster's init fails (seen about once in 600
+    inits).
     """
     while True:
         with socket.socket() as probe, suppress(OSError):

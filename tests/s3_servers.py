@@ -1,7 +1,8 @@
-"""Real S3 servers on loopback for the tests: Ceph's radosgw from Debian's packages, and ministack from PyPI.
+"""Real S3 servers on loopback for the tests: Ceph's radosgw from Debian's packages, and ministack
+from PyPI.
 
-Both are started here, on free ports, in a folder of the test's, and ended by pid. Where one can't be had, the tests that
-need it are skipped with one sentence.
+Both are started here, on free ports, in a folder of the test's, and ended by pid. Where one can't
+be had, the tests that need it are skipped with one sentence.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def process(command: Sequence[str | Path], log: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def process(command: Sequence[str | Path], log: Path,
+            **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for as long as the block."""
     with open(log, "ab") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, cwd=log.parent,
+        server = subprocess.Popen(command,
+                                  stdout=output,
+                                  stderr=output,
+                                  start_new_session=True,
+                                  cwd=log.parent,
                                   env=os.environ | env)
     try:
         yield server
@@ -48,15 +54,22 @@ def process(command: Sequence[str | Path], log: Path, **env: str) -> Iterator[su
 
 def environment(endpoint: str) -> dict[str, str]:
     """Return AWS's standard variables for an endpoint."""
-    return {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    return {
+        "AWS_ENDPOINT_URL_S3": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"
+    }
 
 
 def client(endpoint: str) -> boto3.client:
     """Return a client of the test's own, past the code under test."""
-    return boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-                        region_name="us-east-1", config=Config(retries={"total_max_attempts": 1}, read_timeout=20,
-                                                               request_checksum_calculation="when_required"))
+    return boto3.client("s3",
+                        endpoint_url=endpoint,
+                        aws_access_key_id=KEY,
+                        aws_secret_access_key=SECRET,
+                        region_name="us-east-1",
+                        config=Config(retries={"total_max_attempts": 1},
+                                      read_timeout=20,
+                                      request_checksum_calculation="when_required"))
 
 
 def _wait_for_bucket(endpoint: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
@@ -68,25 +81,31 @@ def _wait_for_bucket(endpoint: str, servers: list[subprocess.Popen[bytes]], fold
         except (BotoCoreError, ClientError) as error:
             if time.monotonic() > deadline or any(server.poll() is not None for server in servers):
                 logs = "\n".join(p.read_text(errors="replace")[-600:] for p in folder.glob("*.log"))
-                raise AssertionError(f"no S3 server after {START_S:.0f} s: {error}\n{logs}") from error
+                raise AssertionError(
+                    f"no S3 server after {START_S:.0f} s: {error}\n{logs}") from error
             time.sleep(0.1)
 
 
 @contextmanager
 def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
-    """Run a monitor, an object store daemon (in memory) and a gateway; yields the endpoint. Raises Unavailable."""
+    """Run a monitor, an object store daemon (in memory) and a gateway; yields the endpoint. Raises
+    Unavailable."""
     if not all(map(shutil.which, PACKAGES)):
         if os.geteuid() != 0 or not shutil.which("apt-get"):
-            raise Unavailable("Ceph's gateway is not here, and this user cannot install it: apt-get install "
-                              + " ".join(PACKAGES))
-        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=120",
-                   *PACKAGES]
+            raise Unavailable(
+                "Ceph's gateway is not here, and this user cannot install it: apt-get install " +
+                " ".join(PACKAGES))
+        install = [
+            "apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o",
+            "DPkg::Lock::Timeout=120", *PACKAGES
+        ]
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(install, env=env, capture_output=True).returncode:
             subprocess.run(["apt-get", "update", "--quiet"], env=env, capture_output=True)
             done = subprocess.run(install, env=env, capture_output=True, text=True)
             if done.returncode:
-                raise Unavailable(f"Ceph's gateway could not be installed: {done.stderr.strip()[-200:]}")
+                raise Unavailable(
+                    f"Ceph's gateway could not be installed: {done.stderr.strip()[-200:]}")
     folder.mkdir(parents=True, exist_ok=True)
     mon_port, port = free_port(), free_port()
     cluster, osd = str(uuid.uuid4()), str(uuid.uuid4())
@@ -134,27 +153,32 @@ rgw gc processor max time = 5
 
     (folder / "mon").mkdir()
     (folder / "osd").mkdir()
-    do("monmaptool", "--create", "--clobber", "--addv", "a", f"[v2:127.0.0.1:{mon_port}]", "--fsid", cluster,
-       str(folder / "monmap"))
+    do("monmaptool", "--create", "--clobber", "--addv", "a", f"[v2:127.0.0.1:{mon_port}]", "--fsid",
+       cluster, str(folder / "monmap"))
     do("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(folder / "monmap"))
     with ExitStack() as servers:
-        running = [servers.enter_context(process(["ceph-mon", "-f", "-i", "a", *conf], folder / "mon.out.log"))]
+        running = [
+            servers.enter_context(
+                process(["ceph-mon", "-f", "-i", "a", *conf], folder / "mon.out.log"))
+        ]
         do("ceph", "osd", "new", osd)
         do("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
-        for name, command in (("osd", ["ceph-osd", "-f", "-i", "0"]), ("rgw", ["radosgw", "-f", "-n", "client.rgw.a"])):
+        for name, command in (("osd", ["ceph-osd", "-f", "-i",
+                                       "0"]), ("rgw", ["radosgw", "-f", "-n", "client.rgw.a"])):
             running.append(servers.enter_context(process(["nice", "-n", str(nice), *command, *conf],
                                                          folder / f"{name}.out.log")))
             if nice:
                 _be_nice(running[-1].pid, nice)
-        do("radosgw-admin", "user", "create", "--uid=test", "--display-name=test", f"--access-key={KEY}",
-           f"--secret-key={SECRET}")
+        do("radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
+           f"--access-key={KEY}", f"--secret-key={SECRET}")
         endpoint = f"http://127.0.0.1:{port}"
         _wait_for_bucket(endpoint, running, folder)
         yield endpoint
 
 
 def _be_nice(pid: int, nice: int) -> None:
-    """Let niceness count against other sessions too, where the kernel groups by sessions (sched(7), "autogroup")."""
+    """Let niceness count against other sessions too, where the kernel groups by sessions (sched(7),
+    "autogroup")."""
     for _ in range(50):
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
@@ -168,7 +192,8 @@ def _be_nice(pid: int, nice: int) -> None:
 
 @contextmanager
 def ministack(folder: Path) -> Iterator[str]:
-    """Run ministack as `--store s3` does, with the tests' credentials; yields the endpoint. Raises Unavailable."""
+    """Run ministack as `--store s3` does, with the tests' credentials; yields the endpoint. Raises
+    Unavailable."""
     from elastic_trainer.config import ConfigError
     from elastic_trainer.launch.local_s3 import installed, server
 

@@ -40,7 +40,8 @@ class Member:
     def wait(self, handle: Any) -> torch.Tensor:
         tensor, name, root = handle
         everyone = self._share(name, tensor.clone())
-        tensor.copy_(sum(everyone[1:], start=everyone[0].clone()) if root is None else everyone[root])
+        tensor.copy_(
+            sum(everyone[1:], start=everyone[0].clone()) if root is None else everyone[root])
         return tensor
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:

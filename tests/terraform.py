@@ -1,11 +1,12 @@
-"""The real terraform and the real AWS provider, for `deploy/terraform`, against an endpoint on loopback.
+"""The real terraform and the real AWS provider, for `deploy/terraform`, against an endpoint on
+loopback.
 
     with Root(folder, "fleet", endpoint, {"name": "x", …}) as fleet:
         outputs = fleet.apply()
         fleet.destroy()
 
-What always holds: it works on a copy, so nothing is left in the tree; it asks no registry (the provider comes from a
-mirror on this machine), no real AWS and no metadata service.
+What always holds: it works on a copy, so nothing is left in the tree; it asks no registry (the
+provider comes from a mirror on this machine), no real AWS and no metadata service.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ START_S = 60.0
 FOREIGN = ("AWS_", "TF_")
 """How the variables begin that are none of a test's business."""
 QUIETLY = ("-auto-approve", "-input=false", "-no-color", "-compact-warnings")
-NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
-              "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"}
+NO_SECRETS = {
+    "AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
+    "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"
+}
 TEST_PROVIDER = """
 provider "aws" {
   access_key                  = "x"
@@ -55,14 +58,15 @@ def provider() -> Path:
     if not shutil.which("terraform"):
         raise Unavailable("terraform is not on the PATH.")
     for pattern in (str(Path.home() / ".terraform.d/plugins"), *MIRRORS):
-        for found in Path("/").glob(f"{pattern.lstrip('/')}/{PROVIDER}/*/linux_*/terraform-provider-aws*"):
+        for found in Path("/").glob(
+                f"{pattern.lstrip('/')}/{PROVIDER}/*/linux_*/terraform-provider-aws*"):
             return found.parent
     raise Unavailable(f"there is no mirror of {PROVIDER} on this machine ({', '.join(MIRRORS)}).")
 
 
 class Root:
-    """A copy of one root of deploy/terraform, and a provider that runs: terraform would start one for each of its phases,
-    which takes seconds of a core each time. Use as a context manager.
+    """A copy of one root of deploy/terraform, and a provider that runs: terraform would start one
+    for each of its phases, which takes seconds of a core each time. Use as a context manager.
     """
 
     def __init__(self, folder: Path, root: str, endpoint: str, variables: Mapping[str, Any]):
@@ -72,7 +76,9 @@ class Root:
     def __enter__(self) -> Root:
         """Make the copy ready without `init`. Raises Unavailable."""
         where = provider()
-        shutil.copytree(DEPLOY, self.folder / "deploy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
+        shutil.copytree(DEPLOY,
+                        self.folder / "deploy",
+                        ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         # An override spares `init` and the hashing of 700 MB that each command would begin with.
         (self.there / "test.tfrc").write_text(
             f'provider_installation {{ dev_overrides {{\n "hashicorp/aws" = "{where}"\n}} }}\n')
@@ -82,7 +88,8 @@ class Root:
         log = self.folder / "provider.log"
         with ExitStack() as stack:
             without = [f"--unset={name}" for name in os.environ if name.startswith(FOREIGN)]
-            running = stack.enter_context(process(["env", *without, program, "-debug"], log, **self._aws()))
+            running = stack.enter_context(
+                process(["env", *without, program, "-debug"], log, **self._aws()))
             deadline = time.monotonic() + START_S
             while not (said := re.search("TF_REATTACH_PROVIDERS='(.*)'", log.read_text())):
                 assert time.monotonic() < deadline and running.poll() is None, log.read_text()
@@ -100,23 +107,30 @@ class Root:
         return {name: output["value"] for name, output in outputs.items()}
 
     def replace(self, address: str, up_to: str) -> str:
-        """Apply it with one resource made anew, up to another one that follows from it; returns what terraform said."""
+        """Apply it with one resource made anew, up to another one that follows from it; returns
+        what terraform said."""
         return self._terraform("apply", f"-replace={address}", f"-target={up_to}", *QUIETLY)
 
     def planned(self, **values: str) -> dict[str, dict[str, Any]]:
-        """Return what an `apply` would change now, by address, as `terraform show -json` tells it."""
+        """Return what an `apply` would change now, by address, as `terraform show -json` tells
+        it."""
         self._terraform("plan", "-out=test.plan", "-input=false", "-no-color", *_others(values))
         changes = json.loads(self._terraform("show", "-json", "test.plan"))["resource_changes"]
-        return {one["address"]: one["change"] for one in changes if one["change"]["actions"] not in (["no-op"], ["read"])}
+        return {
+            one["address"]: one["change"]
+            for one in changes if one["change"]["actions"] not in (["no-op"], ["read"])
+        }
 
     def plan_refused(self, **values: str) -> str:
-        """Plan what must be refused, with some variables in other words; returns what terraform said, on one line."""
+        """Plan what must be refused, with some variables in other words; returns what terraform
+        said, on one line."""
         done = self._run("plan", "-refresh=false", "-input=false", "-no-color", *_others(values))
         assert done.returncode != 0, done.stdout
         return " ".join(done.stderr.replace("│", " ").split())
 
     def destroy(self) -> str:
-        """Destroy what `apply` made, or the part that it made before it failed; returns what terraform said."""
+        """Destroy what `apply` made, or the part that it made before it failed; returns what
+        terraform said."""
         return self._terraform("destroy", "-refresh=false", *QUIETLY)
 
     def validate(self) -> None:
@@ -136,10 +150,16 @@ class Root:
         return done.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)} | self._aws() | {
-            "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1",
-            "TF_REATTACH_PROVIDERS": self._attach}
-        return subprocess.run(["terraform", *arguments], cwd=self.there, env=env, capture_output=True, text=True,
+        env = {k: v
+               for k, v in os.environ.items() if not k.startswith(FOREIGN)} | self._aws() | {
+                   "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1",
+                   "TF_IN_AUTOMATION": "1", "TF_REATTACH_PROVIDERS": self._attach
+               }
+        return subprocess.run(["terraform", *arguments],
+                              cwd=self.there,
+                              env=env,
+                              capture_output=True,
+                              text=True,
                               timeout=LIMIT_S)
 
 
@@ -153,9 +173,15 @@ def rendered(template: Path, **values: Any) -> str:
         raise Unavailable("terraform is not on the PATH.")
     # JSON is HCL, once no ${ or %{ is in it.
     given = json.dumps(values).replace("${", "$${").replace("%{", "%%{")
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TF_")} | {"CHECKPOINT_DISABLE": "1"}
-    done = subprocess.run(["terraform", "console"], input=f'base64encode(templatefile("{template}", {given}))',
-                          cwd="/", env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    env = {k: v
+           for k, v in os.environ.items() if not k.startswith("TF_")} | {"CHECKPOINT_DISABLE": "1"}
+    done = subprocess.run(["terraform", "console"],
+                          input=f'base64encode(templatefile("{template}", {given}))',
+                          cwd="/",
+                          env=env,
+                          capture_output=True,
+                          text=True,
+                          timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return base64.b64decode(json.loads(done.stdout)).decode()
 
@@ -167,8 +193,11 @@ def user_data(text: str) -> dict[str, str]:
     assert config["ssh_pwauth"] is False and config["disable_root"] is True
     assert [user["name"] for user in config["users"]][-1] == "trainer"
     assert "default" not in config["users"]
-    files = {f["path"]: base64.b64decode(f["content"]).decode() if f.get("encoding") == "b64" else f["content"]
-             for f in config["write_files"]}
+    files = {
+        f["path"]: base64.b64decode(f["content"]).decode()
+        if f.get("encoding") == "b64" else f["content"]
+        for f in config["write_files"]
+    }
     assert files["/usr/local/sbin/elastic-boot"] == (HOSTS / "boot.sh").read_text()
     assert settings_of(text).keys() <= NO_SECRETS
     no_secret_in("\n".join(files.values()))
@@ -180,7 +209,10 @@ def units_in_user_data() -> dict[str, str]:
     template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
     template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
     written = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])
-    return {Path(one["path"]).name: one["content"] for one in written if one["path"].endswith(".service")}
+    return {
+        Path(one["path"]).name: one["content"]
+        for one in written if one["path"].endswith(".service")
+    }
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -192,4 +224,5 @@ def settings_of(text: str) -> dict[str, str]:
 
 def no_secret_in(text: str) -> None:
     """Neither a private key, nor a setting that would be AWS's secret, nor the run's key."""
-    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
+    assert not re.search(r"(?i)PRIVATE KEY|SECRET_?ACCESS|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])",
+                         text)

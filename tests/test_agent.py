@@ -1,4 +1,5 @@
-"""The agent on a host: what it makes of the metadata service and the machine, and whom it answers."""
+"""The agent on a host: what it makes of the metadata service and the machine, and whom it
+answers."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
     assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
 
 
-def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer, agent: tuple[Agent, str]) -> None:
+def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer,
+                                                        agent: tuple[Agent, str]) -> None:
     """A notice is never taken back; a rebalance recommendation is only told."""
     here, address = agent
     here.listen()
@@ -127,8 +129,8 @@ def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(agent: tuple[Agent, str],
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(
+        agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And ready again when it is not."""
     here, address = agent
     with monkeypatch.context() as patch:
@@ -170,8 +172,10 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hangs"
 
 
-def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it did not at the agent's start: the device is there. And when nothing ends the question."""
+def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it did not at the agent's start: the device is there. And when nothing ends the
+    question."""
     monkeypatch.setattr(health_module, "NVIDIA_SMI_S", 0.3)
     nvidia_smi.touch()
     here = Agent(None, tmp_path, tmp_path / "dev")
@@ -183,7 +187,8 @@ def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, mo
     assert here.health()["state"] == "ready"
     monkeypatch.setattr(health_module, "HUNG_S", 0.0)
     nvidia_smi.touch()
-    (tmp_path / "hung").unlink(missing_ok=True)  # the shell may have been ended before it could write
+    # The shell may have been ended before it could write.
+    (tmp_path / "hung").unlink(missing_ok=True)
     examining = threading.Thread(target=here.examine)
     examining.start()
     deadline = time.monotonic() + 20
@@ -196,15 +201,21 @@ def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path, mo
     assert not examining.is_alive()
 
 
-def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_smi: Path, tmp_path: Path) -> None:
+def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_smi: Path,
+                                             tmp_path: Path) -> None:
     """The agent's process examines and listens at once."""
     key = tmp_path / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
-                                "agent", "--bind", "127.0.0.1", "--port", "0",
-                                "--key-file", str(key), "--metadata", metadata.endpoint, "--folder", str(tmp_path)],
-                               cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([
+        sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1", "--port",
+        "0", "--key-file",
+        str(key), "--metadata", metadata.endpoint, "--folder",
+        str(tmp_path)
+    ],
+                               cwd=ROOT,
+                               stdout=subprocess.PIPE,
+                               text=True)
     try:
         assert process.stdout
         address = f"127.0.0.1:{int(process.stdout.readline())}"
@@ -237,13 +248,15 @@ def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
 
 
 def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
-    """A wrong key, no key, bytes that are no HTTP or no GET: refused, each counted, and the agent goes on."""
+    """A wrong key, no key, bytes that are no HTTP or no GET: refused, each counted, and the agent
+    goes on."""
     here, address = agent
     host, port = address.split(":")
     with pytest.raises(AgentUnreachable, match="key"):
         ask(address, b"x" * 32, 2.0)
-    rubbish = (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n", b"PUT /health HTTP/1.1\r\n\r\n", b"\r\n",
-               b"no line", os.urandom(300).replace(b"\n", b"") + b"\r\n\r\n")
+    rubbish = (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n",
+               b"PUT /health HTTP/1.1\r\n\r\n", b"\r\n", b"no line",
+               os.urandom(300).replace(b"\n", b"") + b"\r\n\r\n")
     for bytes_ in rubbish:
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
             stranger.sendall(bytes_)
@@ -251,9 +264,13 @@ def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
             while said := stranger.recv(4096):
                 assert b"ready" not in said
     connection = http.client.HTTPConnection(host, int(port), timeout=2)
-    connection.request("GET", "/health", headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
+    connection.request(
+        "GET",
+        "/health",
+        headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
     assert connection.getresponse().status == 403
-    with socket.create_connection((host, int(port)), timeout=5) as nobody:  # a poller that dies: it has said nothing
+    # A poller that dies: it has said nothing.
+    with socket.create_connection((host, int(port)), timeout=5) as nobody:
         nobody.shutdown(socket.SHUT_WR)
         assert nobody.recv(1) == b""
     deadline = time.monotonic() + 20
@@ -264,16 +281,25 @@ def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
     assert (says.state, says.refused) == ("ready", len(rubbish) + 2)
 
 
-def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has overheard one learns nothing by it, whatever the clocks say; as many as NONCES are remembered."""
+def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has overheard one learns nothing by it, whatever the clocks say; as many as NONCES
+    are remembered."""
     here, address = agent
     here_and_there = address.split(":")
 
     def status(nonce: str) -> int:
-        connection = http.client.HTTPConnection(here_and_there[0], int(here_and_there[1]), timeout=5)
-        connection.request("GET", "/health", headers={
-            "X-Elastic-Nonce": nonce,
-            "X-Elastic-Signature": seal(KEY, Kind.QUESTION, nonce.encode(), here_and_there[0].encode(), b"GET /health")})
+        connection = http.client.HTTPConnection(here_and_there[0],
+                                                int(here_and_there[1]),
+                                                timeout=5)
+        connection.request("GET",
+                           "/health",
+                           headers={
+                               "X-Elastic-Nonce": nonce,
+                               "X-Elastic-Signature": seal(KEY, Kind.QUESTION, nonce.encode(),
+                                                           here_and_there[0].encode(),
+                                                           b"GET /health")
+                           })
         return connection.getresponse().status
 
     assert [status("once"), status("once"), status("another")] == [200, 403, 200]
@@ -283,7 +309,8 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str], monk
         time.sleep(0.01)
     monkeypatch.setattr(agent_module, "NONCES", 3)
     server = AgentServer("127.0.0.1", 0, KEY, here)
-    assert [server.is_new(nonce) for nonce in "abcbdab"] == [True, True, True, False, True, True, True]
+    assert [server.is_new(nonce)
+            for nonce in "abcbdab"] == [True, True, True, False, True, True, True]
     server.server_close()
     assert len(server._known) == 3
 
@@ -305,7 +332,8 @@ def test_refuses_a_question_that_was_asked_another_host(agent: tuple[Agent, str]
 
 
 def test_a_question_that_is_sent_back_is_no_answer() -> None:
-    """Its signature was right for the same bytes as an answer; the poller must not read a body that no agent has signed."""
+    """Its signature was right for the same bytes as an answer; the poller must not read a body that
+    no agent has signed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def mirror() -> None:
             connection, _ = listener.accept()
@@ -313,7 +341,8 @@ def test_a_question_that_is_sent_back_is_no_answer() -> None:
                 heard = b""
                 while b"\r\n\r\n" not in heard:
                     heard += connection.recv(4096)
-                signature = next(line for line in heard.split(b"\r\n") if line.startswith(b"X-Elastic-Signature"))
+                signature = next(line for line in heard.split(b"\r\n")
+                                 if line.startswith(b"X-Elastic-Signature"))
                 connection.sendall(b"HTTP/1.1 200 OK\r\n" + signature + b"\r\n\r\nGET /health")
 
         thread = threading.Thread(target=mirror)
@@ -328,13 +357,19 @@ FEW = 48
 
 
 def test_a_host_is_well_when_strangers_hold_connections_to_its_agent(tmp_path: Path) -> None:
-    """More idle ones than the agent has descriptors. The host looked sick until the agent was started again."""
+    """More idle ones than the agent has descriptors. The host looked sick until the agent was
+    started again."""
     key = tmp_path / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    command = [sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1", "--port", "0",
-               "--key-file", str(key), "--no-metadata", "--folder", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process, ExitStack() as stack:
+    command = [
+        sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1", "--port",
+        "0", "--key-file",
+        str(key), "--no-metadata", "--folder",
+        str(tmp_path)
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+                          text=True) as process, ExitStack() as stack:
         try:
             assert process.stdout
             port = int(process.stdout.readline())
@@ -369,9 +404,11 @@ def test_strangers_connections_leave_the_agent_its_descriptors(agent: tuple[Agen
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
-def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch,
+def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, str],
+                                                            monkeypatch: pytest.MonkeyPatch,
                                                             code: int) -> None:
-    """Without them the last verdict stands, and `why` says that it is old. The examining thread ended of it."""
+    """Without them the last verdict stands, and `why` says that it is old. The examining thread
+    ended of it."""
     here, address = agent
     here.examine()
     with monkeypatch.context() as patch:
@@ -387,7 +424,8 @@ def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, 
     assert not here.health()["why"].startswith("not examined")
 
 
-def test_no_free_descriptor_is_no_lost_gpu(tmp_path: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_descriptor_is_no_lost_gpu(tmp_path: Path, nvidia_smi: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """The question could not be asked."""
     here = Agent(None, tmp_path, tmp_path / "dev")
 
@@ -399,12 +437,13 @@ def test_no_free_descriptor_is_no_lost_gpu(tmp_path: Path, nvidia_smi: Path, mon
     assert here.health()["state"] == "ready"
 
 
-def test_workers_are_called_at_the_end_when_the_first_look_at_them_fails(agent: tuple[Agent, str],
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_called_at_the_end_when_the_first_look_at_them_fails(
+        agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a free descriptor the agent goes on, and looks again."""
     here, _ = agent
     here.drain("terminate", time.time() + 1.0)
-    looks, called = iter([OSError(errno.EMFILE, "as planned"), [{"pid": 4242}]]), list[tuple[int, int]]()
+    looks, called = iter([OSError(errno.EMFILE, "as planned"), [{"pid": 4242}]]), list[tuple[int,
+                                                                                             int]]()
 
     def look() -> Any:
         found = next(looks)
@@ -436,13 +475,17 @@ class TwoHosts:
     """A cloud with two machines: this one under two names."""
 
     def instances(self) -> list[Instance]:
-        return [Instance("i-1", "127.0.0.1", launched=1.0), Instance("i-2", "127.0.0.2", launched=2.0)]
+        return [
+            Instance("i-1", "127.0.0.1", launched=1.0),
+            Instance("i-2", "127.0.0.2", launched=2.0)
+        ]
 
 
 @pytest.mark.usefixtures("turn")  # an agent counts all workers of the machine
-def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataServer, tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    """A real agent process sees it, the poller hears it, the file loses the host; the table says why."""
+def test_a_notice_takes_the_host_off_the_list_within_a_poll(
+        metadata: MetadataServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real agent process sees it, the poller hears it, the file loses the host; the table says
+    why."""
     key, hosts = tmp_path / "key", tmp_path / "hosts"
     key.write_bytes(KEY)
     key.chmod(0o600)
@@ -453,7 +496,11 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
     try:
         assert process.stdout
         port = int(process.stdout.readline())
-        poller = Poller(TwoHosts(), hosts, Policy(agents=True, settle_s=0.0), agent_port=port, key=KEY,
+        poller = Poller(TwoHosts(),
+                        hosts,
+                        Policy(agents=True, settle_s=0.0),
+                        agent_port=port,
+                        key=KEY,
                         events_file=tmp_path / "events.jsonl")
         with ThreadPoolExecutor(4) as pool:
             deadline = time.monotonic() + 30
@@ -474,36 +521,57 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(metadata: MetadataSe
         finally:
             process.kill()
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sorted((e["event"], e["id"]) for e in told if e["event"] != "discovery.hosts_changed") == [
-        ("discovery.host_in", "i-1"), ("discovery.host_in", "i-2"), ("discovery.host_out", "i-1"),
-        ("discovery.host_out", "i-2")]
+    assert sorted((e["event"], e["id"]) for e in told
+                  if e["event"] != "discovery.hosts_changed") == [("discovery.host_in", "i-1"),
+                                                                  ("discovery.host_in", "i-2"),
+                                                                  ("discovery.host_out", "i-1"),
+                                                                  ("discovery.host_out", "i-2")]
 
 
 def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) -> None:
-    """The list stands until the cloud has said it twice; then the reason is told, whatever it is by then."""
+    """The list stands until the cloud has said it twice; then the reason is told, whatever it is by
+    then."""
     cloud, now = TwoHosts(), 0.0
     everyone, nobody = cloud.instances(), list[Instance]()
-    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
+    poller = Poller(cloud,
+                    tmp_path / "hosts",
+                    Policy(settle_s=0.0),
+                    events_file=tmp_path / "events.jsonl",
+                    clock=lambda: now,
+                    patience_s=20.0,
+                    agent_timeout_s=20.0,
+                    agents_patience_s=20.0)
     outs = []
     with ThreadPoolExecutor(1) as pool:
         for answer in (everyone, nobody, everyone, nobody, nobody):
             cloud.instances = lambda answer=answer: answer  # type: ignore[method-assign, misc]
             poller.poll(pool)
             now += 10.0
-            told = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+            told = [
+                json.loads(line)["event"]
+                for line in (tmp_path / "events.jsonl").read_text().splitlines()
+            ]
             outs.append(told.count("discovery.host_out"))
     assert outs == [0, 0, 0, 0, 2]
     assert (tmp_path / "hosts").read_text() == ""
 
 
-def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(tmp_path: Path) -> None:
-    """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered again."""
+def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
+        tmp_path: Path) -> None:
+    """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered
+    again."""
     cloud, now, agent = TwoHosts(), 0.0, Agent(None, tmp_path)
     server = AgentServer("127.0.0.2", free_port(), KEY, agent)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), agent_port=server.server_address[1], key=KEY,
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
+    poller = Poller(cloud,
+                    tmp_path / "hosts",
+                    Policy(settle_s=0.0),
+                    agent_port=server.server_address[1],
+                    key=KEY,
+                    clock=lambda: now,
+                    patience_s=20.0,
+                    agent_timeout_s=20.0,
+                    agents_patience_s=20.0)
     everyone, nobody, listed = cloud.instances(), list[Instance](), []
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -527,14 +595,22 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
 
 
 def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: Path) -> None:
-    """Each coming and going is told; from the third coming on it stays off the list, and that is told with its reason."""
+    """Each coming and going is told; from the third coming on it stays off the list, and that is
+    told with its reason."""
     cloud, now = TwoHosts(), 0.0
     here, there = cloud.instances()
-    poller = Poller(cloud, tmp_path / "hosts", Policy(settle_s=0.0), events_file=tmp_path / "events.jsonl",
-                    clock=lambda: now, patience_s=20.0, agent_timeout_s=20.0, agents_patience_s=20.0)
+    poller = Poller(cloud,
+                    tmp_path / "hosts",
+                    Policy(settle_s=0.0),
+                    events_file=tmp_path / "events.jsonl",
+                    clock=lambda: now,
+                    patience_s=20.0,
+                    agent_timeout_s=20.0,
+                    agents_patience_s=20.0)
     with ThreadPoolExecutor(1) as pool:
         for state in ("running", "stopping", "running", "stopping", "running", "running"):
-            cloud.instances = lambda state=state: [here, replace(there, state=state)]  # type: ignore[method-assign, misc]
+            cloud.instances = lambda state=state: [here, replace(there, state=state)
+                                                   ]  # type: ignore[method-assign, misc]
             poller.poll(pool)
             now += 10.0
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -546,20 +622,28 @@ def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: 
 
 @pytest.mark.usefixtures("turn")  # an agent counts all workers of the machine
 def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:
-    """Whoever stops the machine stops its services first; without workers the agent ends at once."""
+    """Whoever stops the machine stops its services first; without workers the agent ends at
+    once."""
     key = tmp_path / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
-    process = subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
-                                "agent", "--bind", "127.0.0.1", "--port", "0",
-                                "--key-file", str(key), "--no-metadata", "--folder", str(tmp_path)], cwd=ROOT,
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([
+        sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1", "--port",
+        "0", "--key-file",
+        str(key), "--no-metadata", "--folder",
+        str(tmp_path)
+    ],
+                               cwd=ROOT,
+                               stdout=subprocess.PIPE,
+                               text=True)
     assert process.stdout
     address = f"127.0.0.1:{int(process.stdout.readline())}"
     assert ask(address, KEY, PATIENCE_S).state == "ready"
-    worker = subprocess.Popen(["sleep", "60"], env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
+    worker = subprocess.Popen(["sleep", "60"],
+                              env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/0/1"})
     try:
-        wait_for("environment", Path(f"/proc/{worker.pid}/environ").read_bytes)  # there a moment after exec
+        # There a moment after exec.
+        wait_for("environment", Path(f"/proc/{worker.pid}/environ").read_bytes)
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
         while (says := ask(address, KEY, PATIENCE_S)).state != "draining":
@@ -575,11 +659,13 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
             process.kill()
 
 
-def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised by the end."""
+def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised
+    by the end."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr("elastic_trainer.discovery.health.workers", lambda: [{"pid": 12345, "worker": "host/0/1"}])
+    monkeypatch.setattr("elastic_trainer.discovery.health.workers",
+                        lambda: [{"pid": 12345, "worker": "host/0/1"}])
     monkeypatch.setattr("os.kill", lambda *what: told.append(what))
     early, late, endless = (Agent(None, tmp_path) for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)
@@ -590,7 +676,8 @@ def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(tmp_path: P
     assert told == [(12345, signal.SIGTERM)]
 
 
-def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standbys_that_wait_are_counted(tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """By their sockets; one whose keeper was killed is none."""
     (tmp_path / f"0123456789abcdef-{os.getpid()}.sock").touch()
     (tmp_path / "0123456789abcdef-4194999.sock").touch()
@@ -600,7 +687,8 @@ def test_the_standbys_that_wait_are_counted(tmp_path: Path, monkeypatch: pytest.
     assert Agent(None, tmp_path).health()["standby"] == 1
 
 
-def test_the_folder_of_standbys_is_the_same_for_shim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_standbys_is_the_same_for_shim_and_agent(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """The shim imports nothing of ours and has a copy."""
     for setting in ("", "/somewhere"):
         monkeypatch.setenv(FOLDER_VARIABLE, setting)
@@ -610,18 +698,22 @@ def test_the_folder_of_standbys_is_the_same_for_shim_and_agent(monkeypatch: pyte
 
 def test_a_worker_behind_a_shim_or_with_children_counts_once() -> None:
     """All have its name; the outermost is it, and what signals go to."""
-    worker = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & echo; wait"], env={"ELASTIC_TRAINER_WORKER": "host/7/7"},
-                              stdout=subprocess.PIPE, start_new_session=True)
+    worker = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & echo; wait"],
+                              env={"ELASTIC_TRAINER_WORKER": "host/7/7"},
+                              stdout=subprocess.PIPE,
+                              start_new_session=True)
     try:
         assert worker.stdout and worker.stdout.readline()
-        assert [(w["pid"], w["doing"]) for w in workers() if w["worker"] == "host/7/7"] == [(worker.pid, "booting")]
+        assert [(w["pid"], w["doing"]) for w in workers()
+                if w["worker"] == "host/7/7"] == [(worker.pid, "booting")]
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
 
 
 def test_what_a_worker_does_is_its_own_word_not_its_children_s() -> None:
-    """The word is the short name of its process; a child that it forks (to load data, say) keeps an old one."""
+    """The word is the short name of its process; a child that it forks (to load data, say) keeps an
+    old one."""
     code = """
 import os, time
 from elastic_trainer.host.processes import show
@@ -633,10 +725,15 @@ show("training", 1234567)
 os.write(1, b"training\\n")
 time.sleep(60)
 """
-    worker = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/7/8"},
-                              stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True, text=True)
+    worker = subprocess.Popen([sys.executable, "-c", code],
+                              env=os.environ | {"ELASTIC_TRAINER_WORKER": "host/7/8"},
+                              stdout=subprocess.PIPE,
+                              cwd=ROOT,
+                              start_new_session=True,
+                              text=True)
     try:
-        assert worker.stdout and {worker.stdout.readline(), worker.stdout.readline()} == {"loading\n", "training\n"}
+        assert worker.stdout and {worker.stdout.readline(),
+                                  worker.stdout.readline()} == {"loading\n", "training\n"}
         assert [w["doing"] for w in workers() if w["worker"] == "host/7/8"] == ["step 1234567"]
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
@@ -649,7 +746,10 @@ NOBODY = 65534
 @contextmanager
 def running(**how: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process whose environment is there."""
-    process = subprocess.Popen(["/bin/sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE, cwd="/", **how)
+    process = subprocess.Popen(["/bin/sh", "-c", "echo; exec sleep 60"],
+                               stdout=subprocess.PIPE,
+                               cwd="/",
+                               **how)
     try:
         assert process.stdout and process.stdout.readline()
         yield process
@@ -658,10 +758,12 @@ def running(**how: Any) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees the environment of other users' processes")
+@pytest.mark.skipif(os.geteuid() != 0,
+                    reason="only root sees the environment of other users' processes")
 @pytest.mark.parametrize("name", ["x" * 120_000, "host/9/1"], ids=["long", "the same"])
 def test_no_other_user_silences_an_agent_of_roots(agent: tuple[Agent, str], name: str) -> None:
-    """Anybody can start a process with a long name for a worker, or with that of a worker which is there."""
+    """Anybody can start a process with a long name for a worker, or with that of a worker which is
+    there."""
     here, address = agent
     environment = {"ELASTIC_TRAINER_WORKER": name}
     with running(env={"ELASTIC_TRAINER_WORKER": "host/9/1"}) as worker, \
@@ -677,14 +779,15 @@ def test_no_other_user_silences_an_agent_of_roots(agent: tuple[Agent, str], name
 def test_an_answer_is_heard_however_many_workers_there_are(agent: tuple[Agent, str],
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number and their names are bounded: an answer that is too long is none."""
-    crowd = [{"pid": 4_000_000, "worker": f"{number}" * 300, "doing": "step 123456789"} for number in range(5000)]
+    crowd = [{"pid": 4_000_000, "worker": f"{number}" * 300, "doing": "step 123456789"}
+             for number in range(5000)]
     monkeypatch.setattr(health_module, "workers", lambda *_: crowd)
     assert len(ask(agent[1], KEY, PATIENCE_S).facts["workers"]) == 256
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(tmp_path: Path,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says so at its start: workers of others are not seen."""
     key = tmp_path / "key"
     key.touch()
@@ -700,14 +803,19 @@ def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
     """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
     code = (f"from elastic_trainer.host.processes import show; show({phase!r}, {step}); "
             "print(open('/proc/self/comm').read())")
-    shown = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    shown = subprocess.run([sys.executable, "-c", code],
+                           stdout=subprocess.PIPE,
+                           text=True,
+                           check=True,
+                           cwd=ROOT).stdout
     said = SHORT_NAME.fullmatch(shown.strip())
     assert said and said[2] in (f" {step}", None) and (said[2] or step > 1e6)
 
 
-@pytest.mark.parametrize("token", [b"two\nlines", "\u20ac".encode(), b"\xff\xfe", b"<html>\r\n</html>"])
-def test_a_token_that_is_none_is_a_metadata_service_that_cannot_be_used(metadata: MetadataServer, tmp_path: Path,
-                                                                        token: bytes) -> None:
+@pytest.mark.parametrize("token",
+                         [b"two\nlines", "\u20ac".encode(), b"\xff\xfe", b"<html>\r\n</html>"])
+def test_a_token_that_is_none_is_a_metadata_service_that_cannot_be_used(
+        metadata: MetadataServer, tmp_path: Path, token: bytes) -> None:
     """And no reason for an agent to end."""
     metadata.odd_token = token
     agent = Agent(Metadata(metadata.endpoint), tmp_path)

@@ -1,4 +1,5 @@
-"""What workers' environments say to glibc: blocks as large as a gradient are not mapped anew for each step."""
+"""What workers' environments say to glibc: blocks as large as a gradient are not mapped anew for
+each step."""
 
 from __future__ import annotations
 
@@ -37,10 +38,17 @@ thread.join()
 
 
 @pytest.mark.parametrize(("environment", "least", "most"), [(ALLOCATOR, 0, 10), ({}, 300, 500)])
-def test_the_memory_of_a_step_serves_the_next(environment: dict[str, str], least: int, most: int) -> None:
+def test_the_memory_of_a_step_serves_the_next(environment: dict[str, str], least: int,
+                                              most: int) -> None:
     """In MB of new pages for ten blocks of 40; what it answers is shown beside it."""
     if not environment and HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text():
         pytest.skip("huge pages for everybody: their faults are few, too")
-    env = {k: v for k, v in os.environ.items() if k not in (*ALLOCATOR, "GLIBC_TUNABLES")} | environment
-    new = subprocess.run([sys.executable, "-c", BLOCKS], env=env, capture_output=True, text=True, check=True, timeout=60)
+    env = {k: v
+           for k, v in os.environ.items() if k not in (*ALLOCATOR, "GLIBC_TUNABLES")} | environment
+    new = subprocess.run([sys.executable, "-c", BLOCKS],
+                         env=env,
+                         capture_output=True,
+                         text=True,
+                         check=True,
+                         timeout=60)
     assert least <= int(new.stdout) <= most

@@ -1,4 +1,5 @@
-"""Machines are checked before they enter: a worker that computes other bits than the world is told apart."""
+"""Machines are checked before they enter: a worker that computes other bits than the world is told
+apart."""
 
 from __future__ import annotations
 
@@ -11,18 +12,25 @@ from cluster import Cluster
 
 from elastic_trainer.training import probe
 from elastic_trainer.training.determinism import choose_kernels
-from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+from elastic_trainer.world.arithmetic import (
+    Arithmetic,
+    advice,
+    computes_otherwise,
+    facts_that_differ,
+)
 
 SLOW = ("--steps", "100", "--step-s", "0.15")
 ODD = "127.0.0.4"
 
 
 @pytest.mark.parametrize("policy", ["refuse", "warn"])
-def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path, twin_of: Callable[..., str],
+def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path,
+                                                               twin_of: Callable[..., str],
                                                                policy: str) -> None:
     """Refused: it has no place, the rest goes on to the same bits. With `warn` it enters."""
     options = [] if policy == "refuse" else ["--mixed-hardware", "warn"]
-    with Cluster(tmp_path, start_with=3, job=(*SLOW, "--odd-host", ODD), options=options) as cluster:
+    with Cluster(tmp_path, start_with=3, job=(*SLOW, "--odd-host", ODD),
+                 options=options) as cluster:
         cluster.wait_for_step(0)
         cluster.set_hosts(cluster.all_hosts)
         [differs] = cluster.wait_for("event", lambda: cluster.events("worker.arithmetic_differs"))
@@ -36,14 +44,16 @@ def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path, t
         output = (tmp_path / "output.log").read_text()
         if policy == "refuse":
             cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
-    assert (differs["host"], differs["other_host"], differs["refused"]) == (ODD, "127.0.0.1", policy == "refuse")
+    assert (differs["host"], differs["other_host"], differs["refused"]) == (ODD, "127.0.0.1",
+                                                                            policy == "refuse")
     assert differs["differs"] == {}
     assert sizes == ({3} if policy == "refuse" else {3, 4})
     assert ("--mixed-hardware warn" in output) == (policy == "refuse")
 
 
 def test_a_fixed_program_has_the_same_bits_each_time() -> None:
-    """And changes none of the user's random numbers; the description names what the bits depend on."""
+    """And changes none of the user's random numbers; the description names what the bits depend
+    on."""
     choose_kernels()  # as whoever imports `train` does
     torch.manual_seed(1)
     before = torch.get_rng_state()

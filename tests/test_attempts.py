@@ -33,7 +33,8 @@ from elastic_trainer.launch.past import past_of
 from elastic_trainer.observe.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)
-OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
+OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
+                                 (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
 
 
 @pytest.mark.parametrize(("exit_code", "was_interrupted", "idle", "following"), [
@@ -48,15 +49,19 @@ OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in (EXIT_FINISHED, EXIT_U
     (EXIT_LEFT, False, 0, Next("failed")),
     (1, False, MAX_ATTEMPTS_WITHOUT_PROGRESS, Next("failed", 1)),
 ])
-def test_each_end_has_its_sequel(exit_code: int, was_interrupted: bool, idle: int, following: Next) -> None:
-    """Finished is finished, a stop is obeyed, the user's own error is not tried again, and the world's fault is."""
+def test_each_end_has_its_sequel(exit_code: int, was_interrupted: bool, idle: int,
+                                 following: Next) -> None:
+    """Finished is finished, a stop is obeyed, the user's own error is not tried again, and the
+    world's fault is."""
     assert decide_next(exit_code, was_interrupted, idle) == following
 
 
 @given(OF_THE_WORLD)
 def test_the_back_off_grows_and_is_bounded_when_attempts_make_no_progress(exit_code: int) -> None:
     """At once after progress, then longer each time, until the limit ends it."""
-    sequel = [decide_next(exit_code, False, idle) for idle in range(MAX_ATTEMPTS_WITHOUT_PROGRESS + 3)]
+    sequel = [
+        decide_next(exit_code, False, idle) for idle in range(MAX_ATTEMPTS_WITHOUT_PROGRESS + 3)
+    ]
     delays = [following.delay_s for following in sequel if following.exit_code is None]
     assert len(delays) == MAX_ATTEMPTS_WITHOUT_PROGRESS
     assert delays[0] == 0
@@ -67,13 +72,15 @@ def test_the_back_off_grows_and_is_bounded_when_attempts_make_no_progress(exit_c
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6))
 def test_a_run_is_not_given_up_when_its_hosts_are_not_found(idle: int, hostless: int) -> None:
-    """The discovery, or the name server, is away: that says nothing against the run, however long it lasts."""
+    """The discovery, or the name server, is away: that says nothing against the run, however long
+    it lasts."""
     following = decide_next(EXIT_NO_HOSTS, False, idle, hostless)
     assert following.exit_code is None and 1.0 <= following.delay_s <= MAX_BACK_OFF_S
 
 
 @given(EXIT_CODES, st.booleans(), st.integers(0, 10**6))
-def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted: bool, idle: int) -> None:
+def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted: bool,
+                                                idle: int) -> None:
     """No other exit code becomes 0, and no attempt follows a stop."""
     following = decide_next(exit_code, was_interrupted, idle)
     assert (following.exit_code == 0) == (exit_code == EXIT_FINISHED)
@@ -82,7 +89,9 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
 
 def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
     """Return what the driver tells of finished steps and published checkpoints."""
-    nothing = {"time": 1.0, "event": "driver.step_reached", "attempt": 1, "steps": 0, "checkpoint": 0}
+    nothing = {
+        "time": 1.0, "event": "driver.step_reached", "attempt": 1, "steps": 0, "checkpoint": 0
+    }
     return [nothing | {what: number} for what, number in facts]
 
 
@@ -93,15 +102,19 @@ def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
     ([("steps", 41), ("checkpoint", 40)], False),
     ([("steps", steps) for steps in range(41, 47)] + [("checkpoint", 45)], True),
 ])
-def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]], is_progress: bool) -> None:
-    """A death that always comes at step 50, with a checkpoint of step 40, is not retried for ever."""
+def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]],
+                                                 is_progress: bool) -> None:
+    """A death that always comes at step 50, with a checkpoint of step 40, is not retried for
+    ever."""
     before = told(*(("steps", steps) for steps in range(1, 51)), ("checkpoint", 40))
     past = past_of(before)
-    assert has_progressed((past.newest_step, past.newest_checkpoint), past_of(before + told(*more))) is is_progress
+    assert has_progressed((past.newest_step, past.newest_checkpoint),
+                          past_of(before + told(*more))) is is_progress
 
 
 def sleeper(seconds: float, **variables: str) -> subprocess.Popen[bytes]:
-    """Start a process with these variables; the kernel shows them a moment after exec has let its parent go on."""
+    """Start a process with these variables; the kernel shows them a moment after exec has let its
+    parent go on."""
     process = subprocess.Popen(["sleep", str(seconds)], env={"PATH": os.defpath, **variables})
     wait_for("environment", Path(f"/proc/{process.pid}/environ").read_bytes)
     return process
@@ -118,22 +131,35 @@ def worker(turn: None) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_worker_is_known_by_its_environment_when_its_pid_is_used_again(worker: subprocess.Popen[bytes]) -> None:
-    """The pid alone says nothing: its process must carry the worker's whole name, and its run's whole folder."""
+def test_a_worker_is_known_by_its_environment_when_its_pid_is_used_again(
+        worker: subprocess.Popen[bytes]) -> None:
+    """The pid alone says nothing: its process must carry the worker's whole name, and its run's
+    whole folder."""
     assert is_worker(worker.pid, "a/0/1", MINE)
-    assert not any(is_worker(worker.pid, name, MINE) for name in ("a/0/2", "a/0/11", "a/0", "/0/1", ""))
-    assert not any(is_worker(worker.pid, "a/0/1", Path(run)) for run in ("/runs/other", "/runs/mine2", "/runs", "mine"))
+    assert not any(
+        is_worker(worker.pid, name, MINE) for name in ("a/0/2", "a/0/11", "a/0", "/0/1", ""))
+    assert not any(
+        is_worker(worker.pid, "a/0/1", Path(run))
+        for run in ("/runs/other", "/runs/mine2", "/runs", "mine"))
     assert not is_worker(os.getpid(), "a/0/1", MINE)
 
 
 def test_another_runs_worker_is_left_alone_when_it_has_the_same_name_and_pid(
-        tmp_path: Path, signals: None, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pid that this run's diary names may by now be a worker of another run, with the same hosts' names."""
+        tmp_path: Path, signals: None, worker: subprocess.Popen[bytes],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pid that this run's diary names may by now be a worker of another run, with the same hosts'
+    names."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     diary = Events(tmp_path / "run", attempt=1)
-    diary.emit("driver.worker_started", worker="a/0/1", host="a", pid=worker.pid, over_ssh=False, slot=0)
+    diary.emit("driver.worker_started",
+               worker="a/0/1",
+               host="a",
+               pid=worker.pid,
+               over_ssh=False,
+               slot=0)
     with open(tmp_path / "output", "wb") as output:
-        supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
+        supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {},
+                  output)
     assert worker.poll() is None
 
 
@@ -174,16 +200,19 @@ def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, sign
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is False
 
 
-def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path, signals: None) -> None:
+def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path,
+                                                                signals: None) -> None:
     """One `state.checkpoint_published` without its step had ended every later start of the run."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{line}\n" for line in MALFORMED.values()))
+    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{line}\n"
+                                                           for line in MALFORMED.values()))
     with open(tmp_path / "output", "wb") as output:
         command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
         assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
     told = [e["event"] for e in read_events(tmp_path / "run")]
     assert told[:2] == ["run.started", "attempt.started"] and told[-1] == "attempt.ended"
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped_lines"] == len(MALFORMED)
+    assert json.loads(
+        (tmp_path / "run" / "result.json").read_text())["skipped_lines"] == len(MALFORMED)
 
 
 RAISES = """
@@ -199,11 +228,14 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.Tenso
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_ready(
         tmp_path: Path, signals: None, has_trained: bool) -> None:
-    """At once, with the traceback; in a run that has trained before it may be the host's fault, and is tried again."""
+    """At once, with the traceback; in a run that has trained before it may be the host's fault, and
+    is tried again."""
     if has_trained:
         Events(tmp_path / "run", attempt=1).emit("driver.step_reached", steps=3, checkpoint=3)
     started = f'open("started", "a").write("x")\nos.path.getsize("started") > 1 and os.kill({os.getpid()}, 15)'
-    command = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)]
+    command = [
+        "sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)
+    ]
     with open(tmp_path / "output", "wb") as output:
         code = supervise(tmp_path / "run", ONE_HOST, command, {}, output)
     gone = [e for e in read_events(tmp_path / "run") if e["event"] == "driver.worker_gone"]
@@ -211,11 +243,13 @@ def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_re
     assert code == (EXIT_INTERRUPTED if has_trained else EXIT_USER_ERROR)
     assert len((tmp_path / "started").read_text()) == 1 + has_trained
     said = (tmp_path / "output").read_text()
-    assert "ValueError: as planned" in said and ("The driver starts it there again" in said) == has_trained
+    assert "ValueError: as planned" in said and ("The driver starts it there again"
+                                                 in said) == has_trained
 
 
 def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:
-    """Attempts have one number each in the whole run, and each a secret of its own, which no diary knows."""
+    """Attempts have one number each in the whole run, and each a secret of its own, which no diary
+    knows."""
     command = script(tmp_path, "open(f'key-{os.environ[\"ELASTIC_TRAINER_ATTEMPT\"]}', 'w')"
                                ".write(os.environ['ELASTIC_TRAINER_KEY'])\n"
                                f"sys.exit({EXIT_USER_ERROR})")
@@ -229,7 +263,8 @@ def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals
     assert not any(key in diary for key in keys)
 
 
-def test_workers_that_all_die_in_one_place_are_one_clear_error(tmp_path: Path, signals: None) -> None:
+def test_workers_that_all_die_in_one_place_are_one_clear_error(tmp_path: Path,
+                                                               signals: None) -> None:
     """One attempt, two tries in each slot, and the error names the signal and the place."""
     command = script(tmp_path, """
 import ctypes
@@ -270,7 +305,8 @@ def test_a_bad_command_is_not_tried_again(tmp_path: Path, signals: None) -> None
 
 def test_the_run_is_interrupted_when_it_is_told_to_stop(tmp_path: Path, signals: None) -> None:
     """A stop from outside is passed on to the workers, and no attempt follows."""
-    command = script(tmp_path, f"import signal\nos.kill({os.getpid()}, signal.SIGTERM)\nsignal.pause()")
+    command = script(tmp_path,
+                     f"import signal\nos.kill({os.getpid()}, signal.SIGTERM)\nsignal.pause()")
     with open(tmp_path / "output", "wb") as output:
         assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_INTERRUPTED
     told = read_events(tmp_path / "run")
@@ -279,7 +315,8 @@ def test_the_run_is_interrupted_when_it_is_told_to_stop(tmp_path: Path, signals:
     assert started and not any(is_worker(e["pid"], e["worker"], tmp_path / "run") for e in started)
 
 
-def test_the_next_attempt_waits_for_the_last_worker_when_the_driver_is_killed(tmp_path: Path, signals: None) -> None:
+def test_the_next_attempt_waits_for_the_last_worker_when_the_driver_is_killed(
+        tmp_path: Path, signals: None) -> None:
     """A worker whose driver is gone is waited for: two worlds never train at once."""
     gone, early = tmp_path / "gone", tmp_path / "early"
     command = script(tmp_path, f"""
@@ -313,9 +350,16 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
     diary = Events(run_dir, attempt=1)
     diary.emit("attempt.started")
     if known:
-        diary.emit("driver.worker_started", worker="far/0/1", host="localhost", pid=left.pid, over_ssh=False, slot=0)
-    command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
-                               f"sys.exit({EXIT_USER_ERROR})")
+        diary.emit("driver.worker_started",
+                   worker="far/0/1",
+                   host="localhost",
+                   pid=left.pid,
+                   over_ssh=False,
+                   slot=0)
+    command = script(
+        tmp_path,
+        f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
+        f"sys.exit({EXIT_USER_ERROR})")
     with open(tmp_path / "output", "wb") as output:
         assert supervise(run_dir, ONE_HOST, command, {}, output) == EXIT_USER_ERROR
     assert left.poll() == 0, "it was killed before it could leave by itself"
@@ -324,7 +368,8 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
 
 def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
         tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was told to use."""
+    """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was
+    told to use."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(f"""#!/bin/sh
 echo "$@" >> {tmp_path}/asked
@@ -336,11 +381,18 @@ exec sh -c "$last"
     run_dir = (tmp_path / "run").resolve()
     diary = Events(run_dir, attempt=1)
     for host in ("far", "also"):
-        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True, slot=0)
+        diary.emit("driver.worker_started",
+                   worker=f"{host}/0/1",
+                   host=host,
+                   pid=2**22 + 1,
+                   over_ssh=True,
+                   slot=0)
     diary.emit("driver.worker_gone", worker="also/0/1", host="also")
     left = orphan(run_dir, 5.0)
-    command = script(tmp_path, f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
-                               f"sys.exit({EXIT_USER_ERROR})")
+    command = script(
+        tmp_path,
+        f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
+        f"sys.exit({EXIT_USER_ERROR})")
     with open(tmp_path / "output", "wb") as output:
         assert supervise(run_dir, [*ONE_HOST, "-p", "2222"], command, {}, output) == EXIT_USER_ERROR
     (asked,) = (tmp_path / "asked").read_text().splitlines()
@@ -351,7 +403,8 @@ exec sh -c "$last"
 
 def test_the_next_attempt_begins_when_an_ssh_to_an_orphans_host_never_returns(
         tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All hosts are asked at once and have one deadline together; whom we have not reached is told, with the reason."""
+    """All hosts are asked at once and have one deadline together; whom we have not reached is told,
+    with the reason."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text("""#!/bin/sh
 case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exit 255;; esac
@@ -361,17 +414,26 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
     monkeypatch.setattr("elastic_trainer.launch.orphans.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
-        diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=2**22 + 1, over_ssh=True, slot=0)
+        diary.emit("driver.worker_started",
+                   worker=f"{host}/0/1",
+                   host=host,
+                   pid=2**22 + 1,
+                   over_ssh=True,
+                   slot=0)
     with open(tmp_path / "output", "wb") as output:
-        code = supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
+        code = supervise(tmp_path / "run", ONE_HOST,
+                         script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
     assert code == EXIT_USER_ERROR
-    told = {e["host"]: e["reason"] for e in read_events(tmp_path / "run") if e["event"] == "run.host_not_reached"}
+    told = {
+        e["host"]: e["reason"]
+        for e in read_events(tmp_path / "run") if e["event"] == "run.host_not_reached"
+    }
     assert told.keys() == {"mute", "deaf", "gone"}
     assert "has not returned" in told["mute"] and "255" in told["gone"]
 
 
-def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, turn: None,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(
+        tmp_path: Path, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """After their grace they are killed, and no other run's."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     mine, others = orphan(tmp_path / "mine", 1000), orphan(tmp_path / "others", 1000)

@@ -1,4 +1,5 @@
-"""Batches: every tensor reaches the device, in whatever it comes, and what a dataset raises names the sample.
+"""Batches: every tensor reaches the device, in whatever it comes, and what a dataset raises names
+the sample.
 
 The device "meta" is one that every machine has and that is not the CPU.
 """
@@ -26,7 +27,8 @@ CPU = torch.device("cpu")
 
 
 class Encoding(collections.UserDict):  # type: ignore[type-arg]
-    """Shaped as transformers' BatchEncoding: a UserDict that moves its tensors itself, and returns itself."""
+    """Shaped as transformers' BatchEncoding: a UserDict that moves its tensors itself, and returns
+    itself."""
 
     def __init__(self, data: dict[str, Any], encodings: str):
         super().__init__(data)
@@ -111,7 +113,8 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]
     "deque": (lambda: collections.deque([x()], maxlen=3), lambda b: [*b]),
     "moves itself in place": (Movable, lambda b: [b.x]),
     "PackedSequence": (lambda: pack_sequence([x()]), lambda b: [b.data]),
-    "nested": (lambda: {"a": [(Point(x(), "a"), Labelled(x=x()))]}, lambda b: [b["a"][0][0].x, b["a"][0][1]["x"]]),
+    "nested": (lambda: {"a": [(Point(x(), "a"), Labelled(x=x()))]},
+               lambda b: [b["a"][0][0].x, b["a"][0][1]["x"]]),
 }
 
 
@@ -120,7 +123,8 @@ def test_every_tensor_is_on_the_device_in_a_batch_of_the_same_type(kind: str) ->
     """The fields that need no move keep their values."""
     make, tensors = BATCHES[kind]
     moved = to_device(make(), META)
-    assert type(moved) is type(make()) and tensors(moved) and {t.device for t in tensors(moved)} == {META}
+    assert type(moved) is type(make()) and tensors(moved) and {t.device
+                                                               for t in tensors(moved)} == {META}
     if isinstance(moved, Example):
         assert moved.names == ["a"]
     if isinstance(moved, Encoding):
@@ -142,9 +146,13 @@ def test_the_datasets_own_objects_are_not_changed_when_a_batch_is_moved() -> Non
 
 def test_a_batch_is_handed_on_as_it_is_when_nothing_has_to_move() -> None:
     """Types without a rule pass, with what the user keeps in them."""
-    batch = {"a": [x(), "name", None], "b": object(), "c": numpy.ones(2), "d": Stuck(numpy.ones(2)), "e": torch.Size([1])}
+    batch = {
+        "a": [x(), "name", None], "b": object(), "c": numpy.ones(2), "d": Stuck(numpy.ones(2)),
+        "e": torch.Size([1])
+    }
     assert to_device(batch, CPU) is batch
-    assert to_device({k: v for k, v in batch.items() if k != "a"}, META).keys() == {"b", "c", "d", "e"}
+    assert to_device({k: v
+                      for k, v in batch.items() if k != "a"}, META).keys() == {"b", "c", "d", "e"}
 
 
 class Stuck:
@@ -163,9 +171,11 @@ class StuckSlots:
 
 @pytest.mark.parametrize("make", [Stuck, StuckSlots, lambda x: Stuck([{"a": x}]), lambda x: {x}])
 def test_the_type_is_named_when_its_tensors_cannot_be_moved(make: Callable[[Any], Any]) -> None:
-    """It is an error here, not a device mismatch deep in the model, or a tensor left behind in silence."""
+    """It is an error here, not a device mismatch deep in the model, or a tensor left behind in
+    silence."""
     kind = type(make(x())).__name__
-    with pytest.raises(ConfigError, match=rf"holds a {kind} with tensors that are not on meta.*to\(device\)"):
+    with pytest.raises(ConfigError,
+                       match=rf"holds a {kind} with tensors that are not on meta.*to\(device\)"):
         to_device([make(x())], META)
 
 
@@ -193,10 +203,13 @@ def said(*arguments: Any) -> str:
 
 
 def test_the_sample_is_named_when_a_dataset_raises() -> None:
-    """The exception keeps its type, cause and traceback; of samples that were read at once all are named."""
+    """The exception keeps its type, cause and traceback; of samples that were read at once all are
+    named."""
     numbers = numpy.array([3, 17, 5])
-    assert "sample 17 of the dataset: dataset[17] raised this" in said(Picky(), numbers, default_collate)
-    assert "read the samples 3, 17, 5 of the dataset" in said(Picky(many=True), numbers, default_collate)
+    assert "sample 17 of the dataset: dataset[17] raised this" in said(
+        Picky(), numbers, default_collate)
+    assert "read the samples 3, 17, 5 of the dataset" in said(Picky(many=True), numbers,
+                                                              default_collate)
     subset = Subset(Picky(), range(100))  # type: ignore[arg-type]
     assert "the samples 10, 11, " in said(subset, numpy.arange(10, 60), default_collate)
     assert "29 and 30 more of the dataset" in said(subset, numpy.arange(10, 60), default_collate)
@@ -209,4 +222,5 @@ def test_the_samples_are_named_when_collate_raises() -> None:
 
     with pytest.raises(ValueError) as raised:
         fetch(range(9), numpy.array([3, 5]), collate)
-    assert "collated the samples 3, 5 of the dataset" in "".join(traceback.format_exception(raised.value))
+    assert "collated the samples 3, 5 of the dataset" in "".join(
+        traceback.format_exception(raised.value))

@@ -1,4 +1,5 @@
-"""A run whose open ports are all attacked at once; tests/bench/strangers.py does the same for longer."""
+"""A run whose open ports are all attacked at once; tests/bench/strangers.py does the same for
+longer."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ JOB = ("--steps", "150", "--step-s", "0.1")
 
 def test_strangers_at_every_port_disturb_nobody(lab: Lab, tmp_path: Path,
                                                 twin_of: Callable[..., str]) -> None:
-    """Whatever they say or leave out: nobody grows, honest questions are answered, the world and its
-    steps stay as they are, and each address has one event a minute at most.
+    """Whatever they say or leave out: nobody grows, honest questions are answered, the world and
+    its steps stay as they are, and each address has one event a minute at most.
     """
     fleet = Fleet(lab, tmp_path, TWO, job=JOB, own_disks=True,
                   options=["--store", str(tmp_path / "store")])

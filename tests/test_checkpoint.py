@@ -1,4 +1,5 @@
-"""Checkpoints of simulated workers (threads) in a folder: what is published, what is restored, what is deleted."""
+"""Checkpoints of simulated workers (threads) in a folder: what is published, what is restored, what
+is deleted."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ from elastic_trainer.state.commit_log import CommitLog, Record
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, Packed
 from elastic_trainer.state.publish import collect_rubbish
-from elastic_trainer.state.store import FolderStore, StoreRefused, StoreUnavailable, prove_put_if_absent
+from elastic_trainer.state.store import (
+    FolderStore,
+    StoreRefused,
+    StoreUnavailable,
+    prove_put_if_absent,
+)
 from elastic_trainer.state.upload import LONGEST_REST_S, rest_s
 from elastic_trainer.training.timing import Timing
 
@@ -55,7 +61,11 @@ class Events(list[tuple[str, dict[str, Any]]]):
 class Fleet:
     """Workers that hold the same state and one store."""
 
-    def __init__(self, root: Path, size: int = 1, plan: Plan = SMALL, store: Callable[[Path], Any] = FolderStore,
+    def __init__(self,
+                 root: Path,
+                 size: int = 1,
+                 plan: Plan = SMALL,
+                 store: Callable[[Path], Any] = FolderStore,
                  **how: Any):
         self.size, self.events = size, Events()
         self.stores = [store(root) for _ in range(size)]
@@ -68,7 +78,8 @@ class Fleet:
 
         def one(rank: int) -> None:
             try:
-                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank), **how)
+                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank),
+                                                           **how)
             except LayoutError as error:
                 results[rank] = error  # all raise it together
             except StoreUnavailable as error:
@@ -127,7 +138,8 @@ def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def ticked(worker: Checkpoints) -> tuple[bool, bool]:
-    """Do what a worker does before each vote; returns what it votes: (its share is up, it has failed)."""
+    """Do what a worker does before each vote; returns what it votes: (its share is up, it has
+    failed)."""
     worker.tick()
     return worker.progress()
 
@@ -138,7 +150,8 @@ def files(root: Path, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 5])
-def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: int, after: int) -> None:
+def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: int,
+                                                       after: int) -> None:
     """Parts do not depend on the number of writers, and every reader gets every byte."""
     writers = Fleet(tmp_path, before)
     assert writers.restore() == [None] * before
@@ -173,16 +186,21 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
         worker.begin(state, rank, 4)
     for worker in fleet.workers:
         worker.wait()
-    shares = [{entry["index"] for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
+    shares = [{entry["index"]
+               for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
     count = share.snapshot.count if (share := fleet.workers[0].upload.share) else 0
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize("by", ["vote", "time", "end"])
-def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """At the next vote, where all have; some time after the copy if there is none; at once if somebody waits for it."""
-    monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S", 0.2 if by == "time" else 600.0)
+def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch,
+                                                      by: str) -> None:
+    """At the next vote, where all have; some time after the copy if there is none; at once if
+    somebody waits for it."""
+    monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S",
+                        0.2 if by == "time" else 600.0)
     fleet = Fleet(tmp_path)
     fleet.restore()
     [worker] = fleet.workers
@@ -202,8 +220,11 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
-def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after the last part."""
+def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch,
+                                                     by: str) -> None:
+    """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after
+    the last part."""
     rested = list[float]()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
@@ -235,7 +256,8 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch
 
 
 def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several uploaders one may rest while another sends the last part: it does not hold up the next checkpoint."""
+    """With several uploaders one may rest while another sends the last part: it does not hold up
+    the next checkpoint."""
     rests = list[float]()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
@@ -264,22 +286,32 @@ def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> 
             worker.begun_at = worker.begun_at and time.monotonic() - 100.0
             worker.begin(state, fleet.workers.index(worker), 2)
             worker.wait()
-        planned.append([worker.upload.share.planned_s if worker.upload.share else None for worker in fleet.workers])
+        planned.append([
+            worker.upload.share.planned_s if worker.upload.share else None
+            for worker in fleet.workers
+        ])
         texts = [worker.parts_up() for worker in fleet.workers]
         for worker, state in zip(fleet.workers, fleet.states, strict=True):
             if fails == "share":
                 worker.drop()
             else:
-                worker.collect(texts, state.lineage, publish=worker is fleet.workers[0] and fails != "record")
+                worker.collect(texts,
+                               state.lineage,
+                               publish=worker is fleet.workers[0] and fails != "record")
                 worker.wait()
         fleet.train()
-    assert [[bool(seconds and 75.0 <= seconds < 150.0) for seconds in both] for both in planned] == [
-        [False] * 2, [True] * 2, [True] * 2, [False] * 2, [True] * 2, [True] * 2, [False] * 2]
+    assert [[bool(seconds and 75.0 <= seconds < 150.0) for seconds in both]
+            for both in planned] == [[False] * 2, [True] * 2, [True] * 2, [False] * 2, [True] * 2,
+                                     [True] * 2, [False] * 2]
     assert all(seconds == 0.0 for at in (0, 3, 6) for seconds in planned[at])
 
 
-@given(part_s=st.floats(0, 1e4), ahead_s=st.floats(-1e4, 1e4), load=st.floats(0, 64), cores=st.integers(1, 64))
-def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: float, cores: int) -> None:
+@given(part_s=st.floats(0, 1e4),
+       ahead_s=st.floats(-1e4, 1e4),
+       load=st.floats(0, 64),
+       cores=st.integers(1, 64))
+def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: float,
+                                       cores: int) -> None:
     """Where cores are short. And bounded, so that a share is never taken for one that hangs."""
     rest = rest_s(part_s, ahead_s, load, cores)
     assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, ahead_s)
@@ -288,7 +320,8 @@ def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: floa
 
 
 @pytest.mark.parametrize("load", ["short", "enough", "unknown"])
-def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
+def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    load: str) -> None:
     """And nothing is lost where the machine does not say how loaded it is."""
     def loads() -> tuple[float, float, float]:
         if load == "unknown":
@@ -304,7 +337,8 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
     [worker] = fleet.workers
     worker.begun_at = time.monotonic() - 1e6
     rests = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *facts: rests.append(rest_s(*facts)) or 0.0)
+    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
+                        lambda *facts: rests.append(rest_s(*facts)) or 0.0)
     worker.begin(fleet.states[0], 0, 1)
     wait_for("share", lambda: ticked(worker)[0], 60)
     assert rests
@@ -345,24 +379,29 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     tail = CommitLog(FolderStore(tmp_path)).tail()
     assert sorted(tail.kept.values()) == kept
     assert len(files(tmp_path, "log")) == 10
-    assert sorted(fleet.workers[0].publisher.names) == sorted(tail.kept)  # no more is remembered than is kept
+    # No more is remembered than is kept.
+    assert sorted(fleet.workers[0].publisher.names) == sorted(tail.kept)
 
 
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
-    """A frozen part is named again; rubbish collection knows that an old step's part is still needed."""
+    """A frozen part is named again; rubbish collection knows that an old step's part is still
+    needed."""
     fleet = Fleet(tmp_path, 2, Plan(part_bytes=64, keep_last=1), steps=0, optimizer="SGD", width=64)
     fleet.restore()
     for _ in range(4):
         fleet.train(frozen=2)
         fleet.checkpoint()
-    first, *later = [facts["uploaded_bytes"] for facts in fleet.events.facts("state.checkpoint_published")]
+    first, *later = [
+        facts["uploaded_bytes"] for facts in fleet.events.facts("state.checkpoint_published")
+    ]
     assert len(later) == 3 and all(0 < n < first / 2 for n in later)
     reader = Fleet(tmp_path, 3, steps=0, optimizer="SGD", width=64)
     assert reader.restore() == [4, 4, 4]
 
 
 def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Path) -> None:
-    """Rank 0 dies before its record: the next checkpoint of those who stay is whole, and not thrown away."""
+    """Rank 0 dies before its record: the next checkpoint of those who stay is whole, and not thrown
+    away."""
     plan = Plan(part_bytes=64, keep_last=1)
     fleet = Fleet(tmp_path, 3, plan, steps=0, optimizer="SGD", width=64)
     fleet.restore()
@@ -380,7 +419,8 @@ def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Pat
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [2]
     assert not fleet.events.facts("state.checkpoint_failed")
-    for worker, state in zip(fleet.workers, fleet.states, strict=True):  # a share that is dropped changes nothing of that
+    # A share that is dropped changes nothing of that.
+    for worker, state in zip(fleet.workers, fleet.states, strict=True):
         worker.begin(state, 0, 1)
         worker.drop("the world has changed")
         worker.wait()
@@ -392,14 +432,16 @@ def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Pat
 
 
 def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) -> None:
-    """A new publisher that missed a checkpoint must not name what that one's retention has deleted."""
+    """A new publisher that missed a checkpoint must not name what that one's retention has
+    deleted."""
     plan = Plan(part_bytes=64, keep_last=1)
     fleet = Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     fleet.train()
     fleet.checkpoint()
-    stale, content = dict(worker.known.parts), [p.detach().clone() for p in state.model.parameters()]
+    stale, content = dict(
+        worker.known.parts), [p.detach().clone() for p in state.model.parameters()]
     fleet.train()
     fleet.checkpoint()  # all parts are others now, and the first ones are deleted
     with torch.no_grad():
@@ -426,13 +468,16 @@ def test_what_a_dead_worker_left_is_collected_later(tmp_path: Path) -> None:
 
 
 def part_of_step(root: Path, step: int) -> Path:
-    return next(p for p in sorted((root / PARTS).rglob("*.bin")) if int(p.parent.name.split("-")[1]) == step)
+    return next(p for p in sorted((root / PARTS).rglob("*.bin"))
+                if int(p.parent.name.split("-")[1]) == step)
 
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "folder", "record"])
-def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str, readers: int) -> None:
-    """All workers pass over the same checkpoint, say so, and the run can publish earlier steps again."""
+def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str,
+                                                                 readers: int) -> None:
+    """All workers pass over the same checkpoint, say so, and the run can publish earlier steps
+    again."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     fleet.publish(2)
@@ -462,9 +507,10 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
 
 
 @pytest.mark.parametrize("readers", [1, 2])
-def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(tmp_path: Path, readers: int,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store fails between the two: they restore once more, and publish under their own lineage, not the old one."""
+def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(
+        tmp_path: Path, readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store fails between the two: they restore once more, and publish under their own lineage,
+    not the old one."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.publish(2)
@@ -493,8 +539,8 @@ def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(tmp_path: P
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("all_records", [False, True])
-def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(tmp_path: Path, readers: int,
-                                                                         all_records: bool) -> None:
+def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(
+        tmp_path: Path, readers: int, all_records: bool) -> None:
     """The takeover before it names no checkpoint: said, with a remedy, by each attempt anew."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -505,7 +551,8 @@ def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(tmp_pat
         path.write_bytes(path.read_bytes()[:-9])
     for _ in range(2):
         reader = Fleet(tmp_path, readers, steps=0)
-        assert all(isinstance(got, LayoutError) and "another name" in str(got) for got in reader.restore())
+        assert all(
+            isinstance(got, LayoutError) and "another name" in str(got) for got in reader.restore())
         assert "is damaged" in reader.events.facts("state.checkpoint_refused")[0]["error"]
     for path, content in zip(records, whole, strict=True):
         path.write_bytes(content)
@@ -553,7 +600,8 @@ class ManyFaults(FolderStore):
 
 
 @pytest.mark.parametrize("where", ["put", "record", "lost answer"])
-def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is said and raises nothing; the next one stands."""
     fleet = Fleet(tmp_path, 2, store=ManyFaults)
     fleet.restore()
@@ -567,11 +615,13 @@ def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str, mo
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
     assert fleet.workers[0].known.failures == 0
     tail = CommitLog(FolderStore(tmp_path)).tail()
-    assert sorted(tail.kept.values()) == ([3, 4] if where == "lost answer" else [4])  # it did stand, and is known to
+    # It did stand, and is known to.
+    assert sorted(tail.kept.values()) == ([3, 4] if where == "lost answer" else [4])
     assert Fleet(tmp_path, 2, steps=0).restore() == [4, 4]
 
 
-def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_one_is_never_taken_because_the_store_was_slow(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not reached is not damaged: the restore fails, and is tried again."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -585,8 +635,10 @@ def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path, 
     assert reader.restore() == [4]
 
 
-def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later attempt asks again, and says so; the first one stops at once: there it is the user's mistake."""
+def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later attempt asks again, and says so; the first one stops at once: there it is the user's
+    mistake."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
@@ -600,8 +652,10 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(tmp_path: Path
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
 
-def test_all_read_again_when_what_was_handed_on_arrives_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One flipped bit between two workers is no damage of the checkpoint, and nobody goes on with it."""
+def test_all_read_again_when_what_was_handed_on_arrives_damaged(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flipped bit between two workers is no damage of the checkpoint, and nobody goes on with
+    it."""
     fleet = Fleet(tmp_path, plan=Plan(part_bytes=5000), width=2000)
     fleet.restore()
     fleet.checkpoint()
@@ -617,14 +671,17 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(tmp_path: Path, 
     for place in (0, 4999):  # in a row, behind the last whole one
         flips, reader = [place], Fleet(tmp_path, 3, steps=0, width=2000)
         got = reader.restore()
-        assert any(isinstance(one, StoreUnavailable) and "arrived damaged" in str(one) for one in got) and not flips
+        assert any(
+            isinstance(one, StoreUnavailable) and "arrived damaged" in str(one)
+            for one in got) and not flips
         assert {state.committed for state in reader.states} == {0}
         assert not reader.events.facts("state.checkpoint_refused")
         assert reader.restore() == [3, 3, 3]
 
 
 def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
-    """It is read again: what was acknowledged is not passed over because of one flipped bit on the way."""
+    """It is read again: what was acknowledged is not passed over because of one flipped bit on the
+    way."""
     class OneFlip(FolderStore):
         flips = 1
 
@@ -642,7 +699,8 @@ def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
     assert OneFlip.flips == 0
 
 
-def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No permission to delete is not a failed checkpoint, and the next one is not due at once."""
     fleet = Fleet(tmp_path, 1, Plan(part_bytes=100, keep_last=1), store=ManyFaults)
     fleet.restore()
@@ -651,7 +709,8 @@ def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path, 
     fleet.train()
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
-    assert fleet.events.facts("state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
+    assert fleet.events.facts(
+        "state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
     assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.reusable()
 
 
@@ -680,8 +739,8 @@ class Slow(FolderStore):
         super().put(name, body)
 
 
-def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp_path: Path,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the state: each part that came up begins the time anew."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
     hang_after(monkeypatch, 30.0)
@@ -707,12 +766,15 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(tmp
     hang_after(monkeypatch, 0.5)
     worker.wait()  # not for ever
     worker.upload.share.moved -= 1.0
-    assert ticked(worker) == (False, True) and "none of its parts was uploaded" in worker.upload.share.error
+    assert ticked(worker) == (
+        False, True) and "none of its parts was uploaded" in worker.upload.share.error
     Slow.turns.release(1000)
 
 
-def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before it is given up: the host that does not reach the store is named while it does not."""
+def test_a_share_that_does_not_move_is_told_once(tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before it is given up: the host that does not reach the store is named while it does
+    not."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
@@ -747,7 +809,8 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path, monkeypatch: py
 
 
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
-    """A dropped checkpoint's upload may hang, and go on from the same memory: the next one says so, and begins nothing."""
+    """A dropped checkpoint's upload may hang, and go on from the same memory: the next one says so,
+    and begins nothing."""
     is_in, go = threading.Event(), threading.Event()
 
     class HangingPart(FolderStore):
@@ -770,14 +833,17 @@ def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> Non
     go.set()
     worker.wait()
     late = list(tmp_path.rglob("parts/*/*.bin"))
-    assert late and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.partition("-")[2] for path in late)
+    assert late and all(
+        hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.partition("-")[2]
+        for path in late)
     worker.drop()
     worker.begin(state, 0, 1)
     worker.wait()
     assert ticked(worker) == (True, False)
 
 
-def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said, the next checkpoint stands, and a record that comes late stands nowhere."""
     fleet = Fleet(tmp_path, store=Hanging)
     fleet.restore()
@@ -812,11 +878,13 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
-def test_a_snapshot_waits_for_each_device_that_it_copies_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_waits_for_each_device_that_it_copies_from(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only for the current one: pinned memory that is still written to would go up half old."""
     class OnDevice(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
-        device = property(lambda self: torch.device("cuda", self.shape[0] % 2))  # type: ignore[assignment]
+        device = property(
+            lambda self: torch.device("cuda", self.shape[0] % 2))  # type: ignore[assignment]
 
     waited: list[torch.device] = []
     monkeypatch.setattr("torch.cuda.synchronize", waited.append)
@@ -827,12 +895,16 @@ def test_a_snapshot_waits_for_each_device_that_it_copies_from(tmp_path: Path, mo
     tensors = [tensor.as_subclass(OnDevice) if tensor.ndim else tensor for tensor in packed.tensors]
     monkeypatch.setattr(fleet.states[0], "packed", lambda: Packed(packed.header, tensors))
     fleet.workers[0].begin(fleet.states[0], 0, 1)
-    assert {device.index for device in waited} == {tensor.shape[0] % 2 for tensor in packed.tensors if tensor.ndim}
+    assert {device.index
+            for device in waited
+            } == {tensor.shape[0] % 2
+                  for tensor in packed.tensors if tensor.ndim}
     assert all(device.type == "cuda" for device in waited) and len(waited) == len(set(waited))
 
 
 def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None:
-    """Its disk is not mounted, wholly or to the place of the folder: unknown, so the restore is tried again."""
+    """Its disk is not mounted, wholly or to the place of the folder: unknown, so the restore is
+    tried again."""
     fleet = Fleet(tmp_path / "shared")
     fleet.restore()
     fleet.checkpoint()
@@ -846,9 +918,10 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("what", ["part", "record"])
-def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(tmp_path: Path, what: str,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a network disk that remembers that it was not there: nobody lets the newest checkpoint go for that."""
+def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(
+        tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a network disk that remembers that it was not there: nobody lets the newest checkpoint
+    go for that."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.publish(2)
@@ -902,33 +975,43 @@ class Extra:
 A, B = torch.zeros(3), torch.ones(3)
 
 
-@pytest.mark.parametrize(("odd", "is_published"), [
-    (Extra(a=torch.zeros(4), b=B, rate=0.5), False), (Extra(b=B, a=A, rate=0.5), False),
-    (Extra(a=A, c=B, rate=0.5), False), (Extra(a=A.double(), b=B, rate=0.5), False),
-    (Extra(a=A, b=B, rate=0.25), True), (Extra(rate=None, a=A, b=B, seen=[1, 2]), True)])
+@pytest.mark.parametrize(("odd", "is_published"), [(Extra(a=torch.zeros(4), b=B, rate=0.5), False),
+                                                   (Extra(b=B, a=A, rate=0.5), False),
+                                                   (Extra(a=A, c=B, rate=0.5), False),
+                                                   (Extra(a=A.double(), b=B, rate=0.5), False),
+                                                   (Extra(a=A, b=B, rate=0.25), True),
+                                                   (Extra(rate=None, a=A, b=B, seen=[1, 2]), True)])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Path, odd: Extra, is_published: bool,
+def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Path, odd: Extra,
+                                                                   is_published: bool,
                                                                    rank: int) -> None:
-    """Its parts and rank 0's header would not fit together. Numbers may differ. Said by all, with who; training goes on."""
+    """Its parts and rank 0's header would not fit together. Numbers may differ. Said by all, with
+    who; training goes on."""
     fleet = Fleet(tmp_path, 3)
     fleet.restore()
     for number, state in enumerate(fleet.states):
         state.extras = {"odd": odd if number == rank else Extra(a=A, b=B, rate=0.5)}
     fleet.checkpoint()
     failed = fleet.events.facts("state.checkpoint_failed")
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3] * is_published
+    assert [e["step"]
+            for e in fleet.events.facts("state.checkpoint_published")] == [3] * is_published
     if is_published:
         assert not failed
         return
     assert len(failed) == 3 and len({e["error"] for e in failed}) == 1
-    assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0]["error"]
-    assert all(worker.known.failures == 1 and worker.upload.share is None for worker in fleet.workers)
+    assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0][
+        "error"]
+    assert all(worker.known.failures == 1 and worker.upload.share is None
+               for worker in fleet.workers)
 
     def may_begin() -> set[bool]:
         hub = Hub(3)
         with ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(worker.compare_tensors, state, Member(hub, number))
-                     for number, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True))]
+            asked = [
+                pool.submit(worker.compare_tensors, state, Member(hub, number))
+                for number, (worker,
+                             state) in enumerate(zip(fleet.workers, fleet.states, strict=True))
+            ]
         assert {one.result() for one in asked} == {None}
         return {not worker.are_mixed for worker in fleet.workers}
 
@@ -945,7 +1028,9 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
     assert reader.restore() == [4, 4]
 
 
-@pytest.mark.parametrize("foreign", [[".DS_Store"], [f".{n:02d}" for n in range(25)], ["0999999999998.json.bak"]])
+@pytest.mark.parametrize("foreign",
+                         [[".DS_Store"], [f".{n:02d}"
+                                          for n in range(25)], ["0999999999998.json.bak"]])
 def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) -> None:
     """A file manager's or a console's own objects in the log's folder."""
     for name in foreign:
@@ -959,7 +1044,8 @@ def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) ->
 
 
 def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> None:
-    """A newcomer whose shared disk is not mounted puts its share on a disk of its own: rank 0 sees that it is not there."""
+    """A newcomer whose shared disk is not mounted puts its share on a disk of its own: rank 0 sees
+    that it is not there."""
     fleet = Fleet(tmp_path / "shared", 2)
     fleet.restore()
     fleet.checkpoint()
@@ -972,7 +1058,8 @@ def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> 
 
 
 def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None:
-    """An unmounted disk must not look like a store without records: that would fence the attempt."""
+    """An unmounted disk must not look like a store without records: that would fence the
+    attempt."""
     fleet = Fleet(tmp_path / "disk")
     fleet.restore()
     fleet.checkpoint()
@@ -984,7 +1071,8 @@ def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None
 
 
 def test_all_refuse_when_the_job_of_one_worker_is_another(tmp_path: Path) -> None:
-    """Nobody waits for ever for one whose model is of another shape, and nobody goes on without it."""
+    """Nobody waits for ever for one whose model is of another shape, and nobody goes on without
+    it."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     for _ in range(2):
@@ -996,7 +1084,8 @@ def test_all_refuse_when_the_job_of_one_worker_is_another(tmp_path: Path) -> Non
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
-    """After a fallback the refused one is not kept any more, also for a publisher who did not restore."""
+    """After a fallback the refused one is not kept any more, also for a publisher who did not
+    restore."""
     plan = Plan(part_bytes=100, keep_last=2)
     fleet = Fleet(tmp_path, 1, plan)
     fleet.restore()
@@ -1029,8 +1118,8 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
 
 
-def test_training_goes_on_when_no_thread_can_be_had_for_the_record(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts are up; said as any failure, and the next one stands."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -1044,7 +1133,8 @@ def test_training_goes_on_when_no_thread_can_be_had_for_the_record(tmp_path: Pat
         patch.setattr("elastic_trainer.state.publish.threading.Thread", fail)
         worker.collect([worker.parts_up()], state.lineage, publish=True)
     (failed,) = fleet.events.facts("state.checkpoint_failed")
-    assert "as planned" in failed["error"] and worker.known.failures == 1 and not worker.publisher.is_busy()
+    assert "as planned" in failed[
+        "error"] and worker.known.failures == 1 and not worker.publisher.is_busy()
     fleet.train()
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
@@ -1084,7 +1174,8 @@ def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path
 
 
 def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -> None:
-    """One that had lost its way to the driver wrote what it held; those who go on try again at once, and it stands."""
+    """One that had lost its way to the driver wrote what it held; those who go on try again at
+    once, and it stands."""
     fleet = Fleet(tmp_path, 3)
     fleet.restore()
     fleet.checkpoint()
@@ -1094,7 +1185,8 @@ def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -
     cut_off.write_alone(its_state)
     fleet.train(steps=2)
     fleet.checkpoint()
-    assert fleet.events.names().count("state.publisher_replaced") == 1 and fleet.workers[0].known.failures == 1
+    assert fleet.events.names().count(
+        "state.publisher_replaced") == 1 and fleet.workers[0].known.failures == 1
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4, 5]
     assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.fenced is None
@@ -1124,7 +1216,8 @@ def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
     worker.memory.prepare(state, 1)
     worker.begin(state, 0, 1)
-    assert ticked(worker) == (False, True) and worker.upload.share and "cannot be kept" in worker.upload.share.error
+    assert ticked(worker) == (
+        False, True) and worker.upload.share and "cannot be kept" in worker.upload.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
@@ -1147,7 +1240,8 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
-    """It drops what the world had in flight, never waits, tries again after a failure, and has an end."""
+    """It drops what the world had in flight, never waits, tries again after a failure, and has an
+    end."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     alone, state = fleet.workers[0], fleet.states[0]
@@ -1159,7 +1253,8 @@ def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> 
         if alone.upload.share and len(fleet.events.facts("state.checkpoint_failed")) == 0:
             alone.upload.share.error = "the store is away"
         alone.wait()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [state.committed]
+    assert [e["step"]
+            for e in fleet.events.facts("state.checkpoint_published")] == [state.committed]
     assert len(fleet.events.facts("state.checkpoint_failed")) == 1 and alone.upload.share is None
 
 
@@ -1173,7 +1268,8 @@ def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
     assert fleet.workers[1].known.newest_step == 3
 
 
-def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_vanishes_while_read_is_the_worlds_fault(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network disk may list what it cannot open."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -1188,7 +1284,8 @@ def test_a_record_that_vanishes_while_read_is_the_worlds_fault(tmp_path: Path, m
     assert fleet.workers[0].find_published(fleet.states[0].lineage + 1) == -1
 
 
-def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """A retention lock, or a policy without s3:DeleteObject."""
     monkeypatch.setattr(ManyFaults, "failing", {"delete"})
     prove_put_if_absent(ManyFaults(tmp_path))
@@ -1210,9 +1307,11 @@ def test_a_store_is_refused_when_it_ignores_the_condition(tmp_path: Path) -> Non
     assert not files(tmp_path, "probe")
 
 
-@pytest.mark.parametrize("change", [
-    {"name": "../../etc/passwd"}, {"name": "log/0999999999999.json"}, {"name": "/x"}, {"bytes": -1}, {"index": 7}])
-def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change",
+                         [{"name": "../../etc/passwd"}, {"name": "log/0999999999999.json"},
+                          {"name": "/x"}, {"bytes": -1}, {"index": 7}])
+def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: dict[str,
+                                                                                    Any]) -> None:
     """A name from a record never leads out of the parts' folder."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -1231,10 +1330,11 @@ def test_rubbish_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
                  "parts/000000000002-000000000001/c.bin", "parts/odd/d.bin"):
         store.put(name, b"x")
     newest = Record(sequence=9, kind="checkpoint", lineage=1, step=5)
-    assert collect_rubbish(store, newest, lambda sequence: frozenset()) == ["parts/000000000001-000000000005/a.bin"]
+    assert collect_rubbish(
+        store, newest, lambda sequence: frozenset()) == ["parts/000000000001-000000000005/a.bin"]
 
 
-# --- when ---------------------------------------------------------------------------------------------------------------
+# --- when -----------------------------------------------------------------------------------------
 
 
 @given(cost_s=st.floats(1e-4, 100), every_s=st.floats(10, 1e6))
@@ -1251,11 +1351,13 @@ def test_the_interval_loses_less_than_its_neighbours(cost_s: float, every_s: flo
 
 @given(st.floats(1e-4, 50), st.integers(0, 100), st.floats(0, 1e6))
 def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_s: float) -> None:
-    """However many losses there are, checkpoints take at most 1 % of the time; more losses never mean fewer of them."""
+    """However many losses there are, checkpoints take at most 1 % of the time; more losses never
+    mean fewer of them."""
     every = Cadence()
     interval = every.interval_s(cost_s=cost_s, losses=losses, observed_s=observed_s, step_s=1.0)
     assert cost_s / interval <= 0.01 + 1e-9
-    assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s, step_s=1.0) <= interval * (1 + 1e-9)
+    assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s,
+                            step_s=1.0) <= interval * (1 + 1e-9)
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
 
 
@@ -1263,8 +1365,9 @@ def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_uplo
     """Both as measured, the pause once; of the last checkpoint whose upload is known."""
     timing = Timing(Cadence(), Launch(), EventFile(None))
     assert timing.cost_s() == 0.0
-    for number, (pause_s, beside_s, beside, cost_s) in enumerate((
-            (0.3, 0.15, 4, 0.3), (0.2, 0.15, 2, 0.2 + 4 * 0.05), (0.2, 0.15, 0, 0.2 + 2 * 0.05), (0.1, 0.15, 0, 0.1))):
+    for number, (pause_s, beside_s, beside, cost_s) in enumerate(
+        ((0.3, 0.15, 4, 0.3), (0.2, 0.15, 2, 0.2 + 4 * 0.05), (0.2, 0.15, 0, 0.2 + 2 * 0.05),
+         (0.1, 0.15, 0, 0.1))):
         for _ in range(10):
             timing.step(0.1, False)
         timing.begun(number, pause_s)
@@ -1274,7 +1377,8 @@ def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_uplo
 
 
 def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
-    """Also where steps beside an upload happened to be the faster ones, or are the only ones there were."""
+    """Also where steps beside an upload happened to be the faster ones, or are the only ones there
+    were."""
     for alone in ((), (0.1,)):
         timing = Timing(Cadence(), Launch(), EventFile(None))
         for seconds in alone:
@@ -1285,16 +1389,27 @@ def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
         assert timing.cost_s() == 0.3
 
 
-@pytest.mark.parametrize(("every", "pause_s", "lost", "failures", "due_s"), [
-    (Cadence(seconds=30.0), 9.0, 0, 0, 30), (Cadence(steps=40), 9.0, 0, 0, 40),
-    (Cadence(), 0.5, 10**4, 0, 50), (Cadence(), 1.0, 10**4, 0, 100), (Cadence(share=0.1), 1.0, 10**4, 0, 10),
-    (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
-    (Cadence(seconds=30.0), 0.5, 0, 1, 2), (Cadence(steps=40), 0.5, 0, 3, 8), (Cadence(), 0.5, 0, 100, 60)])
-def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence, pause_s: float, lost: int,
-                                          failures: int, due_s: int) -> None:
-    """By the user's interval or by what it costs and how often all was lost; sooner after a failure, and not at once."""
+@pytest.mark.parametrize(
+    ("every", "pause_s", "lost", "failures", "due_s"),
+    [
+        (Cadence(seconds=30.0), 9.0, 0, 0, 30),
+        (Cadence(steps=40), 9.0, 0, 0, 40),
+        (Cadence(), 0.5, 10**4, 0, 50),
+        (Cadence(), 1.0, 10**4, 0, 100),
+        (Cadence(share=0.1), 1.0, 10**4, 0, 10),
+        (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
+        (Cadence(seconds=30.0), 0.5, 0, 1, 2),
+        (Cadence(steps=40), 0.5, 0, 3, 8),
+        (Cadence(), 0.5, 0, 100, 60)
+    ])
+def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence,
+                                          pause_s: float, lost: int, failures: int,
+                                          due_s: int) -> None:
+    """By the user's interval or by what it costs and how often all was lost; sooner after a
+    failure, and not at once."""
     now = [1000.0]
-    monkeypatch.setattr("elastic_trainer.training.timing.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("elastic_trainer.training.timing.time",
+                        SimpleNamespace(monotonic=lambda: now[0]))
     timing = Timing(every, Launch(lost_attempts=lost), EventFile(None))
     timing.begun(0, pause_s)
     step = 0
@@ -1302,30 +1417,36 @@ def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every
         step, now[0] = step + 1, now[0] + 1.0
         timing.step(1.0, False)
         timing.tick(step, 0, None)
-        assert timing.is_due(step, failures) == timing.is_due(step, failures)  # a question changes nothing
+        # A question changes nothing.
+        assert timing.is_due(step, failures) == timing.is_due(step, failures)
         if timing.is_due(step, failures):
             break
     assert step == due_s
 
 
 def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
-    """Also the one that never came to say how it ended; not one that was stopped, finished, or never did a step."""
+    """Also the one that never came to say how it ended; not one that was stopped, finished, or
+    never did a step."""
     reached = {"time": 1.0, "event": "driver.step_reached", "checkpoint": 0}
-    events = [reached | {"attempt": attempt, "steps": attempt} for attempt in (1, 1, 2, 3, 4)] + [
-        {"time": 1.0, "event": "attempt.ended", "attempt": attempt, "verdict": verdict} for attempt, verdict in (
-            (1, "failed"), (2, "interrupted"), (3, "finished"), (5, "failed"))]
+    events = [reached | {"attempt": attempt, "steps": attempt} for attempt in (1, 1, 2, 3, 4)
+              ] + [{"time": 1.0, "event": "attempt.ended", "attempt": attempt, "verdict": verdict}
+                   for attempt, verdict in ((1, "failed"), (2, "interrupted"), (3, "finished"),
+                                            (5, "failed"))]
     assert past_of(events).lost_attempts == 2  # 1 and 4
     assert past_of([]).lost_attempts == 0
 
 
 def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:
     """One that costs a second comes every 1000 s for a tenth of a percent."""
-    assert Cadence.parse("0.1%").interval_s(cost_s=1.0, losses=0, observed_s=0.0, step_s=1.0) == pytest.approx(1000.0)
+    assert Cadence.parse("0.1%").interval_s(cost_s=1.0, losses=0, observed_s=0.0,
+                                            step_s=1.0) == pytest.approx(1000.0)
 
 
-@pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)), ("auto", Cadence()),
-                                               ("30s", Cadence(seconds=30.0)), ("0.5s", Cadence(seconds=0.5)),
-                                               ("0.5%", Cadence(share=0.005)), ("10%", Cadence(share=0.1))])
+@pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)),
+                                               ("auto", Cadence()), ("30s", Cadence(seconds=30.0)),
+                                               ("0.5s", Cadence(seconds=0.5)),
+                                               ("0.5%", Cadence(share=0.005)),
+                                               ("10%", Cadence(share=0.1))])
 def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
     """What the user writes: a share of the time is auto for at most that."""
     assert Cadence.parse(text) == cadence
@@ -1338,8 +1459,10 @@ def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
         Cadence.parse(text)
 
 
-@given(st.lists(st.integers(1, 500), unique=True, min_size=1), st.integers(1, 5), st.integers(0, 100))
-def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last: int, keep_every: int) -> None:
+@given(st.lists(st.integers(1, 500), unique=True, min_size=1), st.integers(1, 5),
+       st.integers(0, 100))
+def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last: int,
+                                                     keep_every: int) -> None:
     """A checkpoint that was kept as an n-th stays, and one that was let go is never missed."""
     kept: set[int] = set()
     for step in sorted(steps):
@@ -1349,15 +1472,18 @@ def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last
 
 
 @given(st.lists(st.integers(1, 60), min_size=1), st.integers(1, 3), st.integers(1, 100))
-def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: int, after: int) -> None:
-    """From the first that is so old on there is one to go back to, at most as old as two rounds and a pause."""
+def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: int,
+                                                after: int) -> None:
+    """From the first that is so old on there is one to go back to, at most as old as two rounds and
+    a pause."""
     kept, step, published = set[int](), 0, list[int]()
     for pause in pauses:
         step += pause
         published.append(step)
         kept = retained([*kept, step], keep_last, 0, after)
         if published[0] <= step - after:
-            assert max(old for old in kept if old <= step - after) > step - 2 * after - 2 * max(pauses)
+            assert max(old for old in kept
+                       if old <= step - after) > step - 2 * after - 2 * max(pauses)
     assert len(kept) <= keep_last + 2
 
 
@@ -1387,7 +1513,8 @@ class LosesAnswers(FolderStore):
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_checkpoint_that_stands_unknown_to_its_publisher_is_withdrawn_too(tmp_path: Path, before: int) -> None:
+def test_a_checkpoint_that_stands_unknown_to_its_publisher_is_withdrawn_too(
+        tmp_path: Path, before: int) -> None:
     """Its put was given up, and had arrived: the next attempt would restore it."""
     fleet = Fleet(tmp_path, store=LosesAnswers, steps=0)
     fleet.restore()
@@ -1399,8 +1526,10 @@ def test_a_checkpoint_that_stands_unknown_to_its_publisher_is_withdrawn_too(tmp_
     assert Fleet(tmp_path, steps=0).restore() == [before or 1]
 
 
-def test_a_record_of_another_publisher_does_not_keep_a_checkpoint_from_being_withdrawn(tmp_path: Path) -> None:
-    """A worker of the same attempt that wrote alone has followed ours; that is no error of the user's."""
+def test_a_record_of_another_publisher_does_not_keep_a_checkpoint_from_being_withdrawn(
+        tmp_path: Path) -> None:
+    """A worker of the same attempt that wrote alone has followed ours; that is no error of the
+    user's."""
     fleet = Fleet(tmp_path, 2, steps=0)
     fleet.restore()
     fleet.publish(2)
@@ -1436,7 +1565,9 @@ def test_extras_come_back_with_the_state(tmp_path: Path) -> None:
     reader = Fleet(tmp_path, steps=0)
     theirs = averaged(reader.states[0])
     assert reader.restore() == [4]
-    assert all(torch.equal(a, b) for a, b in zip(average.state_dict().values(), theirs.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(average.state_dict().values(), theirs.state_dict().values(), strict=True))
     assert isinstance(Fleet(tmp_path, steps=0).restore()[0], LayoutError)
 
 

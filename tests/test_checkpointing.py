@@ -1,4 +1,5 @@
-"""When and how the training loop makes checkpoints: the decisions, and the life of a checkpoint by its table."""
+"""When and how the training loop makes checkpoints: the decisions, and the life of a checkpoint by
+its table."""
 
 from __future__ import annotations
 
@@ -40,26 +41,50 @@ from elastic_trainer.world.vote import CheckpointBallot, Outcome
 BY_VOTE = (News.WANTED, News.ALL_UPLOADED, News.ONE_FAILED)
 
 
-def decided(*, uploaded: int = 0, upload_failed: bool = False, checkpoint: bool = False, published: int = -1,
+def decided(*,
+            uploaded: int = 0,
+            upload_failed: bool = False,
+            checkpoint: bool = False,
+            published: int = -1,
             change_waits: bool = False) -> Outcome:
     """Return what a vote says that decides nothing else."""
-    return Outcome(voters=1, samples=0, digest=0, change=False, stop=False, has_failure=False, uploaded=uploaded,
-                   upload_failed=upload_failed, checkpoint=checkpoint, published=published, all_drain=False,
-                   change_waits=change_waits, differs=False)
+    return Outcome(voters=1,
+                   samples=0,
+                   digest=0,
+                   change=False,
+                   stop=False,
+                   has_failure=False,
+                   uploaded=uploaded,
+                   upload_failed=upload_failed,
+                   checkpoint=checkpoint,
+                   published=published,
+                   all_drain=False,
+                   change_waits=change_waits,
+                   differs=False)
 
 
 def share_of(parts: int, done: int, error: str = "") -> Share:
-    return Share(Snapshot(1), started=0.0, moved=0.0, parts=parts, error=error, done=[Part(0, "", 0, "")] * done)
+    return Share(Snapshot(1),
+                 started=0.0,
+                 moved=0.0,
+                 parts=parts,
+                 error=error,
+                 done=[Part(0, "", 0, "")] * done)
 
 
-@pytest.mark.parametrize(("share", "is_publishing", "phase"), [
-    (None, False, Phase.IDLE), (None, True, Phase.PUBLISHING),
-    (share_of(2, 1), False, Phase.UPLOADING), (share_of(2, 1), True, Phase.UPLOADING),
-    (share_of(2, 2), False, Phase.UPLOADED), (share_of(0, 0), False, Phase.UPLOADED),
-    (share_of(2, 1, "no space"), False, Phase.FAILED), (share_of(0, 0, "no memory"), True, Phase.FAILED)])
-def test_the_phase_follows_from_the_share_and_the_publisher(share: Share | None, is_publishing: bool,
+@pytest.mark.parametrize(("share", "is_publishing", "phase"),
+                         [(None, False, Phase.IDLE), (None, True, Phase.PUBLISHING),
+                          (share_of(2, 1), False, Phase.UPLOADING),
+                          (share_of(2, 1), True, Phase.UPLOADING),
+                          (share_of(2, 2), False, Phase.UPLOADED),
+                          (share_of(0, 0), False, Phase.UPLOADED),
+                          (share_of(2, 1, "no space"), False, Phase.FAILED),
+                          (share_of(0, 0, "no memory"), True, Phase.FAILED)])
+def test_the_phase_follows_from_the_share_and_the_publisher(share: Share | None,
+                                                            is_publishing: bool,
                                                             phase: Phase) -> None:
-    """A worker without parts of its own has uploaded at once; a share that failed before it was cut has failed."""
+    """A worker without parts of its own has uploaded at once; a share that failed before it was cut
+    has failed."""
     assert phase_of(share, is_publishing) is phase
 
 
@@ -74,11 +99,13 @@ def test_a_vote_means_one_thing_for_the_checkpoint() -> None:
 
 @pytest.mark.parametrize(("rank", "phase", "is_due", "wants_change", "is_unsaved"),
                          list(itertools.product((0, 1), Phase, *[(False, True)] * 3)))
-def test_a_checkpoint_is_wanted_by_rank_0_alone_and_one_at_a_time(rank: int, phase: Phase, is_due: bool,
-                                                                  wants_change: bool, is_unsaved: bool) -> None:
+def test_a_checkpoint_is_wanted_by_rank_0_alone_and_one_at_a_time(rank: int, phase: Phase,
+                                                                  is_due: bool, wants_change: bool,
+                                                                  is_unsaved: bool) -> None:
     """Before a change of the world for a leave alone: what is not up by then is lost with it."""
     wanted = is_wanted(rank, phase, is_due=is_due, wants_change=wants_change, is_unsaved=is_unsaved)
-    assert wanted == (rank == 0 and phase is Phase.IDLE and (is_unsaved if wants_change else is_due))
+    assert wanted == (rank == 0 and phase is Phase.IDLE
+                      and (is_unsaved if wants_change else is_due))
 
 
 def test_the_last_checkpoint_is_tried_a_few_times_and_not_twice() -> None:
@@ -101,9 +128,15 @@ def test_a_leave_is_saved_by_a_checkpoint_of_the_step_at_which_it_was_heard_of()
 
 
 def test_every_life_of_a_checkpoint_comes_to_an_end() -> None:
-    """By the table: from each phase there is a way to idle; a change of the world ends each; all phases are reached."""
-    after = {phase: {following for (at, _), (_, ends) in LIFE.items() if at is phase for following in ends}
-             for phase in Phase}
+    """By the table: from each phase there is a way to idle; a change of the world ends each; all
+    phases are reached."""
+    after = {
+        phase: {
+            following
+            for (at, _), (_, ends) in LIFE.items() if at is phase for following in ends
+        }
+        for phase in Phase
+    }
     reached = {Phase.IDLE}
     for _ in Phase:
         reached |= {following for phase in reached for following in after[phase]}
@@ -130,7 +163,8 @@ class Leaving(Alone):
 
 
 class Held(FolderStore):
-    """A folder in which nothing is written until the test lets it go, and which fails when the test says so."""
+    """A folder in which nothing is written until the test lets it go, and which fails when the test
+    says so."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -148,7 +182,8 @@ class Held(FolderStore):
 
 
 class Loops:
-    """The loops of a world's workers, without steps: what each votes, and what it does by the vote."""
+    """The loops of a world's workers, without steps: what each votes, and what it does by the
+    vote."""
 
     def __init__(self, root: Path, size: int = 2, plan: Plan | None = None):
         self.fleet = Fleet(root, size, plan or Plan(every=Cadence(steps=1), part_bytes=100), Held)
@@ -156,8 +191,10 @@ class Loops:
             store.go.set()
         self.fleet.restore()
         self.drivers = [Leaving() for _ in range(size)]
-        self.loops = [Checkpointing(worker, state, driver, Launch(), Events(None)) for worker, state, driver in zip(
-            self.fleet.workers, self.fleet.states, self.drivers, strict=True)]
+        self.loops = [
+            Checkpointing(worker, state, driver, Launch(), Events(None)) for worker, state, driver
+            in zip(self.fleet.workers, self.fleet.states, self.drivers, strict=True)
+        ]
         self.members = self._members()
         self.pool = ThreadPoolExecutor(size)
         for loop in self.loops:
@@ -172,8 +209,10 @@ class Loops:
         return self.fleet.stores
 
     def vote(self, ballots: list[CheckpointBallot]) -> Outcome:
-        return decided(uploaded=sum(b.is_uploaded for b in ballots), upload_failed=any(b.has_failed for b in ballots),
-                       checkpoint=ballots[0].is_wanted, published=ballots[0].newest_step,
+        return decided(uploaded=sum(b.is_uploaded for b in ballots),
+                       upload_failed=any(b.has_failed for b in ballots),
+                       checkpoint=ballots[0].is_wanted,
+                       published=ballots[0].newest_step,
                        change_waits=any(driver.wants_change() for driver in self.drivers))
 
     def step(self) -> Outcome:
@@ -208,8 +247,12 @@ def settled(phases: tuple[Phase, ...]) -> set[Phase]:
     """Return the phases that threads may have reached since."""
     found = set(phases)
     for _ in Phase:
-        found |= {following for (at, news), (_, ends) in LIFE.items() if at in found and news not in BY_VOTE
-                  and news is not News.WORLD_CHANGED for following in ends}
+        found |= {
+            following
+            for (at, news), (_, ends) in LIFE.items()
+            if at in found and news not in BY_VOTE and news is not News.WORLD_CHANGED
+            for following in ends
+        }
     return found
 
 
@@ -288,8 +331,14 @@ def test_questions_change_nothing(loops: Loops) -> None:
         driver.leaves = True
     for loop in loops.loops:
         def asked(loop: Checkpointing = loop) -> list[Any]:
-            return [loop.phase, loop.fenced, loop.is_moving(), loop.newest_step(), loop.is_saving(), loop.ballot(0),
-                    repr(loop)]
+            return [
+                loop.phase, loop.fenced,
+                loop.is_moving(),
+                loop.newest_step(),
+                loop.is_saving(),
+                loop.ballot(0),
+                repr(loop)
+            ]
 
         wait_for("share", lambda loop=loop: loop.phase is Phase.UPLOADED, 60)
         before = {name: value for name, value in vars(loop).items()}, dict(vars(loop.timing))
@@ -304,8 +353,9 @@ def test_a_person_sees_where_it_is(loops: Loops) -> None:
     loops.step()
     share = loops.fleet.workers[0].upload.share
     assert share
-    assert repr(loops.loops[0]) == (f"<Checkpointing uploading step 4, 0/{share.parts} parts; newest published step "
-                                    f"-1, 0 failures since>")
+    assert repr(loops.loops[0]) == (
+        f"<Checkpointing uploading step 4, 0/{share.parts} parts; newest published step "
+        f"-1, 0 failures since>")
     without = Checkpointing(None, loops.fleet.states[0], Alone(), Launch(), Events(None))
     assert repr(without) == "<Checkpointing: no store>"
 
@@ -313,7 +363,8 @@ def test_a_person_sees_where_it_is(loops: Loops) -> None:
 def test_a_run_without_a_store_asks_nothing_and_does_nothing(tmp_path: Path) -> None:
     """All places of the loop may be called."""
     fleet = Fleet(tmp_path)
-    loop, peers = Checkpointing(None, fleet.states[0], Leaving(), Launch(), Events(None)), Member(Hub(1), 0)
+    loop, peers = Checkpointing(None, fleet.states[0], Leaving(), Launch(),
+                                Events(None)), Member(Hub(1), 0)
     loop.enter()
     loop.tick(0)
     assert loop.ballot(0) == CheckpointBallot()

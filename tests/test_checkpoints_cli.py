@@ -25,7 +25,8 @@ from elastic_trainer.training.train import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
-    """A store with four checkpoints, of which three are kept; returns it and the model of the newest."""
+    """A store with four checkpoints, of which three are kept; returns it and the model of the
+    newest."""
     folder = tmp_path_factory.mktemp("runs") / "checkpoints"
     fleet = Fleet(folder, 2, steps=0)
     fleet.restore()
@@ -43,16 +44,22 @@ def test_lists_the_checkpoints_that_can_be_restored(run: tuple[str, torch.nn.Mod
     assert all(f" {step} " in said for step in (20, 30, 40)) and " 10 " not in said
 
 
-def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module],
+                                            capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON, the newest or the one that is asked for."""
     for arguments, step in (([], 40), (["--step", "30"], 30)):
         assert main(["checkpoints", "show", run[0], *arguments]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["step"] == step
-        starts = [sum(part["bytes"] for part in shown["parts"][:n]) for n in range(len(shown["parts"]) + 1)]
+        starts = [
+            sum(part["bytes"] for part in shown["parts"][:n])
+            for n in range(len(shown["parts"]) + 1)
+        ]
         assert [part["start"] for part in shown["parts"]] + [shown["bytes"]] == starts
-        assert {"name": "parameters/0.weight", "dtype": "float32", "shape": [8, 4]} in shown["tensors"]
-        assert {"name": "buffers/1.num_batches_tracked", "dtype": "int64", "shape": []} in shown["tensors"]
+        assert {"name": "parameters/0.weight", "dtype": "float32", "shape": [8,
+                                                                             4]} in shown["tensors"]
+        assert {"name": "buffers/1.num_batches_tracked", "dtype": "int64",
+                "shape": []} in shown["tensors"]
 
 
 def test_a_checkpoint_says_what_job_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -60,18 +67,29 @@ def test_a_checkpoint_says_what_job_it_is_of(tmp_path: Path, monkeypatch: pytest
     """Which samples, which optimizer, with which versions: for whoever finds it in a year."""
     monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path))
     model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(10, 2))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=lambda m, batch: m(batch[0]).square().mean(),
-          global_batch=4, shards=2, epochs=3, seed=5, clip_norm=0.5, max_steps=2)
+    train(model,
+          torch.optim.SGD(model.parameters(), lr=0.1),
+          data,
+          loss=lambda m, batch: m(batch[0]).square().mean(),
+          global_batch=4,
+          shards=2,
+          epochs=3,
+          seed=5,
+          clip_norm=0.5,
+          max_steps=2)
     assert main(["checkpoints", "show", str(tmp_path / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["schedule"] == {"dataset_size": 10, "global_batch": 4, "shards": 2, "epochs": 3, "seed": 5, "max_steps": 2,
-                                 "drop_last": False, "min_shard_samples": 1, "steps": 2}
+    assert shown["schedule"] == {
+        "dataset_size": 10, "global_batch": 4, "shards": 2, "epochs": 3, "seed": 5, "max_steps": 2,
+        "drop_last": False, "min_shard_samples": 1, "steps": 2
+    }
     assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "model": "Linear"}
     assert shown["versions"] == {"python": platform.python_version(), "torch": torch.__version__,
                                  "horovod": horovod.__version__, "numpy": numpy.__version__}
 
 
-def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module],
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     """And proves all of them when none is."""
     assert main(["checkpoints", "verify", run[0]]) == 0
     assert capsys.readouterr().out.count("whole: step") == 3
@@ -86,7 +104,8 @@ def test_verify_fails_when_a_byte_is_wrong(run: tuple[str, torch.nn.Module], cap
 
 
 def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the run publish once more, and let its oldest go, when somebody begins to read a checkpoint."""
+    """Let the run publish once more, and let its oldest go, when somebody begins to read a
+    checkpoint."""
     def read_part(*arguments: Any) -> Any:
         monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", restore.read_part)
         fleet.train()
@@ -96,10 +115,14 @@ def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_trainer.launch.checkpoints.read_part", read_part)
 
 
-def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
     """A run that is being trained: verify says that it is no longer kept, export what to do."""
-    fleet = Fleet(tmp_path / "run", plan=Plan(part_bytes=100, keep_last=2), steps=0, optimizer="SGD")
+    fleet = Fleet(tmp_path / "run",
+                  plan=Plan(part_bytes=100, keep_last=2),
+                  steps=0,
+                  optimizer="SGD")
     fleet.restore()
     for _ in range(2):
         fleet.train()
@@ -109,12 +132,16 @@ def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(tmp_path: Path, monk
     said = capsys.readouterr().out
     assert "step 1: no longer kept" in said and "whole: step 2" in said and "DAMAGED" not in said
     training_on(fleet, monkeypatch)
-    assert main(["checkpoints", "export", str(tmp_path / "run"), str(tmp_path / "model"), "--step", "2"]) == 2
+    assert main(
+        ["checkpoints", "export",
+         str(tmp_path / "run"),
+         str(tmp_path / "model"), "--step", "2"]) == 2
     assert "no longer kept" in (said := capsys.readouterr().err) and "Run it again" in said
     assert main(["checkpoints", "export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
 
 
-def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module],
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     """Left over from a dead writer, yes; what may be in flight, no."""
     store = FolderStore(Path(run[0]))
     old, young = (f"{PARTS}/000000000001-{step:012d}/000000-x.bin" for step in (35, 41))
@@ -126,13 +153,17 @@ def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module], 
     assert main(["checkpoints", "verify", run[0]]) == 0
 
 
-def test_export_is_a_file_that_is_loaded_without_us(run: tuple[str, torch.nn.Module], tmp_path: Path) -> None:
+def test_export_is_a_file_that_is_loaded_without_us(run: tuple[str, torch.nn.Module],
+                                                    tmp_path: Path) -> None:
     """Parameters and buffers by name, with the bits of the trained model."""
     output = tmp_path / "model.safetensors"
     assert main(["checkpoints", "export", run[0], str(output)]) == 0
-    fresh = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    fresh = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8),
+                                torch.nn.Linear(8, 2))
     fresh.load_state_dict(load_file(output))
-    assert all(torch.equal(a, b) for a, b in zip(run[1].state_dict().values(), fresh.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(run[1].state_dict().values(), fresh.state_dict().values(), strict=True))
 
 
 class Tied(torch.nn.Module):
@@ -148,7 +179,8 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool) -> None:
-    """Both names of a tied weight, no buffer that is not persistent; a record of before these were kept has what it has."""
+    """Both names of a tied weight, no buffer that is not persistent; a record of before these were
+    kept has what it has."""
     fleet = Fleet(tmp_path / "run")
     model = Tied()
     fleet.states = [ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0))]
@@ -166,22 +198,28 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
         assert "scratch" in tensors and "head.weight" not in tensors
         return
     fresh.load_state_dict(tensors)  # strict
-    assert all(torch.equal(mine, fresh.state_dict()[name]) for name, mine in model.state_dict().items())
+    assert all(
+        torch.equal(mine,
+                    fresh.state_dict()[name]) for name, mine in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["ls", "nowhere"], "has no checkpoint"), (["show", "URL", "--step", "7"], "[20, 30, 40]"),
-    (["ls", "gs://bucket/x"], "neither a folder nor s3")])
-def test_the_user_is_told_when_there_is_nothing_to_see(run: tuple[str, torch.nn.Module], arguments: list[str], said: str,
+@pytest.mark.parametrize(("arguments", "said"),
+                         [(["ls", "nowhere"], "has no checkpoint"),
+                          (["show", "URL", "--step", "7"], "[20, 30, 40]"),
+                          (["ls", "gs://bucket/x"], "neither a folder nor s3")])
+def test_the_user_is_told_when_there_is_nothing_to_see(run: tuple[str, torch.nn.Module],
+                                                       arguments: list[str], said: str,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and what to name instead."""
     assert main(["checkpoints", *(run[0] if a == "URL" else a for a in arguments)]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("store", "url"), [
-    ("", ""), ("/data", "/data/run"), ("s3://bucket/prefix/", "s3://bucket/prefix/run"),
-    ("s3://bucket?ACL=private", "s3://bucket/run?ACL=private"), ("s3", "s3://elastic-trainer/checkpoints/run")])
+@pytest.mark.parametrize(("store", "url"),
+                         [("", ""), ("/data", "/data/run"),
+                          ("s3://bucket/prefix/", "s3://bucket/prefix/run"),
+                          ("s3://bucket?ACL=private", "s3://bucket/run?ACL=private"),
+                          ("s3", "s3://elastic-trainer/checkpoints/run")])
 def test_each_run_has_a_place_of_its_own_in_the_store(store: str, url: str) -> None:
     """What --store says, and the run's name."""
     assert store_of_run(store, "run") == url

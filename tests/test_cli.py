@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("command", ["verify", "watch", "report"])
-def test_the_user_is_told_when_a_runs_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_the_user_is_told_when_a_runs_folder_is_not_there(tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str],
                                                           command: str) -> None:
     """Exit code 2, the folder's name, and what to name instead."""
     assert main([command, str(tmp_path / "nowhere")]) == 2
@@ -33,15 +34,18 @@ def test_the_user_is_told_when_a_runs_folder_is_not_there(tmp_path: Path, capsys
     assert str(tmp_path / "nowhere") in said.err and "runs/NAME" in said.err
 
 
-def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
     """A run is a folder."""
     (tmp_path / "file").touch()
     assert main(["verify", str(tmp_path / "file")]) == 2
     assert "runs/NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "said"), [("verify", "nothing is proved"), ("report", "nothing is reported")])
-def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str,
+@pytest.mark.parametrize(("command", "said"), [("verify", "nothing is proved"),
+                                               ("report", "nothing is reported")])
+def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str], command: str,
                                                    said: str) -> None:
     """Nothing is proved of it, and nothing summed up."""
     assert main([command, str(tmp_path)]) == 2
@@ -49,17 +53,20 @@ def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path, capsys: pytes
     assert f"{tmp_path} has no events.jsonl, so {said}. Name a run's folder" in read.err and read.out == ""
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (None, "There is no table"), ("{", "is not the table of a poller"), ("[]", "is not the table of a poller"),
-    ('{"hosts": [{}], "time": 1}', "is not the table of a poller")])
-def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("text", "said"),
+                         [(None, "There is no table"), ("{", "is not the table of a poller"),
+                          ("[]", "is not the table of a poller"),
+                          ('{"hosts": [{}], "time": 1}', "is not the table of a poller")])
+def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str],
                                                           text: str | None, said: str) -> None:
     """With the file, and what to do: no traceback."""
     if text is not None:
         (tmp_path / "hosts.json").write_text(text)
     assert main(["hosts", str(tmp_path / "hosts")]) == 2
     read = capsys.readouterr()
-    assert str(tmp_path / "hosts.json") in read.err and said in read.err and "--hosts-file" in read.err
+    assert str(
+        tmp_path / "hosts.json") in read.err and said in read.err and "--hosts-file" in read.err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -71,7 +78,8 @@ def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path, capsys
     (["demo", "--steps", "many"], "many"),
     (["demo", "--wor", "2"], "--wor"),
 ])
-def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str],
                                                     arguments: list[str], said: str) -> None:
     """The usage and the word that is wrong; nothing is begun."""
     with pytest.raises(SystemExit) as exit_:
@@ -97,12 +105,14 @@ def test_the_user_is_told_the_option_when_no_worker_would_start(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
     """Its value and the least that works; nothing is begun."""
     assert main(["run", "demo", "--workers", number, "--runs-dir", str(tmp_path / "runs")]) == 2
-    assert f"--workers is {number}, so no worker would start. Use --workers 1 or more." in capsys.readouterr().err
+    assert f"--workers is {number}, so no worker would start. Use --workers 1 or more." in capsys.readouterr(
+    ).err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["verify"], ["verify", "a", "b"]])
-def test_the_usage_is_shown_when_the_command_is_none(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_the_usage_is_shown_when_the_command_is_none(capsys: pytest.CaptureFixture[str],
+                                                     arguments: list[str]) -> None:
     """Exit code 2."""
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
@@ -122,8 +132,12 @@ def test_the_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_exit_code_is_the_processs_when_it_is_called_as_a_module(tmp_path: Path) -> None:
     """Scripts around it see it."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", str(tmp_path / "nowhere")], env=env,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_trainer", "verify",
+         str(tmp_path / "nowhere")],
+        env=env,
+        capture_output=True,
+        text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
 
@@ -136,8 +150,10 @@ def test_each_host_is_listed_as_it_was_given(tmp_path: Path) -> None:
     assert parse_hosts(done.stdout, None) == {"127.0.0.1": 1, "127.0.0.2": 3}
 
 
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> tuple[argparse.Namespace, dict[str, int]]:
-    """Return what the driver would be told (and how many standbys wait), and the hosts that it would find."""
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options:
+            str) -> tuple[argparse.Namespace, dict[str, int]]:
+    """Return what the driver would be told (and how many standbys wait), and the hosts that it
+    would find."""
     told, standbys = list[argparse.Namespace](), list[int]()
 
     def supervise(run_dir: Path, horovodrun_options: list[str], *_: object, **__: object) -> int:
@@ -149,7 +165,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
         return 130
 
     monkeypatch.setattr("elastic_trainer.launch.attempts.supervise", supervise)
-    def local_standbys(run_dir: Path, command: list[str], count: int) -> AbstractContextManager[None]:
+
+    def local_standbys(run_dir: Path, command: list[str],
+                       count: int) -> AbstractContextManager[None]:
         standbys.append(count)
         return nullcontext()
 
@@ -159,7 +177,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
     assert main(["run", "--run", "x", "--runs-dir", str(tmp_path), *options, "--", "true"]) == 130
     (told[0].standbys,) = standbys
-    printed = subprocess.run(told[0].host_discovery_script, shell=True, capture_output=True, text=True)
+    printed = subprocess.run(told[0].host_discovery_script,
+                             shell=True,
+                             capture_output=True,
+                             text=True)
     return told[0], parse_hosts(printed.stdout, None)
 
 
@@ -171,18 +192,24 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> t
     (["-np", "2", "--min-np", "2", "--max-np", "2"], 2, 2, 2, 2),
     (["-np", "2", "--workers", "4"], 2, 1, 2, 4),
 ])
-def test_there_are_as_many_local_workers_as_were_asked_for(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], np: int, min_np: int, max_np: int | None,
-        hosts: int) -> None:
+def test_there_are_as_many_local_workers_as_were_asked_for(monkeypatch: pytest.MonkeyPatch,
+                                                           tmp_path: Path, options: list[str],
+                                                           np: int, min_np: int, max_np: int | None,
+                                                           hosts: int) -> None:
     """Each has a host of its own on this machine, whichever option names their number."""
     told, listed = started(monkeypatch, tmp_path, *options)
     assert (told.np, told.min_np, told.max_np) == (np, min_np, max_np)
-    assert len(listed) == hosts and set(listed.values()) == {1} and all(is_local(host) for host in listed)
+    assert len(listed) == hosts and set(listed.values()) == {1} and all(
+        is_local(host) for host in listed)
 
 
-@pytest.mark.parametrize("given", [["-H", "a:1,b:2"], ["--hosts=a:1,b:2"], ["--hostfile", "FILE"], ["-hostfile", "FILE"]])
-def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]) -> None:
-    """Horovod's static launcher is never asked: it knows no deaths, and shows the environment on command lines."""
+@pytest.mark.parametrize(
+    "given",
+    [["-H", "a:1,b:2"], ["--hosts=a:1,b:2"], ["--hostfile", "FILE"], ["-hostfile", "FILE"]])
+def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                               given: list[str]) -> None:
+    """Horovod's static launcher is never asked: it knows no deaths, and shows the environment on
+    command lines."""
     (tmp_path / "file").write_text("a slots=1\n\nb slots=2\n")
     options = [str(tmp_path / "file") if word == "FILE" else word for word in given]
     told, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
@@ -190,11 +217,15 @@ def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(("options", "standbys"), [
-    ([], 1), (["--standby", "0"], 0), (["--standby", "2"], 2), (["-H", "a:2", "-np", "2"], 0),
+    ([], 1),
+    (["--standby", "0"], 0),
+    (["--standby", "2"], 2),
+    (["-H", "a:2", "-np", "2"], 0),
     (["--host-discovery-script", "echo a:4", "-np", "4"], 0),
 ])
-def test_one_standby_waits_where_the_workers_are_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                       options: list[str], standbys: int) -> None:
+def test_one_standby_waits_where_the_workers_are_local(monkeypatch: pytest.MonkeyPatch,
+                                                       tmp_path: Path, options: list[str],
+                                                       standbys: int) -> None:
     """Unless another number was asked for; on other hosts a service keeps them."""
     assert started(monkeypatch, tmp_path, *options)[0].standbys == standbys
 
@@ -205,8 +236,9 @@ def test_one_standby_waits_where_the_workers_are_local(monkeypatch: pytest.Monke
     (["--host-discovery-script", "echo a:4", "-np", "4", "--min-workers", "3"], 3),
     (["-H", "a:8,b:8", "--min-workers", "9"], 9),
 ])
-def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                           options: list[str], min_np: int) -> None:
+def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.MonkeyPatch,
+                                                           tmp_path: Path, options: list[str],
+                                                           min_np: int) -> None:
     """Horovod's own default is -np: the first lost host would stop the training."""
     assert started(monkeypatch, tmp_path, *options)[0].min_np == min_np
 
@@ -219,8 +251,8 @@ def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.M
     (["-H", "-oProxyCommand=x:1"], "expected one argument"),
     (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts cannot be read"),
 ])
-def test_the_user_is_told_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str],
-                                               said: str) -> None:
+def test_the_user_is_told_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                               options: list[str], said: str) -> None:
     """With the remedy; nothing is begun."""
     try:
         assert main(["run", "--runs-dir", str(tmp_path / "runs"), *options, "--", "true"]) == 2
@@ -238,11 +270,13 @@ def test_a_host_has_one_slot_when_its_item_names_none() -> None:
 @pytest.mark.parametrize(("arguments", "said"), [
     (["-np", "2", "-H", "127.0.0.1:1,127.0.0.2:1"], "--host-discovery-script"),
     (["-np", "2"], "--host-discovery-script"),
-    *((["-np", "1", "--host-discovery-script", "echo localhost:1", *more], more[0]) for more in (
-        ["--reset-limit", "3"], ["--output-filename", "out"], ["--blacklist-cooldown-range", "60", "300"])),
+    *((["-np", "1", "--host-discovery-script", "echo localhost:1", *more], more[0])
+      for more in (["--reset-limit", "3"], ["--output-filename", "out"],
+                   ["--blacklist-cooldown-range", "60", "300"])),
     (["-np", "1", "--host-discovery-script", "echo localhost:1", "--autotune"], "HOROVOD_AUTOTUNE"),
 ])
-def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch,
                                                   arguments: list[str], said: str) -> None:
     """Silence would be taken for a yes."""
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -252,7 +286,8 @@ def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[
 
 def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and the workers ask again; only what no time mends is the user's mistake (exit 2 ends a unit)."""
+    """It is said, and the workers ask again; only what no time mends is the user's mistake (exit 2
+    ends a unit)."""
     def answer(error: Exception) -> None:
         def prove(store: object) -> None:
             raise error

@@ -1,18 +1,23 @@
-"""The protocol of checkpoints under crashes, zombies, lost and late answers: thousands of seeded interleavings.
+"""The protocol of checkpoints under crashes, zombies, lost and late answers: thousands of seeded
+interleavings.
 
-A simulated store and some attempts that run as threads, of which exactly one moves at a time; the seed decides who, who
-crashes and which answers are lost. After every single effect on the store the laws are checked:
+A simulated store and some attempts that run as threads, of which exactly one moves at a time; the
+seed decides who, who crashes and which answers are lost. After every single effect on the store the
+laws are checked:
 
-1. whatever the newest record names is whole (its parts are there, with the right bytes), and so is all that it keeps;
-2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a kept one that is
-   restored), and steps of a lineage grow;
-3. no acknowledged checkpoint is lost: its record was the newest when it was put, so nobody else was told the same of
-   another one at its number; and it stands, with the same bytes, while the newest record keeps it. Records that the
-   newest does not keep are deleted as soon as that is allowed (RECENT = 0), and a deletion may land late;
+1. whatever the newest record names is whole (its parts are there, with the right bytes), and so is
+   all that it keeps;
+2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a
+   kept one that is restored), and steps of a lineage grow;
+3. no acknowledged checkpoint is lost: its record was the newest when it was put, so nobody else was
+   told the same of another one at its number; and it stands, with the same bytes, while the newest
+   record keeps it. Records that the newest does not keep are deleted as soon as that is allowed
+   (RECENT = 0), and a deletion may land late;
 4. nobody is fenced when there is nobody else;
 5. a checkpoint that has not failed is published, or a later one of its lineage is;
-6. whoever restores gets the newest checkpoint that stood when it took over, so every acknowledged one of then or one
-   that was made from it; and at last one does so alone, without faults, and publishes each of its steps.
+6. whoever restores gets the newest checkpoint that stood when it took over, so every acknowledged
+   one of then or one that was made from it; and at last one does so alone, without faults, and
+   publishes each of its steps.
 
 Then the protocol is broken in nine ways, and the same test must see each of them.
 """
@@ -64,7 +69,8 @@ class LawBroken(AssertionError):
 
 
 def closed() -> threading.Lock:
-    """Return a gate that one `release` opens for one `acquire` (a Semaphore is Python code, and ten times slower)."""
+    """Return a gate that one `release` opens for one `acquire` (a Semaphore is Python code, and ten
+    times slower)."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -77,7 +83,8 @@ class World:
         self.chance = random.Random(seed)
         self.objects: dict[str, bytes] = {}
         self.history: dict[int, bytes] = {}
-        """Each record that was the newest when it was put, those that were deleted since included."""
+        """Each record that was the newest when it was put, those that were deleted since
+        included."""
         self.late: list[tuple[str, bytes | None, bool]] = []
         """Puts (None: deletions) whose client has given up and that may land at any time."""
         self.acknowledged: dict[int, bytes] = {}
@@ -94,7 +101,7 @@ class World:
         self.checked = (0, 0)
         self.effects = 0
 
-    # --- seen from an actor -------------------------------------------------------------------------------------------
+    # --- seen from an actor -----------------------------------------------------------------------
 
     def pause(self, name: str) -> None:
         """Let others move; returns when it is this actor's turn."""
@@ -103,7 +110,7 @@ class World:
         if name in self.crashing:
             raise Crashed
 
-    # --- the scheduler ------------------------------------------------------------------------------------------------
+    # --- the scheduler ----------------------------------------------------------------------------
 
     def run(self, actor: Callable[[World, str], None]) -> None:
         """Let actors start, move, crash; and at last one alone finish."""
@@ -159,7 +166,10 @@ class World:
         if self.error:
             raise self.error
         if len(self.acknowledged) != before + STEPS:
-            raise LawBroken(f"{len(self.acknowledged) - before} of {STEPS} checkpoints stand, of one alone without faults")
+            raise LawBroken(
+                f"{len(self.acknowledged) - before} of {STEPS} checkpoints stand, of one alone "
+                f"without faults"
+            )
 
     def land(self, put: tuple[str, bytes | None, bool]) -> None:
         """Let a late put or deletion take effect."""
@@ -171,14 +181,15 @@ class World:
             self.take(name, body)
 
     def take(self, name: str, body: bytes) -> None:
-        """Let a put take effect. A record that is put in a gap, below the newest, is none of the history's."""
+        """Let a put take effect. A record that is put in a gap, below the newest, is none of the
+        history's."""
         if name.startswith("log/"):
             number = parsed(body).sequence
             if name in self.objects or number > max(self.history, default=0):
                 self.history[number] = body
         self.objects[name] = body
 
-    # --- the laws -----------------------------------------------------------------------------------------------------
+    # --- the laws ---------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
         return [parsed(self.history[number]) for number in sorted(self.history)]
@@ -218,7 +229,8 @@ class World:
                 while before != content and before:
                     before = self.parent[before]
                 if before != content:
-                    raise LawBroken(f"record {sequence} was not trained from the checkpoint before it")
+                    raise LawBroken(
+                        f"record {sequence} was not trained from the checkpoint before it")
                 if record.step <= step.get(record.lineage, -1):
                     raise LawBroken(f"lineage {record.lineage} goes back to step {record.step}")
                 content, step[record.lineage] = mine, record.step
@@ -240,12 +252,13 @@ def named(body: bytes) -> list[Part]:
 
 
 class SimulatedStore:
-    """The store as one actor sees it: other actors move before and after each effect, and answers are lost."""
+    """The store as one actor sees it: other actors move before and after each effect, and answers
+    are lost."""
 
     where = "the simulated store"
 
     def __init__(self, world: World, name: str):
-        self.world, self.name = world, name
+        self.world, self.name, self._objects = world, name, world.objects
 
     def _effect(self, act: Callable[[], Any], put: tuple[str, bytes, bool] | None = None) -> Any:
         world = self.world
@@ -276,7 +289,8 @@ class SimulatedStore:
             self.world.take(name, bytes(body))
             return True
 
-        if self.world.chance.random() < 0.05:  # tried again below us, after the first answer was lost
+        # Tried again below us, after the first answer was lost.
+        if self.world.chance.random() < 0.05:
             self._effect(put)
         return bool(self._effect(put, (name, bytes(body), True)))
 
@@ -295,14 +309,17 @@ class SimulatedStore:
         return len(body) == len(out)
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
-        return list(self._effect(lambda: sorted(n for n in self.world.objects if n.startswith(prefix + "/"))[:limit]))
+        return list(
+            self._effect(lambda: sorted(n for n in self.world.objects
+                                        if n.startswith(prefix + "/"))[:limit]))
 
     def delete(self, names: Any) -> None:
         for name in names:
-            if name.startswith("log/") and not self.world.is_calm and self.world.chance.random() < 0.1:
+            if name.startswith(
+                    "log/") and not self.world.is_calm and self.world.chance.random() < 0.1:
                 self.world.late.append((name, None, False))
                 continue
-            self._effect(lambda: self.world.objects.pop(name, None) and DELETED)  # noqa: B023 (called at once)
+            self._effect(lambda name=name: self._objects.pop(name, None) and DELETED)
 
 
 class State:
@@ -315,11 +332,16 @@ class State:
         return pack({"content": self.content, "step": self.committed, "tensors": self._tensors()})
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [torch.tensor([self.committed // 3, 7], dtype=torch.int32),  # a part that seldom changes
-                torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]), dtype=torch.uint8)]
+        # A part that seldom changes.
+        return [
+            torch.tensor([self.committed // 3, 7], dtype=torch.int32),
+            torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]),
+                             dtype=torch.uint8)
+        ]
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
-        return Packed(header, [torch.zeros(t.shape, dtype=t.dtype) for t in outline(header).tensors])
+        return Packed(header,
+                      [torch.zeros(t.shape, dtype=t.dtype) for t in outline(header).tensors])
 
     def load(self, values: dict[str, Any]) -> None:
         self.content, self.committed = values["content"], values["step"]
@@ -361,11 +383,13 @@ class AtOnce:
 
 
 def attempt(world: World, name: str) -> None:
-    """One attempt: takes the log over, restores, trains, publishes; now and then a peer becomes its publisher."""
+    """One attempt: takes the log over, restores, trains, publishes; now and then a peer becomes its
+    publisher."""
     plan = Plan(every=Cadence(steps=1), keep_last=1 + world.chance.randrange(2), part_bytes=8)
 
     def worker() -> Checkpoints:
-        return Checkpoints(SimulatedStore(world, name), lambda event, **facts: None, plan)  # type: ignore[arg-type]
+        return Checkpoints(SimulatedStore(world, name), lambda event, **facts: None,
+                           plan)  # type: ignore[arg-type]
 
     me, state = worker(), State()
     while True:
@@ -378,9 +402,14 @@ def attempt(world: World, name: str) -> None:
             if world.records()[-1].writer != me.publisher.log.writer:
                 return  # a successor has let go what this one found: it would be fenced
             raise LawBroken(f"restoring {name}: {error}") from error
-    found = [record for record in world.records() if record.kind == "checkpoint" and record.sequence < state.lineage]
+    found = [
+        record for record in world.records()
+        if record.kind == "checkpoint" and record.sequence < state.lineage
+    ]
     if state.content != (content_of(found[-1]) if found else ""):
-        raise LawBroken(f"{name} has restored {state.content!r}, and the newest was record {found[-1].sequence}")
+        raise LawBroken(
+            f"{name} has restored {state.content!r}, and the newest was record {found[-1].sequence}"
+        )
     first_actor_alone = world.actors_ever == 1
     for _ in range(STEPS):
         world.pause(name)
@@ -396,10 +425,12 @@ def attempt(world: World, name: str) -> None:
             me.drop()
             continue
         draft = collected(me, share, state.lineage)
-        if world.chance.random() < 0.2 and not world.is_calm:  # it is cut off with its record on its way; the others go on
+        # It is cut off with its record on its way; the others go on.
+        if world.chance.random() < 0.2 and not world.is_calm:
             old, me = me, another(worker, me, world)
             old.store.name = f"{name}, published before step {state.committed + 1}"  # type: ignore[attr-defined]
-            world.start(functools.partial(publish, old, draft), old.store.name)  # type: ignore[attr-defined]
+            world.start(functools.partial(publish, old, draft),
+                        old.store.name)  # type: ignore[attr-defined]
             continue
         publish(me, draft, world, name)
         if me.known.fenced:
@@ -419,10 +450,16 @@ def another(worker: Callable[[], Checkpoints], before: Checkpoints, world: World
 
 def collected(me: Checkpoints, share: Share, lineage: int) -> Draft:
     """Collect the checkpoint that is up, as a world of one."""
-    parts = sorted((Part(**entry) for entry in json.loads(me.parts_up())["parts"]), key=lambda p: p.index)
+    parts = sorted((Part(**entry) for entry in json.loads(me.parts_up())["parts"]),
+                   key=lambda p: p.index)
     me.known.take(parts, share.step)
     me.upload.share = None
-    return Draft(step=share.step, lineage=lineage, header=share.snapshot.header, parts=parts, started=0.0, pause_s=0.0,
+    return Draft(step=share.step,
+                 lineage=lineage,
+                 header=share.snapshot.header,
+                 parts=parts,
+                 started=0.0,
+                 pause_s=0.0,
                  total_bytes=share.snapshot.total_bytes)
 
 
@@ -434,7 +471,8 @@ def publish(me: Checkpoints, draft: Draft, world: World, name: str) -> None:
         return
     newest = max((r.step for r in world.records() if r.lineage == draft.lineage), default=-1)
     if newest < draft.step:
-        raise LawBroken(f"step {draft.step} did not fail and is not published: {newest} is the newest")
+        raise LawBroken(
+            f"step {draft.step} did not fail and is not published: {newest} is the newest")
     last = me.publisher.log.last
     if last and last.kind == "checkpoint" and last.step == draft.step:
         world.acknowledged[last.sequence] = last.to_bytes()
@@ -444,7 +482,8 @@ def begin(me: Checkpoints, state: State) -> Any:
     """Take the snapshot without a thread."""
     packed = state.packed()
     data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
-    snapshot = Snapshot(state.committed, packed.header, packed.payload_bytes, 2, {0: data[:8], 1: data[8:16]})
+    snapshot = Snapshot(state.committed, packed.header, packed.payload_bytes, 2,
+                        {0: data[:8], 1: data[8:16]})
     share = Share(snapshot, started=0.0, moved=0.0, parts=2)
     me.upload.share = share
     return share
@@ -461,7 +500,8 @@ def upload(me: Checkpoints, share: Any, state: State) -> None:
 
 
 def outcome(seeds: range) -> tuple[int, int, int]:
-    """Return (checkpoints that were acknowledged, takeovers, faults) over all seeds. Raises LawBroken."""
+    """Return (checkpoints that were acknowledged, takeovers, faults) over all seeds. Raises
+    LawBroken."""
     acknowledged = takeovers = faults = 0
     for seed in seeds:
         world = World(seed)
@@ -477,18 +517,22 @@ def outcome(seeds: range) -> tuple[int, int, int]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No niceness for threads of the test, none that reads, no pauses, and no proof that the simulated store is one."""
-    monkeypatch.setattr(upload_module, "OTHERS_COPY_S", 0.0)  # the scheduler says when an upload begins
+    """No niceness for threads of the test, none that reads, no pauses, and no proof that the
+    simulated store is one."""
+    # The scheduler says when an upload begins.
+    monkeypatch.setattr(upload_module, "OTHERS_COPY_S", 0.0)
     for module in (upload_module, publish_module):
         monkeypatch.setattr(module, "yield_processor", lambda: None)
     monkeypatch.setattr(restore_module, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(restore_module, "prove_put_if_absent", lambda store: None)
     monkeypatch.setattr(restore_module.time, "sleep", lambda s: None)
-    monkeypatch.setattr(commit_log_module, "RECENT", 0)  # a gap opens as early as the protocol allows
+    # A gap opens as early as the protocol allows.
+    monkeypatch.setattr(commit_log_module, "RECENT", 0)
 
 
 def test_the_laws_hold_in_every_interleaving() -> None:
-    """And the interleavings are worth something: attempts take over, faults strike, checkpoints are acknowledged."""
+    """And the interleavings are worth something: attempts take over, faults strike, checkpoints are
+    acknowledged."""
     acknowledged, takeovers, faults = outcome(range(SEEDS))
     assert acknowledged > SEEDS and takeovers > 2 * SEEDS and faults > SEEDS
 
@@ -568,7 +612,8 @@ def eager_collection(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def remembered_names(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remember the names of a record that was sent, before it is known to stand (the first version did)."""
+    """Remember the names of a record that was sent, before it is known to stand (the first version
+    did)."""
     kept = Publisher.next_record
 
     def next_record(self: Publisher, last: Record, draft: Draft) -> Record | None:
@@ -587,7 +632,9 @@ def forgetful_takeovers(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def newest_whole(self: CommitLog, newest: int | None = None) -> Record:
         found = kept(self, newest)
-        return replace(found, kept={n: step for n, step in found.kept.items() if n != found.sequence})
+        return replace(found,
+                       kept={n: step
+                             for n, step in found.kept.items() if n != found.sequence})
 
     patch.setattr(CommitLog, "newest_whole", newest_whole)
     yield
@@ -597,8 +644,8 @@ def forgetful_takeovers(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def blind_in_gaps(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take a put that succeeded for one at the end of the log, without a look for later records."""
     def _put(self: CommitLog, mine: Record) -> bool:
-        is_mine = self.store.put_if_absent(commit_log_module._name(mine.sequence), mine.to_bytes()) or (
-            self._settled(mine.sequence).nonce == mine.nonce)
+        is_mine = self.store.put_if_absent(commit_log_module._name(
+            mine.sequence), mine.to_bytes()) or (self._settled(mine.sequence).nonce == mine.nonce)
         if is_mine:
             self.last = mine
         return is_mine
@@ -619,10 +666,12 @@ def eager_compaction(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("broken", [unconditional, without_reading_back, refreshed_by_zombies, record_before_parts,
-                                    eager_collection, remembered_names, forgetful_takeovers, blind_in_gaps,
-                                    eager_compaction])
-def test_the_test_sees_it_when_the_protocol_is_broken(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", [
+    unconditional, without_reading_back, refreshed_by_zombies, record_before_parts,
+    eager_collection, remembered_names, forgetful_takeovers, blind_in_gaps, eager_compaction
+])
+def test_the_test_sees_it_when_the_protocol_is_broken(broken: Any,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the protocol's rules is needed, and its lack is seen."""
     with broken(monkeypatch), pytest.raises((LawBroken, Fenced)):
         outcome(range(SEEDS))
@@ -649,8 +698,10 @@ def published(log: CommitLog, step: int) -> Record:
     return record
 
 
-def test_the_log_stays_short_when_a_run_goes_on_for_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its records are those that the newest keeps and a bounded number before it, and all that it keeps are whole."""
+def test_the_log_stays_short_when_a_run_goes_on_for_weeks(tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are those that the newest keeps and a bounded number before it, and all that it
+    keeps are whole."""
     monkeypatch.setattr(commit_log_module, "RECENT", 10)
     store = Folder(tmp_path)
     log = CommitLog(store)
@@ -665,7 +716,8 @@ def test_the_log_stays_short_when_a_run_goes_on_for_weeks(tmp_path: Path, monkey
 
 
 def test_a_zombie_is_fenced_when_the_number_that_it_tries_is_free_again(tmp_path: Path) -> None:
-    """Its record stands in a gap, and it does not follow it: neither at once nor when it tries again."""
+    """Its record stands in a gap, and it does not follow it: neither at once nor when it tries
+    again."""
     zombie = CommitLog(FolderStore(tmp_path))
     zombie.begin_lineage()
     published(zombie, 1)
@@ -681,11 +733,13 @@ def test_a_zombie_is_fenced_when_the_number_that_it_tries_is_free_again(tmp_path
         assert fenced.value.found == newest and zombie.last is None
     published(log, 9)
     assert CommitLog(FolderStore(tmp_path)).tail().step == 9
-    assert not (tmp_path / commit_log_module._name(3)).exists()  # the next compaction takes what it has left
+    # The next compaction takes what it has left.
+    assert not (tmp_path / commit_log_module._name(3)).exists()
 
 
 def test_the_newest_record_is_read_once_when_many_look_for_it(tmp_path: Path) -> None:
-    """A waiting worker asks again and again whether its step is published: it costs a listing of a few names."""
+    """A waiting worker asks again and again whether its step is published: it costs a listing of a
+    few names."""
     store = Folder(tmp_path)
     log = CommitLog(store)
     log.begin_lineage()

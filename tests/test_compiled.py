@@ -1,4 +1,5 @@
-"""Models that torch.compile has wrapped: what they are called in the state is what they are called without it."""
+"""Models that torch.compile has wrapped: what they are called in the state is what they are called
+without it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh())
+        self.body = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8),
+                                        torch.nn.Tanh())
         self.heads = torch.nn.ModuleList([torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)])
         self.heads[1].weight = self.heads[0].weight
         self.register_buffer("mean", torch.zeros(8))
@@ -76,7 +78,15 @@ def trained(model: torch.nn.Module, **changes: Any) -> Result:
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return train(model, optimizer, DATA, loss=loss, global_batch=8, shards=2, epochs=2, seed=3, **changes)
+    return train(model,
+                 optimizer,
+                 DATA,
+                 loss=loss,
+                 global_batch=8,
+                 shards=2,
+                 epochs=2,
+                 seed=3,
+                 **changes)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -87,7 +97,8 @@ def test_the_digest_of_the_weights_is_the_same_when_the_model_is_compiled(way: s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_run_goes_on_when_the_model_is_compiled_or_no_more(tmp_path: Path, way: str, compiled_first: bool) -> None:
+def test_a_run_goes_on_when_the_model_is_compiled_or_no_more(tmp_path: Path, way: str,
+                                                             compiled_first: bool) -> None:
     """A checkpoint of the one is restored by the other, to the same bits."""
     models = [WAYS[way](Net()), Net()]
     first, second = models if compiled_first else reversed(models)
@@ -102,8 +113,8 @@ def test_a_run_goes_on_when_the_model_is_compiled_or_no_more(tmp_path: Path, way
     assert resumed.weights_sha256 == trained(Net()).weights_sha256
 
 
-def test_an_export_of_a_compiled_model_is_loaded_by_one_that_is_not(tmp_path: Path,
-                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_a_compiled_model_is_loaded_by_one_that_is_not(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Strictly: with both names of a tied weight. `show` names the tensors so too."""
     model = whole(Net())
     trained(model, run_dir=tmp_path / "run", max_steps=2)
@@ -111,7 +122,8 @@ def test_an_export_of_a_compiled_model_is_loaded_by_one_that_is_not(tmp_path: Pa
     assert main(["checkpoints", "export", str(tmp_path / "run" / "checkpoints"), str(output)]) == 0
     fresh = Net()
     fresh.load_state_dict(load_file(output))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
     capsys.readouterr()
     assert main(["checkpoints", "show", str(tmp_path / "run" / "checkpoints")]) == 0
     assert "_orig_mod" not in json.dumps(json.loads(capsys.readouterr().out))
@@ -122,11 +134,17 @@ def with_prefix(values: dict[str, Any]) -> dict[str, Any]:
     old = copy.copy(values)
     for kind in ("parameters", "buffers"):
         old[kind] = {f"_orig_mod.{name}": tensor for name, tensor in values[kind].items()}
-    old["aliases"] = {f"_orig_mod.{name}": f"_orig_mod.{own}" for name, own in values["aliases"].items()}
+    old["aliases"] = {
+        f"_orig_mod.{name}": f"_orig_mod.{own}"
+        for name, own in values["aliases"].items()
+    }
     old["trained"] = [f"_orig_mod.{name}" for name in values["trained"]]
     optimizer = values["optimizer"]
-    old["optimizer"] = {**optimizer, "state": {f"_orig_mod.{n}": kept for n, kept in optimizer["state"].items()},
-                        "members": [[f"_orig_mod.{name}" for name in names] for names in optimizer["members"]]}
+    old["optimizer"] = {
+        **optimizer, "state": {f"_orig_mod.{n}": kept
+                               for n, kept in optimizer["state"].items()},
+        "members": [[f"_orig_mod.{name}" for name in names] for names in optimizer["members"]]
+    }
     return old
 
 
@@ -144,4 +162,6 @@ def test_a_state_with_the_old_names_is_taken_over(is_compiled: bool) -> None:
     assert taker.room(packed.header, packed.payload_bytes).payload_bytes == packed.payload_bytes
     taker.load(decode(packed.header, payload))
     assert taker.packed().header == giver.packed().header
-    assert all(torch.equal(a, b) for a, b in zip(taker.packed().tensors, giver.packed().tensors, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(taker.packed().tensors, giver.packed().tensors, strict=True))

@@ -1,4 +1,5 @@
-"""The diary of hosts that do not share the folder of runs: complete on the supervisor's disk, whoever dies."""
+"""The diary of hosts that do not share the folder of runs: complete on the supervisor's disk,
+whoever dies."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ STEP = {"step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss"
 
 
 class Office:
-    """A driver's end whose answers can be lost: the line is written, the worker does not hear it."""
+    """A driver's end whose answers can be lost: the line is written, the worker does not hear
+    it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
         self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
+        self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}",
+                             key=worker_key(KEY, "a/0/1"),
+                             worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0))
 
     def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
@@ -44,7 +48,8 @@ class Office:
 
 
 def line(event: str = "worker.step_committed", **facts: Any) -> str:
-    return json.dumps({"time": 1.5, "event": event, "worker": "a/0/1", "attempt": 1, **STEP, **facts})
+    return json.dumps(
+        {"time": 1.5, "event": event, "worker": "a/0/1", "attempt": 1, **STEP, **facts})
 
 
 def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
@@ -60,7 +65,8 @@ def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
 
 
 def test_a_worker_that_starts_anew_in_place_is_heard() -> None:
-    """It counts its lines from one again, under the same name; only what was written already is not written again."""
+    """It counts its lines from one again, under the same name; only what was written already is not
+    written again."""
     office = Office()
     for _ in range(2):
         courier = Courier(office.launch)
@@ -113,11 +119,19 @@ def test_a_line_is_taken_only_when_those_before_it_have_arrived() -> None:
     assert office.lines == [line(step=1), line(step=2)]
 
 
-@pytest.mark.parametrize("bad", ["[1]", "no JSON", line() + "\n" + line(), line(worker="b/0/1"), line(attempt=2),
-                                 line(time=None), line("driver.worker_started"), line("attempt.ended"),
-                                 line("run.started")])
+@pytest.mark.parametrize("bad", [
+    "[1]", "no JSON",
+    line() + "\n" + line(),
+    line(worker="b/0/1"),
+    line(attempt=2),
+    line(time=None),
+    line("driver.worker_started"),
+    line("attempt.ended"),
+    line("run.started")
+])
 def test_a_worker_writes_of_itself_only(bad: str) -> None:
-    """The supervisor acts on what the diary says of hosts, pids and attempts: no worker's key is enough for that."""
+    """The supervisor acts on what the diary says of hosts, pids and attempts: no worker's key is
+    enough for that."""
     lines: list[str] = []
     desk = Desk(lines.append, attempt=1)
     with pytest.raises(WordRefused):
@@ -127,7 +141,8 @@ def test_a_worker_writes_of_itself_only(bad: str) -> None:
 
 
 def test_a_worker_cannot_silence_its_neighbour() -> None:
-    """It may know the name of its neighbour's courier; a high number under that name hid all of the neighbour's lines."""
+    """It may know the name of its neighbour's courier; a high number under that name hid all of the
+    neighbour's lines."""
     lines: list[str] = []
     desk = Desk(lines.append, attempt=1)
     neighbours = {"worker": "b/0/2", "courier": "x", "number": 10**9, "line": line(worker="b/0/2")}
@@ -137,23 +152,26 @@ def test_a_worker_cannot_silence_its_neighbour() -> None:
     assert lines == [neighbours["line"], own["line"]]
 
 
-@pytest.mark.parametrize(("there", "told", "shared"),
-                         [("x", "x", True), ("y", "x", False), (None, "x", False), (None, "", True)])
-def test_a_host_shares_the_folder_if_it_sees_what_the_supervisor_wrote(tmp_path: Path, there: str | None, told: str,
-                                                                       shared: bool) -> None:
-    """Another disk has no run id, or that of another life; where nobody says one there is no supervisor."""
+@pytest.mark.parametrize(("there", "told", "shared"), [("x", "x", True), ("y", "x", False),
+                                                       (None, "x", False), (None, "", True)])
+def test_a_host_shares_the_folder_if_it_sees_what_the_supervisor_wrote(
+        tmp_path: Path, there: str | None, told: str, shared: bool) -> None:
+    """Another disk has no run id, or that of another life; where nobody says one there is no
+    supervisor."""
     if there is not None:
         new_run_id(tmp_path, there)
     assert shares_runs(Launch(run_dir=tmp_path, run_id=told)) is shared
 
 
-def test_loses_nothing_when_no_host_shares_the_folder_and_rank_0_is_killed(tmp_path: Path,
-                                                                           twin_of: Callable[..., str]) -> None:
-    """Workers whose folder of runs is another disk: diary and result are whole on the supervisor's."""
+def test_loses_nothing_when_no_host_shares_the_folder_and_rank_0_is_killed(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """Workers whose folder of runs is another disk: diary and result are whole on the
+    supervisor's."""
     elsewhere, few = tmp_path / "elsewhere", ("--steps", "40")
     plan = Plan().kill(host="127.0.0.1", at="step.applied", step=12)
     command = ["env", f"ELASTIC_TRAINER_RUN_DIR={elsewhere}", *JOB, *few]
-    with Cluster(tmp_path, command=command, plan=plan, options=["--store", str(tmp_path / "store")]) as cluster:
+    with Cluster(tmp_path, command=command, plan=plan,
+                 options=["--store", str(tmp_path / "store")]) as cluster:
         assert cluster.wait() == 0
         result = cluster.assert_nothing_lost(twin_of(*few), victims=1)
     assert result["steps"] == 40 and result["steps_redone"] <= 1

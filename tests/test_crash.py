@@ -25,14 +25,17 @@ waits()"""
 
 
 def said(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code],
+                          capture_output=True,
+                          text=True)
     return done.stderr.splitlines()
 
 
 def test_the_place_is_the_newest_frame_of_the_thread_that_died() -> None:
     """And who called it, up to three."""
     place = place_of(["a line", "", *said(IN_PYTHON)])
-    assert place.startswith("string_at (") and "called by inner (<string>:4), called by outer (<string>:5)" in place
+    assert place.startswith(
+        "string_at (") and "called by inner (<string>:4), called by outer (<string>:5)" in place
     assert place.count("called by") == 2
 
 
@@ -41,8 +44,9 @@ def test_the_place_is_the_main_threads_when_a_thread_without_python_died() -> No
     assert place_of(said(IN_C)).startswith("waits (<string>:")
 
 
-@pytest.mark.parametrize("lines", [[], ["Traceback (most recent call last):", '  File "a.py", line 1, in f'],
-                                   ["Fatal Python error: Aborted", ""]])
+@pytest.mark.parametrize("lines",
+                         [[], ["Traceback (most recent call last):", '  File "a.py", line 1, in f'],
+                          ["Fatal Python error: Aborted", ""]])
 def test_the_place_is_unknown_when_nobody_has_told(lines: list[str]) -> None:
     """An exception is none, and a process may die without a frame."""
     assert place_of(lines) == ""

@@ -1,4 +1,5 @@
-"""What stands in a store and is not what we wrote: passed over with one event, whatever its bytes are."""
+"""What stands in a store and is not what we wrote: passed over with one event, whatever its bytes
+are."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ OFTEN = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 @contextmanager
 def within_8_mib() -> Iterator[None]:
-    """Fail if the block has more than MOST_BYTES of Python's memory at once (torch's is not counted)."""
+    """Fail if the block has more than MOST_BYTES of Python's memory at once (torch's is not
+    counted)."""
     tracemalloc.start()
     try:
         yield
@@ -111,7 +113,8 @@ HEADER = json.loads(WRITTEN.body["header"])
 
 
 def use(data: bytes) -> None:
-    """Do with a record all that its readers do before they read its parts. Raises Damaged, LayoutError."""
+    """Do with a record all that its readers do before they read its parts. Raises Damaged,
+    LayoutError."""
     record = Record.from_bytes(data)
     parts_of(record)
     header = checkpoint.header_of(record)
@@ -119,7 +122,7 @@ def use(data: bytes) -> None:
     named_tensors(header)
 
 
-# --- records ----------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @OFTEN
@@ -226,7 +229,7 @@ def test_an_object_that_is_no_record_is_not_read_to_its_end(tmp_path: Path, begi
     assert None not in asked and (max(asked) > MOST_BYTES) == bool(begin)  # type: ignore[type-var]
 
 
-# --- headers ----------------------------------------------------------------------------------------------
+# --- headers --------------------------------------------------------------------------------------
 
 
 @OFTEN
@@ -335,7 +338,7 @@ def test_a_header_is_refused_when_no_machine_has_so_much_memory() -> None:
         trained(0).room(outlined.header, outlined.payload_bytes)
 
 
-# --- names and listings -----------------------------------------------------------------------------------
+# --- names and listings ---------------------------------------------------------------------------
 
 
 class Listed:
@@ -396,7 +399,8 @@ FOREIGN = st.one_of(
     foreign={"parts/", "parts/000000000001-000000000001/"},
 )
 def test_garbage_collection_goes_on_whatever_is_listed(ours: set[str], foreign: set[str]) -> None:
-    """The old parts are deleted, and nothing else is. An S3 console's marker of a folder is an object as any other."""
+    """The old parts are deleted, and nothing else is. An S3 console's marker of a folder is an
+    object as any other."""
     store = Listed([*ours, *foreign])
     newest = Record(sequence=9, kind="checkpoint", lineage=10, step=10)
     old = {name for name in ours if (int(name[6:18]), int(name[19:31])) <= (10, 10)}
@@ -420,7 +424,8 @@ RECORD_NAMES = st.one_of(
 @example(names=["log/0000000000000.json"])
 @example(names=["log/0000000000001.json"] * 12)
 def test_a_log_is_looked_through_whatever_is_listed(names: list[str]) -> None:
-    """Its newest record has a number that a writer can have reached, and room for many behind it."""
+    """Its newest record has a number that a writer can have reached, and room for many behind
+    it."""
     store = Listed(names)
     log = CommitLog(store)  # type: ignore[arg-type]
     assert 0 <= log.newest() <= commit_log.FURTHEST
@@ -483,7 +488,7 @@ def test_a_run_says_so_when_no_number_is_left(tmp_path: Path) -> None:
     assert isinstance(error, LayoutError) and name in str(error)
 
 
-# --- together ---------------------------------------------------------------------------------------------
+# --- together -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])

@@ -21,7 +21,8 @@ ROOT = Path(script.__file__).resolve().parent.parent
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     """Run the script as the driver does: without site-packages, as a process of its own."""
-    return subprocess.run([sys.executable, "-S", "-m", "elastic_trainer.discovery", *arguments], cwd=ROOT,
+    return subprocess.run([sys.executable, "-S", "-m", "elastic_trainer.discovery", *arguments],
+                          cwd=ROOT,
                           capture_output=True,
                           stdin=subprocess.DEVNULL)
 
@@ -30,7 +31,8 @@ def test_prints_the_file_when_it_is_whole(tmp_path: Path) -> None:
     """Line by line, in its order, and nothing else; it starts without site-packages."""
     (tmp_path / "hosts").write_text("b:8\na.example.org:1\n10.0.0.1:16\n")
     done = ask("hosts-file", str(tmp_path / "hosts"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"b:8\na.example.org:1\n10.0.0.1:16\n", b"")
+    assert (done.returncode, done.stdout,
+            done.stderr) == (0, b"b:8\na.example.org:1\n10.0.0.1:16\n", b"")
 
 
 @pytest.mark.parametrize("text", ["", "\n", "\n \n\n"])
@@ -70,8 +72,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_fails_and_prints_nothing_when_the_file_is_not_whole(tmp_path: Path, kind: str,
-                                                             capfd: pytest.CaptureFixture[str]) -> None:
+def test_fails_and_prints_nothing_when_the_file_is_not_whole(
+        tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Also the lines that are right are kept back: half a list would send hosts away."""
     (tmp_path / "hosts").write_bytes(MALFORMED[kind])
     assert script.main(["hosts-file", str(tmp_path / "hosts")]) == 1
@@ -80,7 +82,8 @@ def test_fails_and_prints_nothing_when_the_file_is_not_whole(tmp_path: Path, kin
     assert str(tmp_path / "hosts") in said.err
 
 
-def test_fails_and_prints_nothing_when_the_file_is_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fails_and_prints_nothing_when_the_file_is_a_folder(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What cannot be read is unknown."""
     assert script.main(["hosts-file", str(tmp_path)]) == 1
     assert capfd.readouterr().out == ""
@@ -96,11 +99,15 @@ def printed(file: Path) -> str | None:
     return out.getvalue() if code == 0 else None
 
 
-@given(st.text(st.characters(max_codepoint=0x180), max_size=40)
-       | st.lists(st.builds("{}{}{}".format, st.sampled_from(["a", "b.c", "", "x y"]), st.sampled_from([":", "::", ""]),
-                            st.integers(-1, 3))).map("\n".join))
-def test_the_driver_reads_whatever_it_prints(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    """Both ends of the protocol agree on every file: printed means read, and with the same lines."""
+@given(
+    st.text(st.characters(max_codepoint=0x180), max_size=40)
+    | st.lists(
+        st.builds("{}{}{}".format, st.sampled_from(["a", "b.c", "", "x y"]),
+                  st.sampled_from([":", "::", ""]), st.integers(-1, 3))).map("\n".join))
+def test_the_driver_reads_whatever_it_prints(tmp_path_factory: pytest.TempPathFactory,
+                                             text: str) -> None:
+    """Both ends of the protocol agree on every file: printed means read, and with the same
+    lines."""
     file = tmp_path_factory.getbasetemp() / "hosts-of-any-kind"
     file.write_text(text, encoding="utf-8", newline="")
     lines = printed(file)

@@ -1,4 +1,5 @@
-"""Text from others is harmless where a person reads it: no control sequence reaches the terminal, no markup is obeyed."""
+"""Text from others is harmless where a person reads it: no control sequence reaches the terminal,
+no markup is obeyed."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]\r\u202e\u2066\x00\x7f\ud800\nline 2"
 SEEN = r"\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]\r\u202e\u2066\x00\x7f\ud800"
-HOST = {"name": "ip-10-0-0-7", "type": "g5", "slots": 4, "lifecycle": "spot", "state": "running",
-        "group_state": "InService", "deadline": None, "events": [], "rebalance": False, "agent": "ready",
-        "refused": 0, "since_s": 7.0, "workers": [], "standby": 1, "is_in": False, "why": "", "agent_why": ""}
+HOST = {
+    "name": "ip-10-0-0-7", "type": "g5", "slots": 4, "lifecycle": "spot", "state": "running",
+    "group_state": "InService", "deadline": None, "events": [], "rebalance": False,
+    "agent": "ready", "refused": 0, "since_s": 7.0, "workers": [], "standby": 1, "is_in": False,
+    "why": "", "agent_why": ""
+}
 
 
 def assert_harmless(shown: str, of_rich: bool = False) -> None:
-    """Nothing but printable characters, line ends and rich's own styles; all of the hostile text is to be seen."""
+    """Nothing but printable characters, line ends and rich's own styles; all of the hostile text is
+    to be seen."""
     import re
 
     if of_rich:
@@ -53,7 +58,8 @@ def said(console: Console) -> str:
 
 
 def test_text_is_shown_as_it_is_but_for_what_a_terminal_obeys() -> None:
-    """Letters of all languages stay; so do the line ends of a traceback, and a worker's colours until its line ends."""
+    """Letters of all languages stay; so do the line ends of a traceback, and a worker's colours
+    until its line ends."""
     assert plain("Grüße, 世界 😀\t[x]") == "Grüße, 世界 😀\t[x]" == plain_text("Grüße, 世界 😀\t[x]")
     assert plain(HOSTILE) == SEEN + r"\nline 2" and plain_text(HOSTILE) == SEEN + "\nline 2"
     assert plain_output("\x1b[31mred\x1b[2J") == "\x1b[31mred\\x1b[2J\x1b[0m"
@@ -62,7 +68,8 @@ def test_text_is_shown_as_it_is_but_for_what_a_terminal_obeys() -> None:
 
 @pytest.mark.parametrize("field", ["run", "weights_sha256"])
 def test_the_summary_shows_markup_and_control_characters_as_text(field: str) -> None:
-    """A name that is no markup of rich's would end `report` with a MarkupError, and `run` after the training."""
+    """A name that is no markup of rich's would end `report` with a MarkupError, and `run` after the
+    training."""
     console = terminal()
     print_summary(summarize(eventful()) | {field: HOSTILE}, console)
     assert_harmless(said(console), of_rich=True)
@@ -74,14 +81,16 @@ def test_the_fleets_table_shows_them_as_text(field: str, capsys: pytest.CaptureF
     """An agent's reason, a host's name and what the cloud says are others' words."""
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr("rich.console.Console.width", 500)
-    print_hosts({"time": 9e9, "cloud_failures": 0, "unheard": 0, "hosts": [HOST | {field: HOSTILE}]})
+    print_hosts(
+        {"time": 9e9, "cloud_failures": 0, "unheard": 0, "hosts": [HOST | {field: HOSTILE}]})
     assert_harmless(capsys.readouterr().out)
 
 
-EVENTS: list[dict[str, Any]] = [
-    {"event": "run.started", "run": HOSTILE}, {"event": "state.checkpoint_failed", "step": 3, "error": HOSTILE},
-    {"event": "state.store_unavailable", "error": HOSTILE}, {"event": "standby.failed", "state": HOSTILE},
-    {"event": "driver.host_removed", "host": HOSTILE}]
+EVENTS: list[dict[str, Any]] = [{"event": "run.started", "run": HOSTILE},
+                                {"event": "state.checkpoint_failed", "step": 3, "error": HOSTILE},
+                                {"event": "state.store_unavailable",
+                                 "error": HOSTILE}, {"event": "standby.failed", "state": HOSTILE},
+                                {"event": "driver.host_removed", "host": HOSTILE}]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=[event["event"] for event in EVENTS])
@@ -101,13 +110,18 @@ def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None
 
 def test_watch_shows_the_beginning_of_an_endless_error() -> None:
     """A traceback of 50,000 characters has no place in a panel."""
-    status = fold(Status(), {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000})
+    status = fold(Status(),
+                  {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000})
     assert len(status.recent[-1]) < 1100
 
 
-def test_verify_and_errors_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_errors_are_shown_as_text(tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     """What a line says is in the sentence that it violates; a path or an option may be anything."""
-    events = [e | {"reduce": HOSTILE} if e["event"] == "job.described" and e["attempt"] == 2 else e for e in eventful()]
+    events = [
+        e | {"reduce": HOSTILE} if e["event"] == "job.described" and e["attempt"] == 2 else e
+        for e in eventful()
+    ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     assert main(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -116,7 +130,8 @@ def test_verify_and_errors_are_shown_as_text(tmp_path: Path, capsys: pytest.Capt
     assert all(it.isprintable() or it == "\n" for it in capsys.readouterr().err)
 
 
-def test_checkpoints_shows_a_stores_words_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_shows_a_stores_words_as_text(tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever can write into the store chooses names and records."""
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "\x1b[2J[bold]").write_bytes(b"{}")
@@ -128,8 +143,9 @@ def test_checkpoints_shows_a_stores_words_as_text(tmp_path: Path, capsys: pytest
 
 def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     """The traceback of a user's exception comes from a worker."""
-    driver = MendedDriver(SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None), {}, [],
-                          Events(None))
+    driver = MendedDriver(
+        SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None), {},
+        [], Events(None))
     driver.ended = End("user_error", HOSTILE)
     driver.stop_all()
     assert_harmless(capsys.readouterr().err)
@@ -142,5 +158,8 @@ def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -
             "from pathlib import Path; print(*map(plain_output, last_words(Path(sys.argv[1]))))")
     log = tmp_path / "output.log"
     log.write_bytes(b"[a]<stdout>: x\x1b[2J\x1b]0;title\x07y\n")
-    shown = subprocess.run([sys.executable, "-c", code, str(log)], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([sys.executable, "-c", code, str(log)],
+                           capture_output=True,
+                           text=True,
+                           check=True).stdout
     assert shown == "x\\x1b[2J\\x1b]0;title\\x07y\n"

@@ -1,10 +1,13 @@
-"""The documentation is true: its code runs, its commands and names exist, its links lead to something.
+"""The documentation is true: its code runs, its commands and names exist, its links lead to
+something.
 
 Languages of code blocks:
-- `python`  runs in the page's folder, in the page's namespace. A block whose first line is `# name.py` is saved as
+- `python`  runs in the page's folder, in the page's namespace. A block whose first line is `#
+  name.py` is saved as
             that file instead, for the commands that follow.
 - `bash`    runs in the page's folder; the exit code is 0.
-- `sh`      needs a cluster, root, minutes or AWS: programs, options and files are checked, nothing is run.
+- `sh`      needs a cluster, root, minutes or AWS: programs, options and files are checked, nothing
+  is run.
 - `json`, `text`, `mermaid`  are shown.
 """
 
@@ -40,7 +43,10 @@ import elastic_trainer
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md",
          *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = [ROOT / "CHANGELOG.md", *(page for page in PAGES if page.name not in {"events.md", "reference.md"})]
+WRITTEN = [
+    ROOT / "CHANGELOG.md",
+    *(page for page in PAGES if page.name not in {"events.md", "reference.md"})
+]
 LATER = {"docs/run.svg"}
 """Other parts of issue 17 make these files. Remove a name when its file is there."""
 EXTERNAL = {
@@ -54,8 +60,11 @@ EXTERNAL = {
 SHOWN = {"json", "text", "mermaid"}
 YOURS = {"my_train.py", "hosts.sh", "NAME.tfvars", "gpt-1.tfvars"}
 """Files of the reader's own."""
-OTHERS = {"aws", "cat", "cd", "chgrp", "chmod", "docker", "echo", "export", "find", "git", "kill", "mkdir",
-          "openssl", "pip", "printf", "read", "ruff", "mypy", "source", "terraform", "umask", "zcat"}
+OTHERS = {
+    "aws", "cat", "cd", "chgrp", "chmod", "docker", "echo", "export", "find", "git", "kill",
+    "mkdir", "openssl", "pip", "printf", "read", "ruff", "mypy", "source", "terraform", "umask",
+    "zcat"
+}
 """Programs that are not ours: their options are not checked."""
 NOT_OURS = re.compile(r"\b(diary|strangers?|nobody|whoever|somebody)\b", re.IGNORECASE)
 """Words for which the glossary has a standard term."""
@@ -72,7 +81,7 @@ def tokens_of(page: Path) -> list[Token]:
     return [one for token in found for one in (token, *(token.children or ()))]
 
 
-# --- code blocks -----------------------------------------------------------------------------------------------------
+# --- code blocks ----------------------------------------------------------------------------------
 
 
 def run_python(example: Example) -> None:
@@ -85,7 +94,8 @@ def run_python(example: Example) -> None:
 
 
 def run_bash(example: Example) -> None:
-    """Run a block's commands: `elastic-trainer` in this process, which has torch loaded, and `python` in its own."""
+    """Run a block's commands: `elastic-trainer` in this process, which has torch loaded, and
+    `python` in its own."""
     from elastic_trainer.__main__ import main
 
     for program, *words in commands_in(example.parsed):
@@ -94,8 +104,11 @@ def run_bash(example: Example) -> None:
         else:
             assert program == "python", f"{program}: a `bash` block has commands of ours alone"
             path = os.pathsep.join([str(ROOT), *sys.path])
-            done = subprocess.run([sys.executable, *words], env=os.environ | {"PYTHONPATH": path}, timeout=60,
-                                  capture_output=True, text=True)
+            done = subprocess.run([sys.executable, *words],
+                                  env=os.environ | {"PYTHONPATH": path},
+                                  timeout=60,
+                                  capture_output=True,
+                                  text=True)
             assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -105,8 +118,13 @@ def check_sh(example: Example) -> None:
         check_command(command)
 
 
-PARSERS = [CodeBlockParser("python", run_python), CodeBlockParser("bash", run_bash), CodeBlockParser("sh", check_sh),
-           CodeBlockParser("json", lambda example: json.loads(example.parsed) and None), SkipParser()]
+PARSERS = [
+    CodeBlockParser("python", run_python),
+    CodeBlockParser("bash", run_bash),
+    CodeBlockParser("sh", check_sh),
+    CodeBlockParser("json", lambda example: json.loads(example.parsed) and None),
+    SkipParser()
+]
 
 
 @cache
@@ -135,8 +153,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("examples", list(blocks()))
-def test_a_code_block_works(examples: list[Example], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
-                            nobody_started_us: None) -> None:
+def test_a_code_block_works(examples: list[Example], folders: dict[str, Path],
+                            monkeypatch: pytest.MonkeyPatch, nobody_started_us: None) -> None:
     """As it stands on its page, after the blocks before it."""
     monkeypatch.chdir(folders[name_of(Path(examples[0].path))])
     try:
@@ -150,12 +168,13 @@ def test_a_code_block_works(examples: list[Example], folders: dict[str, Path], m
 def test_every_code_block_says_what_it_is(page: Path) -> None:
     """Its language decides whether it is run, checked or shown; an indented block has none."""
     found = [token for token in tokens_of(page) if token.type in ("fence", "code_block")]
-    assert [token.map for token in found if token.info not in {"python", "bash", "sh", *SHOWN}] == []
+    assert [token.map for token in found
+            if token.info not in {"python", "bash", "sh", *SHOWN}] == []
     checked = [e for e in document_of(page).examples() if not isinstance(e.parsed, tuple)]
     assert len(checked) == sum(token.info not in {"text", "mermaid"} for token in found)
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
@@ -193,8 +212,12 @@ def help_of(*command: str) -> frozenset[str]:
 
 
 def check_options(words: list[str], known: frozenset[str]) -> None:
-    """Check the options of a command; the word behind one may be its value, also where it begins with a dash."""
-    unknown = [word for word in words if re.match("--?[a-zA-Z]", word) and word.partition("=")[0] not in known]
+    """Check the options of a command; the word behind one may be its value, also where it begins
+    with a dash."""
+    unknown = [
+        word for word in words
+        if re.match("--?[a-zA-Z]", word) and word.partition("=")[0] not in known
+    ]
     assert unknown == [], f"{unknown} in {words}"
 
 
@@ -206,7 +229,8 @@ def check_file(word: str) -> None:
 def check_selection(expression: str) -> None:
     """Check that each name of a `-k` expression selects a test."""
     for part in re.findall(r"\w+", expression):
-        assert part in ("and", "or", "not") or any(part in name for name in names_of_tests()), f"-k {part} selects nothing"
+        assert part in ("and", "or", "not") or any(
+            part in name for name in names_of_tests()), f"-k {part} selects nothing"
 
 
 @cache
@@ -227,11 +251,13 @@ def check_script(words: list[str]) -> None:
 
 def check_trainer(words: list[str]) -> None:
     """Check a command of `elastic-trainer`: our options, and behind `--` the command."""
-    ours, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    ours, behind = (words[:words.index("--")],
+                    words[words.index("--") + 1:]) if "--" in words else (words, [])
     subcommand = ours[:2] if ours[:1] == ["checkpoints"] else ours[:1]
     names = subcommand[-1].split("|") if subcommand else []
     for name in names or [""]:
-        check_options(ours[len(subcommand) :], help_of("elastic-trainer", *subcommand[:-1], *([name] if name else [])))
+        check_options(ours[len(subcommand):],
+                      help_of("elastic-trainer", *subcommand[:-1], *([name] if name else [])))
     if behind:
         check_command(behind)
 
@@ -259,7 +285,8 @@ def check_command(words: list[str]) -> None:
     """Check that a command's program, options and files exist."""
     while found := re.match(r"([A-Z_]+)=", words[0]):
         name = found[1]
-        assert not name.startswith("ELASTIC_") or any(name in text for text in sources().values()), f"no {name}"
+        assert not name.startswith("ELASTIC_") or any(name in text
+                                                      for text in sources().values()), f"no {name}"
         words = words[1:]
         if not words:
             return
@@ -289,22 +316,28 @@ def check_command(words: list[str]) -> None:
         assert program in OTHERS, f"the program {program} is unknown here: say in OTHERS that it is not ours"
 
 
-# --- names in the text -----------------------------------------------------------------------------------------------
+# --- names in the text ----------------------------------------------------------------------------
 
 
 @cache
 def sources() -> dict[str, str]:
     """Return the text of all modules of the package, by name."""
     folder = Path(elastic_trainer.__file__).parent  # rglob would not follow the links
-    return {path.as_posix(): path.read_text() for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern)}
+    return {
+        path.as_posix(): path.read_text()
+        for pattern in ("*.py", "*/*.py")
+        for path in folder.glob(pattern)
+    }
 
 
 def inline_code(page: Path) -> list[str]:
     return [token.content for token in tokens_of(page) if token.type == "code_inline"]
 
 
-COMMAND = re.compile(r"\./horovodrun_elastic\.sh .|(\.venv/bin/)?(elastic-trainer|python) |tests/(run|bench/\w+\.py) ."
-                     r"|deploy/\w+\.\w+ .")
+COMMAND = re.compile(
+    r"\./horovodrun_elastic\.sh .|(\.venv/bin/)?(elastic-trainer|python) "
+    r"|tests/(run|bench/\w+\.py) ."
+    r"|deploy/\w+\.\w+ .")
 """A command of ours with arguments, in a sentence or a cell."""
 
 
@@ -326,7 +359,8 @@ def test_files_in_the_text_exist(page: Path) -> None:
             assert is_known or (ROOT / code).exists(), f"{name_of(page)} names {code}"
 
 
-EVENT = re.compile(r"(attempt|discovery|driver|events|job|run|standby|state|worker)\.[a-z]+(_[a-z]+)*")
+EVENT = re.compile(
+    r"(attempt|discovery|driver|events|job|run|standby|state|worker)\.[a-z]+(_[a-z]+)*")
 NO_EVENTS = {"state.py", "discovery.py"}
 
 
@@ -334,25 +368,33 @@ NO_EVENTS = {"state.py", "discovery.py"}
 def test_events_in_the_text_are_logged_by_the_code(page: Path) -> None:
     """Each name stands in a module as a literal."""
     named = {code for code in inline_code(page) if EVENT.fullmatch(code)} - NO_EVENTS
-    assert {name for name in named if not any(f'"{name}"' in text for text in sources().values())} == set()
+    assert {name
+            for name in named
+            if not any(f'"{name}"' in text for text in sources().values())} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_arguments_in_the_text_exist(page: Path) -> None:
     """Each keyword of a call of train() that a sentence names."""
     known = set(inspect.signature(elastic_trainer.train).parameters)
-    named = {keyword for code in inline_code(page) for call in re.findall(r"train\(([^()]*)\)", code)
-             for keyword in re.findall(r"(\w+)=", call)}
+    named = {
+        keyword
+        for code in inline_code(page)
+        for call in re.findall(r"train\(([^()]*)\)", code)
+        for keyword in re.findall(r"(\w+)=", call)
+    }
     assert named <= known
 
 
-# --- links -----------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 def slugs(page: Path) -> set[str]:
     """Return the anchors that GitHub gives a page's headings."""
     tokens = tokens_of(page)
-    titles = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+    titles = [
+        tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"
+    ]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -371,12 +413,15 @@ def test_every_link_within_the_repository_leads_to_something(page: Path) -> None
         target = (page.parent / path).resolve() if path else page
         assert name_of(target) in LATER or target.exists(), f"{name_of(page)} links to {link}"
         if anchor:
-            assert anchor in slugs(target), f"{name_of(page)} links to {link}; there are {sorted(slugs(target))}"
+            assert anchor in slugs(
+                target), f"{name_of(page)} links to {link}; there are {sorted(slugs(target))}"
 
 
 def test_links_that_lead_elsewhere_are_listed() -> None:
     """Above, so that a reviewer sees a new one; and nothing is listed that no page names."""
-    assert {link for page in PAGES for link in links_of(page) if re.match("[a-z]+:", link)} == EXTERNAL
+    assert {link
+            for page in PAGES
+            for link in links_of(page) if re.match("[a-z]+:", link)} == EXTERNAL
 
 
 def test_every_page_is_linked_from_the_list_of_pages() -> None:
@@ -386,7 +431,7 @@ def test_every_page_is_linked_from_the_list_of_pages() -> None:
     assert "docs/README.md" in links_of(ROOT / "README.md")
 
 
-# --- form ------------------------------------------------------------------------------------------------------------
+# --- form -----------------------------------------------------------------------------------------
 
 
 def test_the_readme_is_short() -> None:
@@ -400,13 +445,18 @@ def test_the_readme_is_short() -> None:
 def test_lines_have_at_most_100_columns(page: Path) -> None:
     """But for rows of tables and long addresses, which cannot be broken."""
     whole = re.compile(r"\||\S*\]\(\S+\)\S*$|\[[^]]*\]\(\S+\)\S*$")
-    assert [line for line in page.read_text().splitlines() if len(line) > 100 and not whole.match(line)] == []
+    assert [
+        line for line in page.read_text().splitlines() if len(line) > 100 and not whole.match(line)
+    ] == []
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_pages_use_the_standard_terms(page: Path) -> None:
     """Event log, unauthenticated client, worker: not our own words for them."""
-    assert [token.content for token in tokens_of(page) if token.type == "text" and NOT_OURS.search(token.content)] == []
+    assert [
+        token.content for token in tokens_of(page)
+        if token.type == "text" and NOT_OURS.search(token.content)
+    ] == []
 
 
 def test_each_promise_has_a_command() -> None:
@@ -418,12 +468,16 @@ def test_each_promise_has_a_command() -> None:
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
     """`python docs/reference.py` writes it anew."""
-    made = subprocess.run([sys.executable, ROOT / "docs" / "reference.py", "--print"], capture_output=True, text=True,
-                          check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
-    assert (ROOT / "docs" / "reference.md").read_text() == made.stdout, "run python docs/reference.py"
+    made = subprocess.run([sys.executable, ROOT / "docs" / "reference.py", "--print"],
+                          capture_output=True,
+                          text=True,
+                          check=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    assert (ROOT / "docs" /
+            "reference.md").read_text() == made.stdout, "run python docs/reference.py"
 
 
-# --- ported loops ----------------------------------------------------------------------------------------------------
+# --- ported loops ---------------------------------------------------------------------------------
 
 MOST_NEW_LINES = 9
 
@@ -437,7 +491,8 @@ def scripts() -> dict[str, str]:
 @pytest.mark.parametrize("name", sorted(name for name in scripts() if name.endswith("_before.py")))
 def test_a_ported_loop_has_fewer_than_ten_new_lines(name: str) -> None:
     """Lines of code that the port adds or changes; what it removes is not counted."""
-    before, after = (code_lines(scripts()[one]) for one in (name, name.replace("_before", "_after")))
+    before, after = (code_lines(scripts()[one])
+                     for one in (name, name.replace("_before", "_after")))
     new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
     assert 0 < len(new) <= MOST_NEW_LINES, new
 

@@ -1,4 +1,5 @@
-"""The driver's edges: lists of hosts, the rendezvous store, workers' processes here and over ssh, Horovod's version."""
+"""The driver's edges: lists of hosts, the rendezvous store, workers' processes here and over ssh,
+Horovod's version."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def until(seen: Callable[[], Any]) -> Any:
     return result
 
 
-# --- lists of hosts -------------------------------------------------------------------------------------------------
+# --- lists of hosts -------------------------------------------------------------------------------
 
 NAMES = st.builds("h{}.{}".format, st.text("az09-", max_size=8), st.integers(0, 300))
 
@@ -64,14 +65,28 @@ def test_the_hosts_keep_their_order_when_they_are_read(hosts: dict[str, int], be
 
 
 @given(st.lists(NAMES, unique=True), st.sampled_from([None, 1, 8]))
-def test_a_host_has_the_default_slots_when_its_line_names_none(names: list[str], default: int | None) -> None:
+def test_a_host_has_the_default_slots_when_its_line_names_none(names: list[str],
+                                                               default: int | None) -> None:
     """That is horovodrun's --slots-per-host, or 1."""
     assert parse_hosts("\n".join(names), default) == {name: default or 1 for name in names}
 
 
 @pytest.mark.parametrize("line", [
-    ":1", "a:", "a:0", "a:-1", "a:+1", "a:1.5", "a:1_0", "a:\u00b2", "a b:1", "a: 1", "a :1", "a:1 # the first", "a:1:",
-    "Traceback (most recent call last):", "a:" + "9" * 5000,
+    ":1",
+    "a:",
+    "a:0",
+    "a:-1",
+    "a:+1",
+    "a:1.5",
+    "a:1_0",
+    "a:\u00b2",
+    "a b:1",
+    "a: 1",
+    "a :1",
+    "a:1 # the first",
+    "a:1:",
+    "Traceback (most recent call last):",
+    "a:" + "9" * 5000,
 ])
 def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
     """A torn or wrong list is unknown, not shorter."""
@@ -79,9 +94,11 @@ def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
         parse_hosts(f"first:1\n{line}\nlast:1", None)
 
 
-@pytest.mark.parametrize("line", ["-oProxyCommand=id:1", "a..b:1", "a" * 64 + ":1", "a\0:1", "<html>"])
+@pytest.mark.parametrize("line",
+                         ["-oProxyCommand=id:1", "a..b:1", "a" * 64 + ":1", "a\0:1", "<html>"])
 def test_the_whole_list_is_refused_when_a_name_cannot_be_a_hosts(line: str) -> None:
-    """What ssh would take for an option, or the resolver for an error of the program, never gets that far."""
+    """What ssh would take for an option, or the resolver for an error of the program, never gets
+    that far."""
     with pytest.raises(ValueError):
         parse_hosts(f"first:1\n{line}\nlast:1", None)
 
@@ -93,7 +110,8 @@ def test_a_list_is_read_or_refused_when_it_is_anything(text: str) -> None:
         hosts = parse_hosts(text, None)
     except ValueError:
         return
-    assert all(host and not any(c.isspace() for c in host) and slots >= 1 for host, slots in hosts.items())
+    assert all(host and not any(c.isspace() for c in host) and slots >= 1
+               for host, slots in hosts.items())
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.77", "127.1"])
@@ -107,7 +125,7 @@ def test_an_address_that_is_not_ours_is_another_machine() -> None:
     assert not is_local("192.0.2.1")
 
 
-# --- workers' processes ---------------------------------------------------------------------------------------------
+# --- workers' processes ---------------------------------------------------------------------------
 
 class Workers:
     """Starts workers as the driver does, and leaves none behind."""
@@ -116,10 +134,18 @@ class Workers:
         self.started: list[WorkerProcess] = []
         self.output = io.StringIO()
 
-    def start(self, command: list[str], env: dict[str, str] = PLAIN, host: str = "localhost",  # noqa: B006 (read only)
-              **settings: Any) -> WorkerProcess:
+    def start(
+            self,
+            command: list[str],
+            env: dict[str, str] = PLAIN,
+            host: str = "localhost",  # noqa: B006 (read only)
+            **settings: Any) -> WorkerProcess:
         settings = {"ssh_port": None, "ssh_identity_file": None} | settings
-        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env, SimpleNamespace(**settings), self.output,
+        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"),
+                               command,
+                               env,
+                               SimpleNamespace(**settings),
+                               self.output,
                                is_remote=not is_local(host))
         self.started.append(worker)
         return worker
@@ -144,12 +170,15 @@ def command_line(pid: int) -> bytes:
 
 def written(path: Path) -> str:
     """Wait for a file that ends in a newline, and return its text."""
-    return str(until(lambda: path.exists() and path.read_text().endswith("\n") and path.read_text())).rstrip("\n")
+    return str(until(lambda: path.exists() and path.read_text().endswith("\n") and path.read_text())
+               ).rstrip("\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_the_end_of_a_worker_that_was_killed_does_not_wait_for_its_stderr(workers: Workers, number: int) -> None:
-    """Something that it has left behind may hold it for long, and no line of it could say where the worker died."""
+def test_the_end_of_a_worker_that_was_killed_does_not_wait_for_its_stderr(
+        workers: Workers, number: int) -> None:
+    """Something that it has left behind may hold it for long, and no line of it could say where the
+    worker died."""
     worker = workers.start(["sleep", "1000"])
     os.kill(worker.process.pid, number)
     code, waits = worker.wait(), list[float | None]()
@@ -161,11 +190,12 @@ def test_a_secret_is_in_no_command_line_when_a_worker_starts_here(workers: Worke
     """It travels in the environment, which only the same user can read."""
     worker = workers.start(["sleep", "1000"], PLAIN | {"ELASTIC_TRAINER_KEY": SECRET})
     assert SECRET.encode() not in command_line(worker.process.pid)
-    until(lambda: SECRET.encode() in Path(f"/proc/{worker.process.pid}/environ").read_bytes())  # a moment after exec
+    # A moment after exec.
+    until(lambda: SECRET.encode() in Path(f"/proc/{worker.process.pid}/environ").read_bytes())
 
 
-def test_its_environment_is_the_given_one_when_a_worker_starts_here(workers: Workers, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_is_the_given_one_when_a_worker_starts_here(
+        workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the driver's own environment goes along."""
     monkeypatch.setenv("OF_THE_DRIVER", "1")
     env = PLAIN | {"ODD": "a 'b' \"c\" $(id)\nä"}
@@ -175,13 +205,16 @@ def test_its_environment_is_the_given_one_when_a_worker_starts_here(workers: Wor
     assert "OF_THE_DRIVER" not in seen
 
 
-@pytest.mark.parametrize(("text", "code"), [("exit 3", 3), ("exit 0", 0), ("kill -9 $$", -9), ("kill -6 $$", -6)])
-def test_a_worker_ends_with_its_exit_code_or_its_signal(workers: Workers, text: str, code: int) -> None:
+@pytest.mark.parametrize(("text", "code"), [("exit 3", 3), ("exit 0", 0), ("kill -9 $$", -9),
+                                            ("kill -6 $$", -6)])
+def test_a_worker_ends_with_its_exit_code_or_its_signal(workers: Workers, text: str,
+                                                        code: int) -> None:
     """Negative: the number of the signal."""
     assert workers.start(["sh", "-c", text]).wait() == code
 
 
-def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers, tmp_path: Path) -> None:
+def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers,
+                                                                tmp_path: Path) -> None:
     """Its helpers neither delay its end nor outlive it."""
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; exit 3"])
     assert worker.wait() == 3
@@ -190,11 +223,14 @@ def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers
 
 
 def test_a_worker_goes_on_when_nobody_takes_the_drivers_output(workers: Workers) -> None:
-    """A full disk, or a pipe whose reader has gone: it is read on all the same, or its next print would never return."""
+    """A full disk, or a pipe whose reader has gone: it is read on all the same, or its next print
+    would never return."""
     with open("/dev/full", "w") as full:
         workers.output = full  # type: ignore[assignment]
-        worker = workers.start(["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do head -c 50000 /dev/zero | tr '\\0' x; echo; "
-                                            "done"])
+        worker = workers.start([
+            "sh", "-c", "for i in 1 2 3 4 5 6 7 8; do head -c 50000 /dev/zero | tr '\\0' x; echo; "
+            "done"
+        ])
         assert worker.wait() == 0
         for thread in worker.forwards:
             thread.join(DEADLINE_S)
@@ -203,7 +239,8 @@ def test_a_worker_goes_on_when_nobody_takes_the_drivers_output(workers: Workers)
             full.close()
 
 
-def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Workers, tmp_path: Path) -> None:
+def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Workers,
+                                                                  tmp_path: Path) -> None:
     """The whole process group goes, and nobody else."""
     bystander = workers.start(["sleep", "1000"])
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"])
@@ -214,8 +251,8 @@ def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Worke
     assert is_running(bystander.process.pid)
 
 
-def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers, tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(
+        workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM first, SIGKILL after `grace_s`."""
     text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"
     worker = workers.start(["sh", "-c", text])
@@ -230,9 +267,11 @@ def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(workers: Workers,
     assert worker.wait() == -9
 
 
-def test_a_worker_may_end_by_itself_when_it_is_told_to_stop(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_may_end_by_itself_when_it_is_told_to_stop(workers: Workers,
+                                                            tmp_path: Path) -> None:
     """Within its grace nobody kills it; told again after its end, nothing happens."""
-    worker = workers.start(["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"])
+    worker = workers.start(
+        ["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"])
     written(tmp_path / "ready")
     worker.stop(False, 1000)
     assert worker.wait() == 75
@@ -247,25 +286,32 @@ def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
     assert lines == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
 
 
-def test_a_worker_is_heard_though_it_writes_no_line_end(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_heard_though_it_writes_no_line_end(workers: Workers,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """A progress bar, and a prompt, are seen while the worker goes on."""
     monkeypatch.setattr("elastic_trainer.host.lines.UPDATE_S", 0.01)
     workers.start(["sh", "-c", r"printf '\r 1%%\r 2%%'; printf 'ready? ' >&2; sleep 1000"])
-    until(lambda: "<stdout>:  2%" in (seen := workers.output.getvalue()) and "<stderr>: ready?" in seen)
+    until(lambda: "<stdout>:  2%" in
+          (seen := workers.output.getvalue()) and "<stderr>: ready?" in seen)
 
 
 def test_output_without_line_ends_is_passed_on_in_bounded_pieces(workers: Workers) -> None:
-    """The driver's memory is not the worker's to fill: neither by a line, nor by the last lines of its stderr."""
+    """The driver's memory is not the worker's to fill: neither by a line, nor by the last lines of
+    its stderr."""
     worker = workers.start(["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x >&2"])
     assert worker.wait() == 0
     worker.forwards[1].join(DEADLINE_S)
-    lines = [line.removeprefix("[localhost]<stderr>: ") for line in workers.output.getvalue().splitlines()]
+    lines = [
+        line.removeprefix("[localhost]<stderr>: ")
+        for line in workers.output.getvalue().splitlines()
+    ]
     assert "".join(lines) == "x" * 3_000_000 and len(lines) < 100
     assert max(map(len, lines)) <= MAX_LINE_BYTES and max(map(len, worker.last_lines)) <= 1000
 
 
 def test_a_workers_output_cannot_command_the_terminal(workers: Workers) -> None:
-    """Colours stay, and end with their line; titles, clipboards and cursors are shown and not obeyed."""
+    """Colours stay, and end with their line; titles, clipboards and cursors are shown and not
+    obeyed."""
     workers.start(["printf", r"\033[31mred\033]0;title\007\033[2Aup\ttab\n"]).wait()
     seen = until(lambda: workers.output.getvalue())
     assert seen == "[localhost]<stdout>: \x1b[31mred\\x1b]0;title\\x07\\x1b[2Aup\ttab\x1b[0m\n"
@@ -277,15 +323,15 @@ def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers
         workers.start(["/nowhere/python"])
 
 
-# --- over ssh -------------------------------------------------------------------------------------------------------
+# --- over ssh -------------------------------------------------------------------------------------
 
 FAR = "192.0.2.1"  # TEST-NET-1: nobody's
 
 
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an `ssh` first on the path that writes its arguments down and runs its last one here, in an environment
-    as empty as a login's; returns the file with the arguments."""
+    """Put an `ssh` first on the path that writes its arguments down and runs its last one here, in
+    an environment as empty as a login's; returns the file with the arguments."""
     arguments, folder = tmp_path / "ssh-arguments", tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(f"""#!/bin/sh
@@ -300,13 +346,19 @@ exec env -i PATH={os.defpath} HOME=/ sh -c "$last"
 
 
 ODD_VALUES = {
-    "ELASTIC_TRAINER_KEY": SECRET, "EMPTY": "", "QUOTES": "a 'b' \"c\" `id` $(touch executed) ${HOME} \\", "TAB": "\t",
-    "LINES": "first\nexport INJECTED=1\n\nlast\n", "WIDE": "äöü→" * 50, "LONG": "x" * 20000, "PATH": os.defpath,
+    "ELASTIC_TRAINER_KEY": SECRET,
+    "EMPTY": "",
+    "QUOTES": "a 'b' \"c\" `id` $(touch executed) ${HOME} \\",
+    "TAB": "\t",
+    "LINES": "first\nexport INJECTED=1\n\nlast\n",
+    "WIDE": "äöü→" * 50,
+    "LONG": "x" * 20000,
+    "PATH": os.defpath,
 }
 
 
-def test_the_environment_arrives_on_stdin_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path,
-                                                                         tmp_path: Path) -> None:
+def test_the_environment_arrives_on_stdin_when_a_worker_starts_elsewhere(
+        workers: Workers, ssh: Path, tmp_path: Path) -> None:
     """Every value as it is, byte for byte, and none of them on a command line, ours or theirs."""
     there = (f"env -0 > {tmp_path}/env; tr '\\0' ' ' < /proc/$$/cmdline > {tmp_path}/cmdline; "
              f"echo > {tmp_path}/ready; sleep 1000")
@@ -316,38 +368,51 @@ def test_the_environment_arrives_on_stdin_when_a_worker_starts_elsewhere(workers
     seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().split("\0") if line)
     assert {name: seen.get(name) for name in ODD_VALUES} == ODD_VALUES
     assert "INJECTED" not in seen and not (tmp_path / "executed").exists()
-    for said in (ssh.read_text(), (tmp_path / "cmdline").read_text(), command_line(worker.process.pid).decode()):
+    for said in (ssh.read_text(), (tmp_path / "cmdline").read_text(),
+                 command_line(worker.process.pid).decode()):
         assert SECRET not in said
 
 
-def test_its_arguments_and_folder_are_the_same_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path,
-                                                                              tmp_path: Path) -> None:
-    """No shell on the way takes them apart, and no variable of ours that is no environment is exported."""
+def test_its_arguments_and_folder_are_the_same_when_a_worker_starts_elsewhere(
+        workers: Workers, ssh: Path, tmp_path: Path) -> None:
+    """No shell on the way takes them apart, and no variable of ours that is no environment is
+    exported."""
     arguments = ["a b", "$(touch executed)", "'", "", "ä\n", "*"]
-    command = ["sh", "-c", f'printf "%s\\0" "$@" > {tmp_path}/seen; pwd > {tmp_path}/folder; env > {tmp_path}/env', "x",
-               *arguments]
-    assert workers.start(command, PLAIN | {"BASH_FUNC_f%%": "() { :; }", "not-a-name": "1"}, FAR).wait() == 0
+    command = [
+        "sh", "-c",
+        f'printf "%s\\0" "$@" > {tmp_path}/seen; pwd > {tmp_path}/folder; env > {tmp_path}/env',
+        "x", *arguments
+    ]
+    assert workers.start(command, PLAIN | {"BASH_FUNC_f%%": "() { :; }", "not-a-name": "1"},
+                         FAR).wait() == 0
     assert (tmp_path / "seen").read_text().split("\0")[:-1] == arguments
     assert (tmp_path / "folder").read_text() == f"{tmp_path}\n"
     assert not (tmp_path / "executed").exists()
-    assert "BASH_FUNC" not in (tmp_path / "env").read_text() and "not-a-name" not in (tmp_path / "env").read_text()
+    assert "BASH_FUNC" not in (tmp_path / "env").read_text() and "not-a-name" not in (
+        tmp_path / "env").read_text()
 
 
-def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(workers: Workers, ssh: Path) -> None:
-    """No password prompt, a bounded connect, keep-alives (F3), and the port and key that horovodrun was given."""
+def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
+        workers: Workers, ssh: Path) -> None:
+    """No password prompt, a bounded connect, keep-alives (F3), and the port and key that horovodrun
+    was given."""
     workers.start(["true"], PLAIN, FAR, ssh_port=2222, ssh_identity_file="/keys/id").wait()
     arguments = ssh.read_text().splitlines()
-    options = {arguments[i + 1].split("=")[0] for i, argument in enumerate(arguments) if argument == "-o"}
+    options = {
+        arguments[i + 1].split("=")[0]
+        for i, argument in enumerate(arguments) if argument == "-o"
+    }
     assert {"BatchMode", "ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax"} <= options
     assert arguments[arguments.index("-p") + 1] == "2222"
     assert arguments[arguments.index("-i") + 1] == "/keys/id"
     assert arguments.count(FAR) == 1
 
 
-def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(workers: Workers, ssh: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(
+        workers: Workers, ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code or its signal, and no line of the protocol is printed."""
-    monkeypatch.setattr("elastic_trainer.launch.process.FAR_OUTPUT_S", DEADLINE_S)  # nobody holds the output here
+    # Nobody holds the output here.
+    monkeypatch.setattr("elastic_trainer.launch.process.FAR_OUTPUT_S", DEADLINE_S)
     for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
         assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
@@ -363,26 +428,30 @@ def test_the_far_exit_is_seen_soon_when_somebody_there_holds_the_output(workers:
     os.kill(int(written(tmp_path / "child")), signal.SIGKILL)
 
 
-def test_the_error_names_the_command_when_it_is_not_on_the_far_host(workers: Workers, ssh: Path) -> None:
+def test_the_error_names_the_command_when_it_is_not_on_the_far_host(workers: Workers,
+                                                                    ssh: Path) -> None:
     """As a shell would: 127."""
     assert workers.start(["/nowhere/python"], PLAIN, FAR).wait() == 127
     until(lambda: "/nowhere/python cannot be started" in workers.output.getvalue())
 
 
-def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, ssh: Path, tmp_path: Path) -> None:
+def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, ssh: Path,
+                                                              tmp_path: Path) -> None:
     """A signal to the ssh would not reach it."""
-    worker = workers.start(["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"],
-                           PLAIN, FAR)
+    worker = workers.start(
+        ["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"],
+        PLAIN, FAR)
     written(tmp_path / "ready")
     worker.stop(False, 1000)
     assert worker.wait() == 75
 
 
-def test_the_far_worker_is_killed_when_it_is_stopped_at_once(workers: Workers, ssh: Path, tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_far_worker_is_killed_when_it_is_stopped_at_once(
+        workers: Workers, ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is frozen, and its children."""
     monkeypatch.setattr("elastic_trainer.launch.process.FAR_KILL_S", DEADLINE_S)
-    worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"], PLAIN, FAR)
+    worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"],
+                           PLAIN, FAR)
     child = int(written(tmp_path / "child"))
     worker.stop(True, 0)
     assert worker.wait() == -9
@@ -394,7 +463,10 @@ FAR_END = [sys.executable, "-S", remote.__file__]
 
 def far_end(command: list[str], **limits: float) -> subprocess.Popen[bytes]:
     """Start the far end alone, and say to it what to start."""
-    process = subprocess.Popen(FAR_END, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(FAR_END,
+                               stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE,
+                               start_new_session=True)
     assert process.stdin
     job = {"command": command, "env": PLAIN, "cwd": "/", "lost_s": 1000.0, "grace_s": 0.0} | limits
     process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -414,14 +486,15 @@ def test_the_far_worker_is_killed_when_the_driver_is_gone(loses: str) -> None:
 
 def test_the_far_worker_may_end_by_itself_when_the_driver_is_gone(tmp_path: Path) -> None:
     """In its grace it writes what only its memory holds."""
-    process = far_end(["sh", "-c", f"until [ -e {tmp_path}/gone ]; do sleep 0.01; done; exit 75"], grace_s=1000.0)
+    process = far_end(["sh", "-c", f"until [ -e {tmp_path}/gone ]; do sleep 0.01; done; exit 75"],
+                      grace_s=1000.0)
     assert process.stdin
     process.stdin.close()
     (tmp_path / "gone").touch()
     assert process.wait(DEADLINE_S) == 75
 
 
-# --- a discovery that fails ------------------------------------------------------------------------------------------
+# --- a discovery that fails -----------------------------------------------------------------------
 
 class Failing:
     """A discovery that fails a number of times before it answers."""
@@ -437,37 +510,48 @@ class Failing:
 
 
 @pytest.mark.parametrize("had_hosts", [True, False])
-def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(monkeypatch: pytest.MonkeyPatch,
-                                                                         had_hosts: bool) -> None:
-    """It works, and is away. One that has never answered is a mistake in the command. An outage is told twice: its
-    begin and its end."""
+def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(
+        monkeypatch: pytest.MonkeyPatch, had_hosts: bool) -> None:
+    """It works, and is away. One that has never answered is a mistake in the command. An outage is
+    told twice: its begin and its end."""
     monkeypatch.setattr("elastic_trainer.launch.discovered.FIRST_DISCOVERY_S", -1.0)
     monkeypatch.setattr("elastic_trainer.launch.discovered.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
-    discovery = Discovery(SimpleNamespace(elastic_timeout=None, discovery=Failing(20)), events, had_hosts)
+    discovery = Discovery(SimpleNamespace(elastic_timeout=None, discovery=Failing(20)), events,
+                          had_hosts)
     if not had_hosts:
         with pytest.raises(DiscoveryUnavailable, match="--host-discovery-script by hand"):
             discovery.first_hosts()
         return
     assert discovery.first_hosts() == {"a": 1}
-    assert heard == [("driver.discovery_failed", "exit code 1: 19"), ("driver.discovery_recovered", None)]
+    assert heard == [("driver.discovery_failed", "exit code 1: 19"),
+                     ("driver.discovery_recovered", None)]
 
 
-# --- the driver's own address ----------------------------------------------------------------------------------------
+# --- the driver's own address ---------------------------------------------------------------------
 
-def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(ssh: Path, tmp_path: Path) -> None:
-    """A fleet that boots with its coordinator is not there yet: the driver waits for a host before it says where it is."""
+
+def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(
+        ssh: Path, tmp_path: Path) -> None:
+    """A fleet that boots with its coordinator is not there yet: the driver waits for a host before
+    it says where it is."""
     try:
         own = own_address_towards(FAR)
     except OSError:
         pytest.skip("no way leads out of this machine.")
     hosts, asked = tmp_path / "hosts", tmp_path / "asked"
     hosts.touch()
-    there = ["sh", "-c", f"echo $ELASTIC_TRAINER_DRIVER > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/told; sleep 1000"]
+    there = [
+        "sh", "-c",
+        f"echo $ELASTIC_TRAINER_DRIVER > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/told; sleep "
+        f"1000"
+    ]
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    driver = subprocess.Popen([sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
-                               "--host-discovery-script", f"sh -c 'cat {hosts}; echo >> {asked}'", *there],
+    driver = subprocess.Popen([
+        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
+        "--host-discovery-script", f"sh -c 'cat {hosts}; echo >> {asked}'", *there
+    ],
                               env=os.environ | {"PYTHONPATH": path})
     try:
         written(asked)
@@ -487,19 +571,25 @@ def test_the_way_leads_to_the_next_host_when_the_name_of_the_first_is_not_found(
     known = {"there": FAR, "here": "127.0.0.1"}
     assert way_to(["gone", "here", "there"], known.get) == own
     assert way_to(["here"], known.get) == "127.0.0.1"
-    with pytest.raises(HostsUnreachable, match=r"gone .its name has no address.*--network-interfaces"):
+    with pytest.raises(HostsUnreachable,
+                       match=r"gone .its name has no address.*--network-interfaces"):
         way_to(["here", "gone"], known.get)
 
 
 def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.CompletedProcess[str]:
     """Run a driver, whose patience with names is so many seconds, for a host."""
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    code = (f"import sys\nfrom elastic_trainer.launch import addresses, horovodrun\n"
-            f"addresses.LOOKUP_S = {seconds}\n"
-            f"sys.exit(horovodrun.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', *{list(options)}, "
-            f"'true']))")
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-                          text=True, timeout=DEADLINE_S)
+    code = (
+        f"import sys\nfrom elastic_trainer.launch import addresses, horovodrun\n"
+        f"addresses.LOOKUP_S = {seconds}\n"
+        f"sys.exit(horovodrun.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', "
+        f"*{list(options)}, "
+        f"'true']))")
+    return subprocess.run([sys.executable, "-c", code],
+                          env=os.environ | {"PYTHONPATH": path},
+                          capture_output=True,
+                          text=True,
+                          timeout=DEADLINE_S)
 
 
 def test_the_next_attempt_looks_again_when_no_name_is_found() -> None:
@@ -517,8 +607,10 @@ def test_a_wrong_interface_is_the_users_mistake(interfaces: str) -> None:
     assert f"--network-interfaces is {interfaces}" in done.stderr
 
 
-def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed lookup is not remembered for ever: else this machine is far, behind an ssh that may not be there."""
+def test_this_machine_is_found_here_when_its_name_was_not_found_before(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed lookup is not remembered for ever: else this machine is far, behind an ssh that may
+    not be there."""
     known: dict[str, str] = {}
     monkeypatch.setattr(network, "resolve_host_address", known.get)
     monkeypatch.setattr("elastic_trainer.launch.addresses.LOOKUP_AGAIN_S", -1.0)
@@ -530,11 +622,14 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(monkeypat
     assert locations.is_here == {"mine": True}
 
 
-# --- the end of an attempt --------------------------------------------------------------------------------------------
+# --- the end of an attempt ------------------------------------------------------------------------
+
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_the_time_to_stop_is_extended_while_a_checkpoint_goes_up(began: float, moved_at: float) -> None:
-    """From its last movement on there are 30 s again, and never less than from the beginning; all has an end."""
+def test_the_time_to_stop_is_extended_while_a_checkpoint_goes_up(began: float,
+                                                                 moved_at: float) -> None:
+    """From its last movement on there are 30 s again, and never less than from the beginning; all
+    has an end."""
     until = stop_deadline(began, moved_at)
     assert began + STOP_S <= until <= began + STOP_MOST_S
     assert until >= moved_at + STOP_S or until == began + STOP_MOST_S
@@ -569,7 +664,8 @@ def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Savi
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving], saves: bool) -> None:
+def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving],
+                                                              saves: bool) -> None:
     """It says so in each of its words; one that only lives has its 30 s."""
     driver, process = saving
     stopping = threading.Thread(target=driver.stop_all)
@@ -577,8 +673,11 @@ def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[Mend
     for count in range(70):
         if "a/0/1" not in driver.processes:
             break
-        driver.desk.take({"worker": "a/0/1", "count": count, "phase": "training", "generation": 0, "saves": saves},
-                       "127.0.0.1")
+        driver.desk.take(
+            {
+                "worker": "a/0/1", "count": count, "phase": "training", "generation": 0,
+                "saves": saves
+            }, "127.0.0.1")
         threading.Event().wait(0.05)
     assert process.stopped == ([] if saves else [True])
     with driver.changed:
@@ -588,8 +687,8 @@ def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[Mend
     assert not stopping.is_alive()
 
 
-def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(saving: tuple[MendedDriver, Saving],
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(
+        saving: tuple[MendedDriver, Saving], monkeypatch: pytest.MonkeyPatch) -> None:
     """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
     driver, process = saving
     monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 10 * DEADLINE_S)
@@ -601,7 +700,7 @@ def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(savin
     assert process.stopped == [True]
 
 
-# --- Horovod's version ----------------------------------------------------------------------------------------------
+# --- Horovod's version ----------------------------------------------------------------------------
 
 @pytest.fixture
 def another_horovod(tmp_path: Path) -> Path:
@@ -617,8 +716,8 @@ def test_the_driver_runs_on_the_version_that_it_mends() -> None:
     check_version()
 
 
-def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_refuses_when_another_horovod_is_installed(
+        another_horovod: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions and the remedy are in the text."""
     monkeypatch.syspath_prepend(another_horovod)
     with pytest.raises(ConfigError, match=r"9\.9\.9.*0\.28\.1.*`elastic-trainer setup`"):
@@ -627,34 +726,51 @@ def test_the_driver_refuses_when_another_horovod_is_installed(another_horovod: P
 
 def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod: Path) -> None:
     """The command ends with exit code 2 and says why."""
-    path = os.pathsep.join([str(another_horovod), str(Path(__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1", "--host-discovery-script",
-                           "echo localhost:1", "touch", str(another_horovod / "started")],
-                          env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    path = os.pathsep.join(
+        [str(another_horovod),
+         str(Path(__file__).resolve().parent.parent), *sys.path])
+    done = subprocess.run([
+        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
+        "--host-discovery-script", "echo localhost:1", "touch",
+        str(another_horovod / "started")
+    ],
+                          env=os.environ | {"PYTHONPATH": path},
+                          capture_output=True,
+                          text=True)
     assert done.returncode == 2
     assert "9.9.9" in done.stderr
     assert not (another_horovod / "started").exists()
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
-    """A driver with one worker; returns what it tells of a word that comes so long after the one before."""
+    """A driver with one worker; returns what it tells of a word that comes so long after the one
+    before."""
     events, heard = Events(None), list[tuple[str, dict[str, Any]]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts)))
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], events)
-    worker = driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.STANDBY)
+    worker = driver.membership.workers["a/0/1"] = Worker("a/0/1",
+                                                         "a",
+                                                         0,
+                                                         0.0,
+                                                         0.0,
+                                                         phase=Phase.STANDBY)
     driver.membership.hosts_listed({"a": 1})
 
-    def spoken(silent_s: float, still_s: float = 0.1, off_s: float = 0.0) -> list[tuple[str, dict[str, Any]]]:
+    def spoken(silent_s: float,
+               still_s: float = 0.1,
+               off_s: float = 0.0) -> list[tuple[str, dict[str, Any]]]:
         heard.clear()
         now = time.monotonic()
         worker.heard_at, driver.membership.decided_at = now - silent_s, now - still_s
-        word = {"worker": worker.name, "count": worker.count + 1, "phase": "standby", "generation": 0,
-                "time": time.time() + off_s}
+        word = {
+            "worker": worker.name, "count": worker.count + 1, "phase": "standby", "generation": 0,
+            "time": time.time() + off_s
+        }
         driver.desk.take(word, "127.0.0.1")
         return list(heard)
 
@@ -663,15 +779,19 @@ def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
 
 def test_a_worker_that_was_silent_is_told_when_it_is_heard_again(
         spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
-    """Below the time that evicts it; not for a beat or two, and not when it was the driver that stood still."""
+    """Below the time that evicts it; not for a beat or two, and not when it was the driver that
+    stood still."""
     assert spoken(0.5) == []
     [(event, facts)] = spoken(3.0)
-    assert (event, facts["worker"]) == ("driver.worker_heard_again", "a/0/1") and 2.5 < facts["silent_s"] < 3.0
+    assert (event, facts["worker"]) == ("driver.worker_heard_again",
+                                        "a/0/1") and 2.5 < facts["silent_s"] < 3.0
     assert spoken(3.0, still_s=2.9) == []
 
 
-def test_a_wrong_clock_is_told_once(spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
-    """Its lines in the diary have its own time. One word by another clock may have waited for a driver that was frozen."""
+def test_a_wrong_clock_is_told_once(
+        spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
+    """Its lines in the diary have its own time. One word by another clock may have waited for a
+    driver that was frozen."""
     for off_s in (50.0, -240.0, 0.0, -240.0):
         assert spoken(0.2, off_s=off_s) == []
     [(event, facts)] = spoken(0.2, off_s=-240.0)
@@ -679,19 +799,32 @@ def test_a_wrong_clock_is_told_once(spoken: Callable[..., list[tuple[str, dict[s
     assert spoken(0.2, off_s=-240.0) == []
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def starting(ssh: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[MendedDriver, dict[str, str]]]]:
-    """Start a worker on each host; return the driver, and the environment of each worker, by its name."""
-    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None, ssh_port=None,
+def starting(ssh: Path,
+             tmp_path: Path) -> Iterator[Callable[[str], tuple[MendedDriver, dict[str, str]]]]:
+    """Start a worker on each host; return the driver, and the environment of each worker, by its
+    name."""
+    numbers = SimpleNamespace(num_proc=1,
+                              min_num_proc=1,
+                              max_num_proc=None,
+                              elastic_timeout=None,
+                              ssh_port=None,
                               ssh_identity_file=None)
-    command = ["sh", "-c", "tr '\\0' '\\n' < /proc/$$/environ > $0/${ELASTIC_TRAINER_WORKER##*/}; echo >> $0/ready; "
-               "exec sleep 1000", str(tmp_path)]
-    driver = MendedDriver(numbers, {"ELASTIC_TRAINER_KEY": "11" * 32, "PATH": os.defpath}, command, Events(None))
-    driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted", "as planned: nothing is decided")
-    driver.server = WordServer(driver.address, driver.key, driver.desk.take, driver.desk.refusals.refuse)
+    command = [
+        "sh", "-c",
+        "tr '\\0' '\\n' < /proc/$$/environ > $0/${ELASTIC_TRAINER_WORKER##*/}; echo >> $0/ready; "
+        "exec sleep 1000",
+        str(tmp_path)
+    ]
+    driver = MendedDriver(numbers, {"ELASTIC_TRAINER_KEY": "11" * 32, "PATH": os.defpath}, command,
+                          Events(None))
+    driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted",
+                                                                 "as planned: nothing is decided")
+    driver.server = WordServer(driver.address, driver.key, driver.desk.take,
+                               driver.desk.refusals.refuse)
     threading.Thread(target=driver.server.serve_forever, daemon=True).start()
 
     def start(*hosts: str) -> tuple[MendedDriver, dict[str, str]]:
@@ -701,8 +834,12 @@ def starting(ssh: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[Mended
             driver.membership.hosts_listed(dict.fromkeys(hosts, 1))
             driver.membership.workers[name] = Worker(name, host, 0, 0.0, 0.0)
             driver._start(Start(host, 0, name))
-        until(lambda: (tmp_path / "ready").is_file() and (tmp_path / "ready").stat().st_size == len(hosts))
-        return driver, {f"{host}/0/{number}": (tmp_path / str(number)).read_text() for number, host in enumerate(hosts)}
+        until(lambda: (tmp_path / "ready").is_file() and
+              (tmp_path / "ready").stat().st_size == len(hosts))
+        return driver, {
+            f"{host}/0/{number}": (tmp_path / str(number)).read_text()
+            for number, host in enumerate(hosts)
+        }
 
     yield start
     with driver.changed:
@@ -714,16 +851,19 @@ def starting(ssh: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[Mended
 
 
 def test_a_worker_has_its_own_key_and_not_the_runs(starting: Callable[..., Any]) -> None:
-    """Here and over ssh. What its driver was started with says nothing: that is in /proc for each worker on its host."""
+    """Here and over ssh. What its driver was started with says nothing: that is in /proc for each
+    worker on its host."""
     driver, environments = starting("127.0.0.1", "127.0.0.2", FAR)
     for name, environment in environments.items():
         has = {who for who in environments if worker_key(driver.key, who).hex() in environment}
-        assert has == {name} and driver.key.hex() not in environment and "11" * 32 not in environment
+        assert has == {name
+                       } and driver.key.hex() not in environment and "11" * 32 not in environment
     assert driver.key != bytes.fromhex("11" * 32)
 
 
 def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[..., Any]) -> None:
-    """No heartbeat, no event, no last word: neither its life, nor its death, nor its error is another's to tell."""
+    """No heartbeat, no event, no last word: neither its life, nor its death, nor its error is
+    another's to tell."""
     driver, environments = starting("127.0.0.1", "127.0.0.2")
     one, other = environments
     own = bytes.fromhex(environments[one].partition("ELASTIC_TRAINER_KEY=")[2].partition("\n")[0])
@@ -739,5 +879,6 @@ def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[.
                 DriverClient(address, who, own, DEADLINE_S).ask(words)
     assert repr(vars(neighbour)) == before and not driver.membership.blame.user_error
     neighbours = worker_key(driver.key, other)
-    DriverClient(address, other, neighbours, DEADLINE_S).ask({"count": 1, "phase": "standby", "generation": 0})
+    DriverClient(address, other, neighbours,
+                 DEADLINE_S).ask({"count": 1, "phase": "standby", "generation": 0})
     assert neighbour.count == 1

@@ -23,15 +23,21 @@ METHODS = [name for name in vars(Driver) if not name.startswith("_")]
 
 
 def calls_in(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def test_no_code_asks_which_driver_it_has() -> None:
     """A fourth driver needs a module of its own and a line in drivers.py."""
     names = {driver.__name__ for driver in DRIVERS}
-    found = [f"{path.name}: {ast.unparse(call)}" for path in PACKAGE.rglob("*.py") for call in calls_in(path)
-             if ast.unparse(call.func) == "isinstance"
-             and names & {node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)}]
+    found = [
+        f"{path.name}: {ast.unparse(call)}" for path in PACKAGE.rglob("*.py")
+        for call in calls_in(path) if ast.unparse(call.func) == "isinstance" and names
+        & {node.id
+           for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)}
+    ]
     assert found == []
 
 
@@ -43,15 +49,20 @@ def test_each_driver_answers_all_that_the_world_asks(driver: type[Any]) -> None:
         if name == "count":
             assert not callable(theirs)
         else:
-            assert list(inspect.signature(theirs).parameters) == list(inspect.signature(asked).parameters), name
+            assert list(inspect.signature(theirs).parameters) == list(
+                inspect.signature(asked).parameters), name
 
 
 def test_only_our_driver_takes_what_plain_horovodrun_would_take_for_a_death() -> None:
     """A restart in place, or an exit for a machine's fault."""
     for driver, is_ours in ((OurDriver, True), (PlainDriver, False), (Alone, False)):
         nobody = object.__new__(driver)
-        assert {nobody.revives_workers(), nobody.takes_machine_faults(), nobody.compares_arithmetic(),
-                nobody.counts_idle_generations()} == {is_ours}
+        assert {
+            nobody.revives_workers(),
+            nobody.takes_machine_faults(),
+            nobody.compares_arithmetic(),
+            nobody.counts_idle_generations()
+        } == {is_ours}
         assert nobody.drains_on_sigterm() == (driver is not Alone)
 
 

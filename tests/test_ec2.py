@@ -1,4 +1,5 @@
-"""EC2 over HTTP on loopback (moto's server): who is here, in every state, with pages, throttling and rubbish."""
+"""EC2 over HTTP on loopback (moto's server): who is here, in every state, with pages, throttling
+and rubbish."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def client(service: str, endpoint: str) -> Any:
-    return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x",
+    return boto3.client(service,
+                        endpoint_url=endpoint,
+                        region_name="us-east-1",
+                        aws_access_key_id="x",
                         aws_secret_access_key="x")
 
 
@@ -50,8 +54,11 @@ def proxy(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
 
     urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")).read()
     with FaultyProxy(moto) as proxy:
-        for name, value in {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x",
-                            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        for name, value in {
+                "AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ACCESS_KEY_ID": "x",
+                "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1",
+                "AWS_DEFAULT_REGION": "us-east-1"
+        }.items():
             monkeypatch.setenv(name, value)
         yield proxy
 
@@ -63,8 +70,12 @@ def launch(endpoint: str, count: int, *, spot: bool = True, kind: str = "c5.larg
     image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
     how = {"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}
     labels = [{"Key": k, "Value": v} for k, v in (tags or TAGS).items()]
-    started = ec2.run_instances(ImageId=image, MinCount=count, MaxCount=count, InstanceType=kind,
-                                TagSpecifications=[{"ResourceType": "instance", "Tags": labels}], **how)
+    started = ec2.run_instances(ImageId=image,
+                                MinCount=count,
+                                MaxCount=count,
+                                InstanceType=kind,
+                                TagSpecifications=[{"ResourceType": "instance", "Tags": labels}],
+                                **how)
     return [i["InstanceId"] for i in started["Instances"]]
 
 
@@ -85,7 +96,8 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     assert len(once(Ec2(TAGS), Policy(lifecycle="any"))) == 4
 
 
-def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that does not come makes the whole answer unknown."""
     monkeypatch.setattr(ec2_module, "PAGE", 5)
     launch(moto, 13)
@@ -104,10 +116,14 @@ def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy, monkeypatch: 
         cloud.instances()
 
 
-@pytest.mark.parametrize("kind", ["internal", "slow_down", "request_limit", "throttling", "reset", "rubbish",
-                                  "torn_xml", "forbidden"])
-def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: FaultyProxy, kind: str) -> None:
-    """The world's faults, throttling and lost permission: CloudUnavailable, and exit code 1 without a line."""
+@pytest.mark.parametrize("kind", [
+    "internal", "slow_down", "request_limit", "throttling", "reset", "rubbish", "torn_xml",
+    "forbidden"
+])
+def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: FaultyProxy,
+                                                           kind: str) -> None:
+    """The world's faults, throttling and lost permission: CloudUnavailable, and exit code 1 without
+    a line."""
     launch(moto, 1)
     proxy.fault(kind, times=10**6)
     with pytest.raises(CloudUnavailable):
@@ -129,15 +145,18 @@ def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy, kind: str) 
 
 
 def changed(pattern: str, text: str, times: int = 1) -> Callable[[bytes], bytes]:
-    """Return what changes an answer's text, in so many places; moto has no words for what EC2 says on bad days."""
+    """Return what changes an answer's text, in so many places; moto has no words for what EC2 says
+    on bad days."""
     return lambda data: re.sub(pattern.encode(), text.encode(), data, count=times)
 
 
 @pytest.mark.parametrize("state", ["pending", "shutting-down", "stopping", "stopped", "terminated"])
 def test_an_instance_that_does_not_run_is_out(moto: str, proxy: FaultyProxy, state: str) -> None:
-    """In whichever state the API describes it (moto's are in none for long); one that has ended is no host at all."""
+    """In whichever state the API describes it (moto's are in none for long); one that has ended is
+    no host at all."""
     ids = launch(moto, 2)
-    proxy.on_answer = changed(f"(?s)(<instanceId>{ids[0]}</instanceId>.*?<instanceState>.*?<name>)running", rf"\1{state}")
+    proxy.on_answer = changed(
+        f"(?s)(<instanceId>{ids[0]}</instanceId>.*?<instanceState>.*?<name>)running", rf"\1{state}")
     found = Ec2(TAGS).instances()
     out = {ids[0]: state} if state != "terminated" else {}
     assert {i.id: i.state for i in found} == out | {ids[1]: "running"}
@@ -147,7 +166,8 @@ def test_an_instance_that_does_not_run_is_out(moto: str, proxy: FaultyProxy, sta
 
 
 def test_nobody_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
-    """The API has answered, and names nobody: who has ended it does not describe. No lines, and exit code 0."""
+    """The API has answered, and names nobody: who has ended it does not describe. No lines, and
+    exit code 0."""
     client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
     client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
     assert Ec2(TAGS).instances() == []
@@ -158,7 +178,8 @@ def test_nobody_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
 
 
 def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: FaultyProxy) -> None:
-    """As DescribeInstanceStatus says it: by its checks, and by events that are near and not completed."""
+    """As DescribeInstanceStatus says it: by its checks, and by events that are near and not
+    completed."""
     ids = launch(moto, 3)
     cloud = Ec2(TAGS)
 
@@ -168,14 +189,17 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
 
     assert out() == {}
     for kind in ("instanceStatus", "systemStatus"):
-        proxy.on_answer = changed(f"(?s)<{kind}>.*?</{kind}>", f"<{kind}><status>impaired</status></{kind}>")
+        proxy.on_answer = changed(f"(?s)<{kind}>.*?</{kind}>",
+                                  f"<{kind}><status>impaired</status></{kind}>")
         assert list(out().values()) == ["the cloud says impaired"]
 
-    def event(in_s: float, description: str = "The instance is running on degraded hardware") -> dict[str, str]:
+    def event(in_s: float,
+              description: str = "The instance is running on degraded hardware") -> dict[str, str]:
         at = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time.time() + in_s))
-        proxy.on_answer = changed(f"(?s)(<instanceId>{ids[1]}</instanceId>.*?)(<systemStatus>)",
-                                  rf"\1<eventsSet><item><code>instance-retirement</code><description>{description}"
-                                  rf"</description><notBefore>{at}</notBefore></item></eventsSet>\2")
+        proxy.on_answer = changed(
+            f"(?s)(<instanceId>{ids[1]}</instanceId>.*?)(<systemStatus>)",
+            rf"\1<eventsSet><item><code>instance-retirement</code><description>{description}"
+            rf"</description><notBefore>{at}</notBefore></item></eventsSet>\2")
         return out()
 
     assert event(600) == {ids[1]: "scheduled: instance-retirement"}
@@ -186,13 +210,18 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
 
 
 def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyProxy) -> None:
-    """A lifecycle hook's Terminating:Wait, a detached one, or a stranger with the same tags is out."""
+    """A lifecycle hook's Terminating:Wait, a detached one, or a stranger with the same tags is
+    out."""
     ec2, scaling = client("ec2", moto), client("autoscaling", moto)
     image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
     ec2.create_launch_template(LaunchTemplateName="template",
                                LaunchTemplateData={"ImageId": image, "InstanceType": "c5.large"})
     scaling.create_auto_scaling_group(
-        AutoScalingGroupName="g", MinSize=0, MaxSize=5, DesiredCapacity=3, AvailabilityZones=["us-east-1a"],
+        AutoScalingGroupName="g",
+        MinSize=0,
+        MaxSize=5,
+        DesiredCapacity=3,
+        AvailabilityZones=["us-east-1a"],
         LaunchTemplate={"LaunchTemplateName": "template"},
         Tags=[{"Key": "Job", "Value": "mine", "PropagateAtLaunch": True}])
     stranger = launch(moto, 1)
@@ -200,24 +229,31 @@ def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyPr
     found = {i.id: i for i in cloud.instances()}
     assert len(found) == 3 and stranger[0] not in found
     gone = next(iter(found))
-    scaling.enter_standby(AutoScalingGroupName="g", InstanceIds=[gone], ShouldDecrementDesiredCapacity=True)
+    scaling.enter_standby(AutoScalingGroupName="g",
+                          InstanceIds=[gone],
+                          ShouldDecrementDesiredCapacity=True)
     after = {i.id: i.group_state for i in cloud.instances()}
     assert after.pop(gone) == "Standby" and set(after.values()) == {"InService"}
     assert len(once(cloud, Policy(lifecycle="any"))) == 2
     proxy.on_answer = changed("(<LifecycleState>)InService", r"\1Terminating:Wait")
     decision = decide(cloud.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
-    assert sorted(decision.reasons.values()) == ["in", "the group says Standby", "the group says Terminating:Wait"]
+    assert sorted(decision.reasons.values()) == [
+        "in", "the group says Standby", "the group says Terminating:Wait"
+    ]
     proxy.on_answer = changed("", "", 0)
     with pytest.raises(CloudUnavailable, match="--group"):
         Ec2(TAGS, "nobody").instances()
 
 
 def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> None:
-    """Without what belongs to it, or with other words: CloudUnavailable, and nothing else that could end a poller."""
+    """Without what belongs to it, or with other words: CloudUnavailable, and nothing else that
+    could end a poller."""
     launch(moto, 1)
     cloud = Ec2(TAGS)
-    for pattern, text in (("(?s)<launchTime>.*?</launchTime>", ""), ("(<launchTime>)[^<]*", r"\1soon"),
-                          ("(?s)<instanceState>.*?</instanceState>", ""), ("(?s)<instanceId>.*?</instanceId>", "")):
+    for pattern, text in (("(?s)<launchTime>.*?</launchTime>",
+                           ""), ("(<launchTime>)[^<]*",
+                                 r"\1soon"), ("(?s)<instanceState>.*?</instanceState>", ""),
+                          ("(?s)<instanceId>.*?</instanceId>", "")):
         proxy.on_answer = changed(pattern, text, 100)
         with pytest.raises(CloudUnavailable):
             cloud.instances()
@@ -226,24 +262,33 @@ def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> 
 def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> None:
     """Good enough for plain horovodrun: lines of host:slots and nothing else."""
     launch(moto, 2)
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
-                           "ec2", "--once", "--tag", "Job=mine", "--host-name",
-                           "private-ip", "--cpu-slots", "2"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([
+        sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once", "--tag", "Job=mine",
+        "--host-name", "private-ip", "--cpu-slots", "2"
+    ],
+                          cwd=ROOT,
+                          capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and all(line.endswith(":2") and line.count(".") == 3 for line in lines)
 
 
 def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and stays while nothing is
-    known; the next poller goes on; told to stop, it does not wait for an API that hangs."""
+    """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and
+    stays while nothing is known; the next poller goes on; told to stop, it does not wait for an API
+    that hangs."""
     hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
     ids = launch(moto, 3)
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "elastic_trainer.discovery",
-                                 "poll", "--hosts-file", str(hosts), "--tag", "Job=mine",
-                                 "--interval", "0.5", "--events", str(events)], cwd=ROOT, env=os.environ)
+        return subprocess.Popen([
+            sys.executable, "-m", "elastic_trainer.discovery", "poll", "--hosts-file",
+            str(hosts), "--tag", "Job=mine", "--interval", "0.5", "--events",
+            str(events)
+        ],
+                                cwd=ROOT,
+                                env=os.environ)
 
     poller = start()
     try:

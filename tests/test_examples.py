@@ -1,4 +1,5 @@
-"""The laws of the examples: the same data everywhere, models of the promised shape, and what digits comes to."""
+"""The laws of the examples: the same data everywhere, models of the promised shape, and what digits
+comes to."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def source() -> bytes:
 
 
 def test_gpt_reads_the_same_bytes_whatever_the_order_of_the_folder(tmp_path: Path) -> None:
-    """Files come by their relative names; what is no source, installed, built or a test is left out."""
+    """Files come by their relative names; what is no source, installed, built or a test is left
+    out."""
     files = {
         "b.py": "B",
         "a/z.py": "AZ",
@@ -38,7 +40,8 @@ def test_gpt_reads_the_same_bytes_whatever_the_order_of_the_folder(tmp_path: Pat
 
 
 def test_gpt_data_opens_fast_and_the_same_each_time(source: bytes) -> None:
-    """A newcomer must not wait for its data. The best of three counts: the machine may have other work."""
+    """A newcomer must not wait for its data. The best of three counts: the machine may have other
+    work."""
     durations_s = []
     for _ in range(3):
         started = time.thread_time()
@@ -55,7 +58,8 @@ def test_gpt_windows_are_the_bytes_without_overlap() -> None:
     assert len(windows) == 51
     assert bytes(torch.cat([windows[i] for i in range(51)]).tolist()) == source[:510]
     several = windows.__getitems__([7, 0, 7])
-    assert [bytes(window.tolist()) for window in several] == [source[70:80], source[:10], source[70:80]]
+    assert [bytes(window.tolist())
+            for window in several] == [source[70:80], source[:10], source[70:80]]
 
 
 def test_gpt_has_the_promised_size_and_shape() -> None:
@@ -65,7 +69,8 @@ def test_gpt_has_the_promised_size_and_shape() -> None:
     assert 0.8e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e6
     windows = torch.randint(256, (2, model.context + 1), dtype=torch.uint8)
     assert model(windows[:, :-1].long()).shape == (2, model.context, 256)
-    assert float(gpt.next_byte_loss(model, windows).detach()) == pytest.approx(math.log(256), abs=0.1)
+    assert float(gpt.next_byte_loss(model, windows).detach()) == pytest.approx(math.log(256),
+                                                                               abs=0.1)
 
 
 def test_gpt_sees_only_the_past() -> None:
@@ -93,10 +98,12 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
     training, test = digits.digits()
     assert (len(training), len(test)) == (1437, 360)
     again = digits.digits()[1]
-    assert torch.equal(test.tensors[0], again.tensors[0]) and torch.equal(test.tensors[1], again.tensors[1])
+    assert torch.equal(test.tensors[0], again.tensors[0]) and torch.equal(
+        test.tensors[1], again.tensors[1])
     for part in (training, test):
         images, labels = part.tensors
-        assert images.shape[1:] == (1, 8, 8) and 0.0 <= float(images.min()) <= float(images.max()) <= 1.0
+        assert images.shape[1:] == (1, 8,
+                                    8) and 0.0 <= float(images.min()) <= float(images.max()) <= 1.0
         assert set(labels.tolist()) == set(range(10))
 
 
@@ -117,10 +124,16 @@ def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> No
 
 
 def test_digits_are_read_with_at_least_97_percent(tmp_path: Path) -> None:
-    """After 3 of its 10 epochs already (98.6 % measured); alone, which is to the bit what any world would have."""
+    """After 3 of its 10 epochs already (98.6 % measured); alone, which is to the bit what any world
+    would have."""
     command = [sys.executable, "-m", "elastic_trainer.examples.digits", "--epochs", "3"]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command,
+                          env=env,
+                          cwd=tmp_path,
+                          capture_output=True,
+                          text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("test accuracy ")[1]) >= 0.97

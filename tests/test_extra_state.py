@@ -1,4 +1,5 @@
-"""What modules keep by get_extra_state: in a step, in worlds of any size, in checkpoints, for a newcomer."""
+"""What modules keep by get_extra_state: in a step, in worlds of any size, in checkpoints, for a
+newcomer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
 
 
 class Scaled(torch.nn.Module):
-    """Rounds as FP8 does: by a scale that follows the largest values of the last passes, and no buffer holds."""
+    """Rounds as FP8 does: by a scale that follows the largest values of the last passes, and no
+    buffer holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,13 +67,15 @@ def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state(
         optimizer.zero_grad()
         mse(reference, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
     assert kept(model) == kept(reference) and kept(model)[1] == 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """On all of them, also where none of the shards is mine: what the step's first shard has left."""
+    """On all of them, also where none of the shards is mine: what the step's first shard has
+    left."""
     alone = trained(scaled())
     assert kept(alone.model)[1] == 6  # one pass a step, however many shards
     for result in in_a_world(size, lambda rank: job(scaled())):
@@ -104,12 +108,16 @@ def test_extra_state_goes_on_where_it_was_when_a_run_is_resumed(run_dir: Path) -
     straight = scaled()
     trained(straight, run_dir=run_dir.with_name("other"))
     assert kept(resumed) == kept(straight)
-    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), straight.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
 def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:
     """A copy of its own: nothing is shared with what came over the network."""
-    states = [ElasticState(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (scaled(), scaled())]
+    states = [
+        ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        for model in (scaled(), scaled())
+    ]
     giver, taker = states
     giver.model(INPUT)
     packed = giver.packed()
@@ -121,7 +129,10 @@ def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None
 
 def test_a_successor_rolls_the_step_forward_with_the_first_shards_values() -> None:
     """What this process leaves for itself has them, as it has the gradient."""
-    states = [ElasticState(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (scaled(), scaled())]
+    states = [
+        ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        for model in (scaled(), scaled())
+    ]
     before, after = states
     before.begin()
     before.model(INPUT)
@@ -169,14 +180,18 @@ def test_the_user_is_told_at_the_start_when_extra_state_cannot_be_kept(
 
 
 def test_the_user_is_told_when_a_checkpoint_lacks_the_extra_state(run_dir: Path) -> None:
-    """A run of a model without it, or of a version that did not keep it, is not gone on with in silence."""
+    """A run of a model without it, or of a version that did not keep it, is not gone on with in
+    silence."""
     trained(built(torch.nn.Identity()), max_steps=2)
-    with pytest.raises(LayoutError, match=r"extra state is \[\] there and \['2\._extra_state'\] in this model"):
+    with pytest.raises(LayoutError,
+                       match=r"extra state is \[\] there and \['2\._extra_state'\] in this model"):
         trained(scaled())
 
 
-def test_extra_state_is_exported_under_the_names_of_state_dict(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tensors as tensors, numbers and text as JSON in the metadata; what safetensors cannot hold is named."""
+def test_extra_state_is_exported_under_the_names_of_state_dict(
+        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors as tensors, numbers and text as JSON in the metadata; what safetensors cannot hold is
+    named."""
     amax = torch.tensor([1.0, 2.0])
     trained(built(Holding(amax), Holding({"passes": 3}), Holding([amax])), max_steps=1)
     target = run_dir / "model.safetensors"

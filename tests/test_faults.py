@@ -1,7 +1,8 @@
 """Every kind of death, for real: real horovodrun, real processes, at least four ranks.
 
-Each test asserts the same laws (`Cluster.assert_nothing_lost`): the fault fired, no healthy worker died, every sample
-counted exactly once, steps never went back, one lineage, and the weights equal the undisturbed twin's bit for bit.
+Each test asserts the same laws (`Cluster.assert_nothing_lost`): the fault fired, no healthy worker
+died, every sample counted exactly once, steps never went back, one lineage, and the weights equal
+the undisturbed twin's bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FEW = ("--steps", "40")
 SLOW = ("--steps", "120", "--step-s", "0.15")
 """Slow enough that hosts can come and go while it runs."""
 IN_INIT = f"{PATIENT},gloo_s=10"
-"""Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may be silent."""
+"""Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may
+be silent."""
 
 
 def host(rank: int) -> str:
@@ -49,10 +51,13 @@ def index_of(story: list[str], event: str, count: int) -> int:
     return [at for at, told in enumerate(story) if told == event][count - 1]
 
 
-@pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"), (0, "step.voted"),
-                                             (2, "step.voted"), (0, "step.applied"), (1, "data")])
-def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int, point: str) -> None:
-    """SIGKILL in the backward pass, before the vote, between vote and apply, or after apply costs one step at most."""
+@pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"),
+                                             (0, "step.voted"), (2, "step.voted"),
+                                             (0, "step.applied"), (1, "data")])
+def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int,
+                                               point: str) -> None:
+    """SIGKILL in the backward pass, before the vote, between vote and apply, or after apply costs
+    one step at most."""
     where = {"reads": 20} if point == "data" else {"step": 12}
     plan = Plan().kill(host=host(rank), at=point, **where)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
@@ -63,34 +68,45 @@ def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, ra
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, twin_of: Twin, rank: int) -> None:
-    """A worker whose vote broke off, while others have applied the step, applies the gradient in its own hands."""
+def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, twin_of: Twin,
+                                                              rank: int) -> None:
+    """A worker whose vote broke off, while others have applied the step, applies the gradient in
+    its own hands."""
     plan = Plan().add("lose_vote", host=host(rank), at="step.voted", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
-        rolled = [(e["worker"].split("/")[0], e["step"]) for e in cluster.events("worker.rolled_forward")]
+        rolled = [(e["worker"].split("/")[0], e["step"])
+                  for e in cluster.events("worker.rolled_forward")]
     assert rolled == [(host(rank), 12)]
     assert result["generations"] == 2
 
 
 def test_a_machine_that_fails_costs_its_worker_alone(tmp_path: Path, twin_of: Twin) -> None:
-    """A disk's error while a sample is read: the others do the step again, the host gets a new worker after a while."""
+    """A disk's error while a sample is read: the others do the step again, the host gets a new
+    worker after a while."""
     plan = Plan().add("io_error", host=host(2), at="data", reads=20)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
         [told] = cluster.events("worker.machine_failed")
         [gone] = cluster.lost()
-    assert (told["host"], told["error"]) == (gone["host"], "EIO") == (host(2), "EIO") and told["shard"] >= 0
+    assert (told["host"], told["error"]) == (gone["host"], "EIO") == (host(2),
+                                                                      "EIO") and told["shard"] >= 0
     assert "Input/output error, as planned" in told["text"] and gone["reason"] == "machine_failed"
     assert result["steps_redone"] <= 1
     assert result["attempts"] == 1
 
 
 def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
-    """A sample that cannot be read anywhere ends the run: two hosts, both tracebacks, no third try."""
-    schedule = Schedule(dataset_size=1003, global_batch=64, shards=8, epochs=1000, seed=3, max_steps=40)
+    """A sample that cannot be read anywhere ends the run: two hosts, both tracebacks, no third
+    try."""
+    schedule = Schedule(dataset_size=1003,
+                        global_batch=64,
+                        shards=8,
+                        epochs=1000,
+                        seed=3,
+                        max_steps=40)
     first = int(schedule.shard_samples(12, 5)[0])
     plan = Plan().add("io_error", at="data", first=first).add("io_error", at="data", first=first)
     plan.add("io_error", at="data", first=first)
@@ -99,14 +115,18 @@ def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
         told = cluster.events("worker.machine_failed")
         [ended] = cluster.events("attempt.ended")
         said = (tmp_path / "output.log").read_text()
-    assert [(e["step"], e["shard"]) for e in told] == [(12, 5), (12, 5)] and len({e["host"] for e in told}) == 2
+    assert [(e["step"], e["shard"]) for e in told] == [(12, 5),
+                                                       (12, 5)] and len({e["host"]
+                                                                         for e in told}) == 2
     assert ended["verdict"] == "user_error" and len(cluster.fired()) == 2
     verdict = said[said.index("attempt user_error"):]
-    assert "shard 5 of step 12 fails with EIO on" in verdict and verdict.count("Input/output error, as planned") >= 2
+    assert "shard 5 of step 12 fails with EIO on" in verdict and verdict.count(
+        "Input/output error, as planned") >= 2
 
 
 def test_all_agree_and_nothing_is_lost_when_the_reducer_is_ring(tmp_path: Path) -> None:
-    """Without the bits, all other laws hold: each sample once, no victim, the same weights on all ranks."""
+    """Without the bits, all other laws hold: each sample once, no victim, the same weights on all
+    ranks."""
     plan = Plan().kill(host=host(1), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan, options=["--reduce", "ring"]) as cluster:
         assert cluster.finish() == 0
@@ -128,9 +148,13 @@ def test_loses_nothing_when_two_workers_are_killed_at_once(tmp_path: Path, twin_
     assert result["steps_redone"] <= 1
 
 
-def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path, twin_of: Twin) -> None:
-    """A second death after the place in the new generation was taken: admission or init absorbs it."""
-    plan = Plan().kill(host=host(1), at="step.prepared", step=12).kill(host=host(2), at="world.init_left", generation=2)
+def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path,
+                                                               twin_of: Twin) -> None:
+    """A second death after the place in the new generation was taken: admission or init absorbs
+    it."""
+    plan = Plan().kill(host=host(1), at="step.prepared", step=12).kill(host=host(2),
+                                                                       at="world.init_left",
+                                                                       generation=2)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*FEW), victims=2, revived=True)
@@ -138,32 +162,44 @@ def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path, t
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: int) -> None:
-    """SIGSTOP: sockets stay open and nothing is said; the beats' silence ends it (F3), nobody else."""
-    with Cluster(tmp_path, job=FEW, plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
+    """SIGSTOP: sockets stay open and nothing is said; the beats' silence ends it (F3), nobody
+    else."""
+    with Cluster(tmp_path,
+                 job=FEW,
+                 plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"]
         (paused,) = cluster.events("worker.pause_ended")
     assert result["steps_redone"] <= 1
-    parts = {name: paused[name] for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")}
-    assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused  # all waited for it, and none of it is training
+    parts = {
+        name: paused[name]
+        for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")
+    }
+    # All waited for it, and none of it is training.
+    assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused
     assert result["pauses"] == [round(paused["duration_s"], 3)]
 
 
 def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
-    """SIGTERM is a wish to leave, of rank 0 and of another: no step is done again, and the exit code is 75."""
+    """SIGTERM is a wish to leave, of rank 0 and of another: no step is done again, and the exit
+    code is 75."""
     plan = Plan().add("terminate", host=host(0), at="step.prepared", step=12)
     plan.add("terminate", host=host(2), at="step.prepared", step=24)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
-        gone = {e["worker"].split("/")[0]: e["exit_code"] for e in cluster.events("driver.worker_gone")}
+        gone = {
+            e["worker"].split("/")[0]: e["exit_code"]
+            for e in cluster.events("driver.worker_gone")
+        }
     assert [gone[fired["host"]] for fired in cluster.fired()] == [75, 75]
     assert result["steps_redone"] == 0
 
 
 def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_of: Twin) -> None:
-    """A newcomer that dies before it stands ready costs no generation; its host gets another chance."""
+    """A newcomer that dies before it stands ready costs no generation; its host gets another
+    chance."""
     plan = Plan().add("crash", host=host(4), at="boot")
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
@@ -176,8 +212,10 @@ def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_o
     assert result["steps_redone"] == 0
 
 
-def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path, twin_of: Twin) -> None:
-    """What the user's code raises before a worker stands ready may be its host's fault: it takes nobody with it."""
+def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path,
+                                                              twin_of: Twin) -> None:
+    """What the user's code raises before a worker stands ready may be its host's fault: it takes
+    nobody with it."""
     plan = Plan().add("raise", host=host(4), at="data", reads=1)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
@@ -188,7 +226,8 @@ def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path, tw
 
 
 def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
-    """A newcomer that never stands ready is never in any generation, and is stopped when the run is over."""
+    """A newcomer that never stands ready is never in any generation, and is stopped when the run is
+    over."""
     plan = Plan().add("hang", host=host(4), at="boot")
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
@@ -199,36 +238,49 @@ def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of:
     assert result["generations"] == 1
 
 
-@pytest.mark.parametrize(("generation", "point"), [(1, ""), (2, "step.voted"), (2, "step.prepared")])
-def test_survivors_meet_again_when_one_dies_inside_init(tmp_path: Path, twin_of: Twin, generation: int,
-                                                        point: str) -> None:
-    """`hvd.init()` fails, and they ask for the next place. An unmended Horovod aborts all who are in there (F1): then they
-    start anew in place, with the same pid and their live state."""
+@pytest.mark.parametrize(("generation", "point"), [(1, ""), (2, "step.voted"),
+                                                   (2, "step.prepared")])
+def test_survivors_meet_again_when_one_dies_inside_init(tmp_path: Path, twin_of: Twin,
+                                                        generation: int, point: str) -> None:
+    """`hvd.init()` fails, and they ask for the next place. An unmended Horovod aborts all who are
+    in there (F1): then they start anew in place, with the same pid and their live state."""
     rank_0 = host(1)  # of the second generation
-    plan = Plan().add("kill_in_init", host=host(2) if generation == 1 else rank_0, at="world.init_entered",
+    plan = Plan().add("kill_in_init",
+                      host=host(2) if generation == 1 else rank_0,
+                      at="world.init_entered",
                       generation=generation)
-    plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)  # else init may be faster
+    # Else init may be faster.
+    plan.add("wait_for_death", host=host(3), at="world.init_entered", generation=generation)
     if generation == 2:
         plan.kill(host=host(0), at=point, step=12)
     with Cluster(tmp_path, job=FEW, plan=plan, limits=IN_INIT) as cluster:
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=generation, revived=not init_can_fail())
+        result = cluster.assert_nothing_lost(twin_of(*FEW),
+                                             victims=generation,
+                                             revived=not init_can_fail())
         assert bool(cluster.events("worker.revives")) is not init_can_fail(), cluster.story()
         if generation == 2:
             broken = cluster.events("worker.generation_broken")[0]["time"]
-            [started, *_] = [e for e in cluster.events("worker.generation_started") if e["time"] > broken]
+            [started,
+             *_] = [e for e in cluster.events("worker.generation_started") if e["time"] > broken]
             # The pause began when the generation broke, not when the new process did.
-            assert started["time"] - started["pause_s"] < (broken + started["time"]) / 2, cluster.story()
+            assert started["time"] - started["pause_s"] < (broken +
+                                                           started["time"]) / 2, cluster.story()
     assert result["attempts"] == 1
-    least, most = {"": (0, 0), "step.voted": (0, 1), "step.prepared": (1, 1)}[point]  # who saw the vote pass goes on
+    # Who saw the vote pass goes on.
+    least, most = {"": (0, 0), "step.voted": (0, 1), "step.prepared": (1, 1)}[point]
     assert least <= result["steps_redone"] <= most
 
 
-@pytest.mark.parametrize(("rank", "point"), [(0, "world.transfer_started"), (1, "world.transfer_started"),
-                                             (4, "world.transfer_started"), (0, "world.transfer_ended"),
+@pytest.mark.parametrize(("rank", "point"), [(0, "world.transfer_started"),
+                                             (1, "world.transfer_started"),
+                                             (4, "world.transfer_started"),
+                                             (0, "world.transfer_ended"),
                                              (4, "world.transfer_ended")])
-def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, rank: int, point: str) -> None:
-    """Survivors' state is never written by a transfer, and a newcomer takes all of it or nothing."""
+def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, rank: int,
+                                                         point: str) -> None:
+    """Survivors' state is never written by a transfer, and a newcomer takes all of it or
+    nothing."""
     plan = Plan().kill(host=host(rank), at=point, size=5, is_giver=rank < 4)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
@@ -239,8 +291,10 @@ def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4])
-def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin, rank: int) -> None:
-    """It has taken its place and never enters `hvd.init()`: the others, who are in there, wait for it in vain (F1)."""
+def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin,
+                                                      rank: int) -> None:
+    """It has taken its place and never enters `hvd.init()`: the others, who are in there, wait for
+    it in vain (F1)."""
     plan = Plan().kill(host=host(rank), at="world.place_taken", size=5)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan, limits=IN_INIT) as cluster:
         cluster.wait_for_step(3)
@@ -252,27 +306,34 @@ def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: T
     assert result["steps_redone"] == 0
 
 
-def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: Path, twin_of: Twin) -> None:
-    """Two of four die, the rest wait for a third; one of them dies while it waits; the last one still holds the state."""
+def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: Path,
+                                                                      twin_of: Twin) -> None:
+    """Two of four die, the rest wait for a third; one of them dies while it waits; the last one
+    still holds the state."""
     plan = Plan()
     for rank in (0, 1):
         plan.add("kill_together", host=host(rank), at="step.voted", step=12)
-        plan.add("hold", host=host(rank), at="boot", generation=1)  # their successors: nobody is there to go on with
+        # Their successors: nobody is there to go on with.
+        plan.add("hold", host=host(rank), at="boot", generation=1)
     with Cluster(tmp_path, job=SLOW, min_workers=3, plan=plan) as cluster:
         cluster.wait_for_step(3)
         (tmp_path / "joined").touch()  # who boots from now on is of "generation" 1
         cluster.wait_until_fired()
-        cluster.wait_for("two who wait", lambda: [
-            shown(pid) for name, pid in cluster.live_pids().items() if name.split("/")[0] in (host(2), host(3))
-        ] == ["waiting", "waiting"])
+        cluster.wait_for(
+            "two who wait", lambda: [
+                shown(pid) for name, pid in cluster.live_pids().items()
+                if name.split("/")[0] in (host(2), host(3))
+            ] == ["waiting", "waiting"])
         cluster.signal_worker(host(2), signal.SIGKILL)
         cluster.wait_for("the third death", lambda: len(cluster.lost()) == 3)
         (tmp_path / RELEASED).touch()
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=3)
-        formed, broken = cluster.events("driver.generation_formed"), cluster.events("worker.generation_broken")
+        formed, broken = cluster.events("driver.generation_formed"), cluster.events(
+            "worker.generation_broken")
         story = [e["event"] for e in cluster.events()]
-        waited = story[index_of(story, "driver.worker_gone", 2) : index_of(story, "driver.generation_formed", 2)]
+        waited = story[index_of(story, "driver.worker_gone", 2
+                                ):index_of(story, "driver.generation_formed", 2)]
     assert {host(2), host(3)} <= {e["worker"].split("/")[0] for e in broken}
     assert min(e["size"] for e in formed) >= 3
     assert waited.count("driver.worker_gone") == 2 and "worker.step_committed" not in waited
@@ -280,8 +341,10 @@ def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: 
     assert result["steps_redone"] <= 1
 
 
-def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin) -> None:
-    """Losses come in groups: what remains of a notice is used, and the leaver's share is up before it goes."""
+def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Path,
+                                                                   twin_of: Twin) -> None:
+    """Losses come in groups: what remains of a notice is used, and the leaver's share is up before
+    it goes."""
     job = (*SLOW, "--checkpoint-every", "1000")
     with Cluster(tmp_path, job=job) as cluster:
         cluster.wait_for_step(10)
@@ -291,14 +354,16 @@ def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Pat
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
         removed = cluster.events("driver.host_removed")[0]["time"]
-        formed = next(e["time"] for e in cluster.events("driver.generation_formed") if e["generation"] == 2)
+        formed = next(e["time"] for e in cluster.events("driver.generation_formed")
+                      if e["generation"] == 2)
         published = cluster.events("state.checkpoint_published")[0]
     assert removed < published["time"] < formed and published["step"] > 10
     assert result["steps_redone"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin,
+                                                           rank: int) -> None:
     """A host that leaves the list goes at a step boundary, also when it is rank 0's."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(3)
@@ -310,13 +375,18 @@ def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_
 
 
 def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of: Twin) -> None:
-    """One host joins and leaves within a second and is never in the world; then it joins for good."""
+    """One host joins and leaves within a second and is never in the world; then it joins for
+    good."""
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for("newcomer", lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_started")))
+        cluster.wait_for(
+            "newcomer",
+            lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_started")))
         cluster.set_hosts(cluster.all_hosts[:4])
-        cluster.wait_for("its end", lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_gone")))
+        cluster.wait_for(
+            "its end",
+            lambda: any(e["host"] == host(4) for e in cluster.events("driver.worker_gone")))
         cluster.set_hosts(cluster.all_hosts)
         generation = cluster.wait_for_world(5)
         assert cluster.finish() == 0
@@ -325,9 +395,12 @@ def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of:
     assert result["steps_redone"] == 0
 
 
-def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path, twin_of: Twin) -> None:
-    """Its host leaves the list between its word that it is ready and the step boundary at which it would be let in."""
-    plan = Plan().add("hold", host=host(1), at="step.prepared", step=12)  # nobody gets to a boundary
+def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path,
+                                                                  twin_of: Twin) -> None:
+    """Its host leaves the list between its word that it is ready and the step boundary at which it
+    would be let in."""
+    # Nobody gets to a boundary.
+    plan = Plan().add("hold", host=host(1), at="step.prepared", step=12)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_until_fired()
         cluster.set_hosts(cluster.all_hosts)
@@ -343,10 +416,17 @@ def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path
     assert result["steps_redone"] == 0
 
 
-def test_no_step_is_done_again_when_a_newcomer_leaves_as_it_is_let_in(tmp_path: Path, twin_of: Twin) -> None:
-    """Its host leaves the list while the others wait for it in `hvd.init()`: it comes in, and goes at a boundary."""
+def test_no_step_is_done_again_when_a_newcomer_leaves_as_it_is_let_in(tmp_path: Path,
+                                                                      twin_of: Twin) -> None:
+    """Its host leaves the list while the others wait for it in `hvd.init()`: it comes in, and goes
+    at a boundary."""
     plan = Plan().add("hold", host=host(4), at="world.place_taken")
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan, limits=f"{PATIENT},gloo_s=60") as cluster:
+    with Cluster(tmp_path,
+                 hosts=5,
+                 start_with=4,
+                 job=SLOW,
+                 plan=plan,
+                 limits=f"{PATIENT},gloo_s=60") as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
@@ -363,14 +443,17 @@ def test_no_step_is_done_again_when_a_newcomer_leaves_as_it_is_let_in(tmp_path: 
     assert result["steps_redone"] == 0
 
 
-def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp_path: Path, twin_of: Twin) -> None:
-    """Nobody may work, so all wait, alive, with their state; then they go on as if nothing had been."""
+def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """Nobody may work, so all wait, alive, with their state; then they go on as if nothing had
+    been."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(3)
         workers = cluster.live_pids()
         cluster.set_hosts([])
         cluster.wait_for("the pause", lambda: len(cluster.events("driver.host_removed")) == 4)
-        cluster.wait_for("a checkpoint of the last step", lambda: {  # what is in memory alone may be taken with the hosts
+        # What is in memory alone may be taken with the hosts.
+        cluster.wait_for("a checkpoint of the last step", lambda: {
             e["step"] for e in cluster.events("state.checkpoint_published")} & {
             e["step"] + 1 for e in cluster.events("worker.step_committed")[-1:]})
         cluster.set_hosts(cluster.all_hosts)
@@ -382,12 +465,15 @@ def test_goes_on_with_the_same_workers_when_the_list_empties_and_fills_again(tmp
 
 
 def test_hands_the_state_over_when_the_whole_list_is_swapped(tmp_path: Path, twin_of: Twin) -> None:
-    """Not one host of the old list is in the new one (Horovod: "No hosts from previous set remaining")."""
+    """Not one host of the old list is in the new one (Horovod: "No hosts from previous set
+    remaining")."""
     with Cluster(tmp_path, hosts=8, start_with=4, job=SLOW) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts[4:])
-        cluster.wait_for("the new ones alone", lambda: any(
-            set(e["hosts"]) == set(cluster.all_hosts[4:]) for e in cluster.events("driver.generation_formed")))
+        cluster.wait_for(
+            "the new ones alone", lambda: any(
+                set(e["hosts"]) == set(cluster.all_hosts[4:])
+                for e in cluster.events("driver.generation_formed")))
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert result["attempts"] == 1
@@ -409,14 +495,16 @@ def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: T
 
 
 def test_keeps_the_last_list_when_the_discovery_hangs(tmp_path: Path, twin_of: Twin) -> None:
-    """What never answers is unknown too: it is told, a death is recovered from meanwhile, and the next answer counts."""
+    """What never answers is unknown too: it is told, a death is recovered from meanwhile, and the
+    next answer counts."""
     hangs, script = tmp_path / "hangs", tmp_path / "discovery.sh"
     script.write_text('if [ -e "$1" ]; then sleep 120 & echo $! >> "$1.pids"; wait; fi\ncat "$2"\n')
     discovery = f"sh {script} {hangs} {tmp_path / 'hosts'}"
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, discovery=discovery) as cluster:
         cluster.wait_for_step(3)
         hangs.touch()
-        [failed, *_] = cluster.wait_for("failed discovery", lambda: cluster.events("driver.discovery_failed"))
+        [failed, *_] = cluster.wait_for("failed discovery",
+                                        lambda: cluster.events("driver.discovery_failed"))
         assert "timed out" in failed["error"]
         started = int(Path(f"{hangs}.pids").read_text().split()[0])
         cluster.wait_for("the end of what the script has started", lambda: not is_running(started))
@@ -430,24 +518,30 @@ def test_keeps_the_last_list_when_the_discovery_hangs(tmp_path: Path, twin_of: T
     assert result["attempts"] == 1
 
 
-def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path, twin_of: Twin) -> None:
-    """Workers notice, finish their step, write it down and stop; the next attempt goes on from there."""
+def test_resumes_without_losing_a_step_when_the_driver_is_killed(tmp_path: Path,
+                                                                 twin_of: Twin) -> None:
+    """Workers notice, finish their step, write it down and stop; the next attempt goes on from
+    there."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         os.kill(cluster.driver_pid(), signal.SIGKILL)
-        [restored, *_] = cluster.wait_for("restore", lambda: cluster.events("state.checkpoint_restored"))
+        [restored, *_] = cluster.wait_for("restore",
+                                          lambda: cluster.events("state.checkpoint_restored"))
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
         first = [e for e in cluster.events() if e["attempt"] == 1]
-    assert sorted(stopped(first)) == cluster.all_hosts  # nobody is left who could say how they ended
-    assert restored["step"] == [e["step"] for e in first if e["event"] == "worker.step_committed"][-1] + 1
+    # Nobody is left who could say how they ended.
+    assert sorted(stopped(first)) == cluster.all_hosts
+    assert restored["step"] == [e["step"]
+                                for e in first if e["event"] == "worker.step_committed"][-1] + 1
     assert 7 < restored["step"] < result["steps"]
     assert result["attempts"] == 2
     assert result["steps_redone"] == 0
 
 
 def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_of: Twin) -> None:
-    """All workers, the driver and the supervisor die at once; the same command goes on from the checkpoint."""
+    """All workers, the driver and the supervisor die at once; the same command goes on from the
+    checkpoint."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()
@@ -458,8 +552,10 @@ def test_resumes_to_the_same_bits_when_everyone_is_killed(tmp_path: Path, twin_o
     assert result["attempts"] == 2
 
 
-def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_path: Path, twin_of: Twin) -> None:
-    """Two of four die and three are needed; then the hosts of the two that wait are under notice, and vanish."""
+def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """Two of four die and three are needed; then the hosts of the two that wait are under notice,
+    and vanish."""
     job = (*SLOW, "--checkpoint-every", "1000")
     with Cluster(tmp_path, job=job, min_workers=3) as cluster:
         cluster.wait_for_step(7)
@@ -467,7 +563,8 @@ def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_p
         cluster.set_hosts([host(0), host(3)])
         cluster.wait_for("two deaths", lambda: len(cluster.lost()) == 2)
         cluster.set_hosts([])
-        [published] = cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
+        [published] = cluster.wait_for("checkpoint",
+                                       lambda: cluster.events("state.checkpoint_published"))
         assert published["step"] == cluster.events("worker.step_committed")[-1]["step"] + 1
         cluster.kill_everyone()
         cluster.set_hosts(cluster.all_hosts)
@@ -478,8 +575,10 @@ def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(tmp_p
     assert result["steps_redone"] <= 1
 
 
-def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_path: Path, twin_of: Twin) -> None:
-    """Nobody holds the state any more: the attempt ends, and the next one restores the checkpoint, unattended."""
+def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """Nobody holds the state any more: the attempt ends, and the next one restores the checkpoint,
+    unattended."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.signal_workers(cluster.all_hosts, signal.SIGKILL)
@@ -489,19 +588,23 @@ def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(tmp_p
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin, rank: int) -> None:
-    """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit is what counts."""
+def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin,
+                                                              rank: int) -> None:
+    """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit
+    is what counts."""
     plan = Plan().add("child_holds_stdout", host=host(rank), at="step.prepared", step=12)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
         assert [e["reason"] for e in cluster.lost()] == ["crashed"]
-        assert not cluster.events("driver.worker_evicted"), cluster.story()  # its silence would have ended it, later
+        # Its silence would have ended it, later.
+        assert not cluster.events("driver.worker_evicted"), cluster.story()
 
 
 def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Path) -> None:
     """A user's own exception is never retried and reaches every rank; a dead host always is."""
-    with Cluster(tmp_path, job=SLOW, plan=Plan().add("raise", host=host(2), at="data", reads=20)) as cluster:
+    with Cluster(tmp_path, job=SLOW, plan=Plan().add("raise", host=host(2), at="data",
+                                                     reads=20)) as cluster:
         assert cluster.wait() == 70
         attempts, failed = cluster.events("attempt.ended"), cluster.events("worker.failed")
         assert [e["verdict"] for e in attempts] == ["user_error"], cluster.story()
@@ -510,8 +613,10 @@ def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Pat
         assert "a bad sample, as planned" in (tmp_path / "output.log").read_text()
 
 
-def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path: Path, twin_of: Twin) -> None:
-    """SIGTERM to everybody: nobody may hold the state any more, so it is written down, and nothing is done again."""
+def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """SIGTERM to everybody: nobody may hold the state any more, so it is written down, and nothing
+    is done again."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         cluster.signal_workers(cluster.all_hosts, signal.SIGTERM)
@@ -522,7 +627,8 @@ def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(tmp_path:
 
 
 def test_the_driver_takes_nobody_for_dead_when_it_thaws(tmp_path: Path, twin_of: Twin) -> None:
-    """It has heard nobody for longer than a worker may be silent: it was the one who stood still. All train on."""
+    """It has heard nobody for longer than a worker may be silent: it was the one who stood still.
+    All train on."""
     with Cluster(tmp_path, job=SLOW, limits="silence_s=8,gloo_s=16,driver_lost_s=60") as cluster:
         cluster.wait_for_step(7)
         driver = cluster.driver_pid()
@@ -537,15 +643,18 @@ def test_the_driver_takes_nobody_for_dead_when_it_thaws(tmp_path: Path, twin_of:
     assert result["steps_redone"] == 0
 
 
-def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path, twin_of: Twin) -> None:
-    """Its workers have given it up, written their last step down and gone: it finds nobody, and no victim either."""
+def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path,
+                                                                 twin_of: Twin) -> None:
+    """Its workers have given it up, written their last step down and gone: it finds nobody, and no
+    victim either."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         driver = cluster.driver_pid()
         os.kill(driver, signal.SIGSTOP)
         cluster.wait_for("the workers' stop", lambda: len(stopped(cluster.events())) == 4)
         os.kill(driver, signal.SIGCONT)
-        [restored, *_] = cluster.wait_for("restore", lambda: cluster.events("state.checkpoint_restored"))
+        [restored, *_] = cluster.wait_for("restore",
+                                          lambda: cluster.events("state.checkpoint_restored"))
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert 7 < restored["step"] < result["steps"]
@@ -554,8 +663,8 @@ def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("rank", "point"), [(2, "step.voted"), (0, "step.prepared")])
-def test_a_loop_of_the_users_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int,
-                                                                   point: str) -> None:
+def test_a_loop_of_the_users_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin,
+                                                                   rank: int, point: str) -> None:
     """`for step in trainer` has the bits of train(), and costs one step at most."""
     plan = Plan().kill(host=host(rank), at=point, step=12)
     with Cluster(tmp_path, job=(*FEW, "--iterator"), plan=plan) as cluster:
@@ -570,5 +679,6 @@ def test_an_exception_in_a_loop_of_the_users_ends_the_run_everywhere(tmp_path: P
         assert cluster.finish() == EXIT_USER_ERROR
         (failed,) = cluster.events("worker.failed")
         (stopped,) = cluster.events("driver.stopped")
-    assert "ValueError: in the loop, as planned" in failed["error"] and failed["worker"].startswith(host(2))
+    assert "ValueError: in the loop, as planned" in failed["error"] and failed["worker"].startswith(
+        host(2))
     assert stopped["verdict"] == "user_error" and "in the loop, as planned" in stopped["detail"]

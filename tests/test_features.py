@@ -1,7 +1,8 @@
-"""The job with all that users write into their loops (jobs/features.py), for real: worlds of processes, deaths, a join.
+"""The job with all that users write into their loops (jobs/features.py), for real: worlds of
+processes, deaths, a join.
 
-What each of its features must do is in test_gradients.py, test_supported.py, test_rates.py, test_extra_state.py,
-test_losses.py and test_batches.py.
+What each of its features must do is in test_gradients.py, test_supported.py, test_rates.py,
+test_extra_state.py, test_losses.py and test_batches.py.
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ SLOW = [*JOB, "--step-s", "0.1"]
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """Return what the job says in the end when it is done alone: its words by name."""
     def run(*arguments: str) -> dict[str, str]:
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-        done = subprocess.run([*JOB, *arguments], env=environ, capture_output=True, text=True, timeout=300, check=True,
+        environ = {
+            k: v
+            for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))
+        }
+        done = subprocess.run([*JOB, *arguments],
+                              env=environ,
+                              capture_output=True,
+                              text=True,
+                              timeout=300,
+                              check=True,
                               cwd=tmp_path_factory.mktemp("alone"))
-        return {name: value for name, _, value in (line.partition(" ") for line in done.stdout.splitlines())}
+        return {
+            name: value
+            for name, _, value in (line.partition(" ") for line in done.stdout.splitlines())
+        }
 
     return run
 
@@ -39,22 +51,27 @@ def test_the_bits_are_plain_pytorchs_when_one_worker_does_each_batch_as_one_shar
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_no_bit_is_another_in_a_world_of_another_size(tmp_path: Path, alone: Callable[..., dict[str, str]],
+def test_no_bit_is_another_in_a_world_of_another_size(tmp_path: Path,
+                                                      alone: Callable[..., dict[str, str]],
                                                       workers: int) -> None:
-    """Nothing happens but the job's own oddities: a loss that is no number, and a listener that raises."""
+    """Nothing happens but the job's own oddities: a loss that is no number, and a listener that
+    raises."""
     with Cluster(tmp_path, hosts=workers, command=JOB) as cluster:
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(alone()["weights"], victims=0)
-        assert {e["step"] // 16 for e in cluster.events("worker.loss_not_finite")} == {0, 1, 2, 3}  # once an epoch
+        # Once an epoch.
+        assert {e["step"] // 16 for e in cluster.events("worker.loss_not_finite")} == {0, 1, 2, 3}
         assert cluster.events("worker.listener_failed")
 
 
 def test_no_bit_is_another_when_workers_die_as_layers_thaw_and_another_joins(
         tmp_path: Path, alone: Callable[..., dict[str, str]]) -> None:
-    """One dies before the vote on the first step of a thawed layer, one after that of a frozen one; then the run goes on
-    in a world of another size.
+    """One dies before the vote on the first step of a thawed layer, one after that of a frozen one;
+    then the run goes on in a world of another size.
     """
-    plan = Plan().kill(host="127.0.0.2", at="step.prepared", step=20).kill(host="127.0.0.3", at="step.voted", step=40)
+    plan = Plan().kill(host="127.0.0.2", at="step.prepared", step=20).kill(host="127.0.0.3",
+                                                                           at="step.voted",
+                                                                           step=40)
     with Cluster(tmp_path, hosts=5, start_with=4, command=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(5)
         cluster.set_hosts(cluster.all_hosts)
@@ -65,9 +82,10 @@ def test_no_bit_is_another_when_workers_die_as_layers_thaw_and_another_joins(
     assert result["attempts"] == 1
 
 
-def test_no_bit_is_another_when_everyone_dies_between_two_thaws(tmp_path: Path,
-                                                                alone: Callable[..., dict[str, str]]) -> None:
-    """The next attempt goes on from the checkpoint of step 20 or a later one, with the layers that are trained there."""
+def test_no_bit_is_another_when_everyone_dies_between_two_thaws(
+        tmp_path: Path, alone: Callable[..., dict[str, str]]) -> None:
+    """The next attempt goes on from the checkpoint of step 20 or a later one, with the layers that
+    are trained there."""
     with Cluster(tmp_path, command=SLOW) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()

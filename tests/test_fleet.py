@@ -1,6 +1,8 @@
-"""The fleet, from terraform to the last step: what is applied, hosts that are its machines, and what a destroy leaves.
+"""The fleet, from terraform to the last step: what is applied, hosts that are its machines, and
+what a destroy leaves.
 
-terraform → EC2's API on loopback → namespaces with those very names and addresses → poller and agents → training
+terraform → EC2's API on loopback → namespaces with those very names and addresses → poller and
+agents → training
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ ROOT = DEPLOY.parent
 DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
 JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
-UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"}
+UNAVAILABLE = {
+    "request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"
+}
 """What the API does (faulty_proxy.py), and how the diary tells it."""
 
 
@@ -55,21 +59,26 @@ def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
         pytest.skip(cloud.why_not_terraform)
     fleet_is_as_wanted(cloud)
     for role in ("coordinator", "workers"):
-        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
+        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-us-east-1-{role}",
+                                                     PolicyName=role)["PolicyDocument"]
         nothing_is_open(policy, role)
     no_secret_in(cloud.state())
 
 
-def test_no_machine_is_started_before_its_coordinator_can_use_it_and_none_stays_without_one(cloud: Cloud) -> None:
-    """An apply starts the coordinator alone; its first order fills the group, behind an order of AWS's own to empty it."""
+def test_no_machine_is_started_before_its_coordinator_can_use_it_and_none_stays_without_one(
+        cloud: Cloud) -> None:
+    """An apply starts the coordinator alone; its first order fills the group, behind an order of
+    AWS's own to empty it."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
     assert cloud.size_when_applied == 0 and cloud.group()["DesiredCapacity"] == 2
-    (switch,) = cloud.scaling.describe_scheduled_actions(AutoScalingGroupName="mine-workers")["ScheduledUpdateGroupActions"]
+    (switch, ) = cloud.scaling.describe_scheduled_actions(
+        AutoScalingGroupName="mine-workers")["ScheduledUpdateGroupActions"]
     in_s = switch["StartTime"].timestamp() - time.time()
     assert switch["DesiredCapacity"] == 0 and LOST_S - 600 < in_s <= LOST_S
-    (version,) = cloud.ec2.describe_launch_template_versions(
-        LaunchTemplateName=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]["LaunchTemplateName"],
+    (version, ) = cloud.ec2.describe_launch_template_versions(
+        LaunchTemplateName=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]
+        ["LaunchTemplateName"],
         Versions=["$Latest"])["LaunchTemplateVersions"]
     assert version["LaunchTemplateData"]["InstanceInitiatedShutdownBehavior"] == "terminate"
 
@@ -84,10 +93,12 @@ def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cl
 
 
 def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None:
-    """Not simply in the first one (us-east-1e has no m6i); where none does, the plan says so, with the zones that do."""
+    """Not simply in the first one (us-east-1e has no m6i); where none does, the plan says so, with
+    the zones that do."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
-    (coordinator,) = (i for i in cloud.instances() if i["InstanceId"] == cloud.outputs["coordinator"])
+    (coordinator, ) = (i for i in cloud.instances()
+                       if i["InstanceId"] == cloud.outputs["coordinator"])
     assert coordinator["Placement"]["AvailabilityZone"] == "us-east-1a"
     said = cloud.plan_refused(zones='["us-east-1e"]')
     assert "No zone of us-east-1e offers m6i.large. Set coordinator_type, or zones to" in said
@@ -101,28 +112,36 @@ def test_every_disk_has_at_least_its_images_size(cloud: Cloud) -> None:
     of_coordinator = {"Name": "attachment.instance-id", "Values": [cloud.outputs["coordinator"]]}
     (disk,) = cloud.ec2.describe_volumes(Filters=[of_coordinator])["Volumes"]
     assert disk["Size"] == IMAGE_GB + 40
-    (version,) = cloud.ec2.describe_launch_template_versions(
-        LaunchTemplateId=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]["LaunchTemplateId"],
+    (version, ) = cloud.ec2.describe_launch_template_versions(
+        LaunchTemplateId=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]
+        ["LaunchTemplateId"],
         Versions=["$Latest"])["LaunchTemplateVersions"]
     assert version["LaunchTemplateData"]["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == IMAGE_GB
 
 
 def test_the_names_in_iam_carry_the_region(cloud: Cloud) -> None:
-    """IAM has one set of names for all regions: a run of the same name in another one could not be applied."""
+    """IAM has one set of names for all regions: a run of the same name in another one could not be
+    applied."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
     iam = cloud.client("iam")
-    names = {role["RoleName"] for role in iam.list_roles()["Roles"]} | {
-        profile["InstanceProfileName"] for profile in iam.list_instance_profiles()["InstanceProfiles"]}
+    names = {role["RoleName"]
+             for role in iam.list_roles()["Roles"]} | {
+                 profile["InstanceProfileName"]
+                 for profile in iam.list_instance_profiles()["InstanceProfiles"]
+             }
     assert names == {"mine-us-east-1-coordinator", "mine-us-east-1-workers"}
 
 
 def test_a_stopped_coordinator_stays_at_the_next_apply(cloud: Cloud) -> None:
-    """Also with a newer image, other zones and settings meanwhile; its keys and its run's diary are on its disk."""
+    """Also with a newer image, other zones and settings meanwhile; its keys and its run's diary are
+    on its disk."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
     cloud.ec2.stop_instances(InstanceIds=[cloud.outputs["coordinator"]])
-    others = {"zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2", "command": '["true"]'}
+    others = {
+        "zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2", "command": '["true"]'
+    }
     try:
         for values in (dict[str, str](), others | {"image_id": OTHER_IMAGE}):
             change = cloud.planned(**values).get("aws_instance.coordinator", {})
@@ -147,23 +166,34 @@ def test_secrets_are_read_by_the_machines_by_name_and_by_nobody_elses(cloud: Clo
         assert "kms:Decrypt" not in allowed
     ways = cloud.ec2.describe_vpc_endpoints()["VpcEndpoints"]
     (way,) = (w for w in ways if w["ServiceName"] == "com.amazonaws.us-east-1.ssm")
-    assert way["VpcEndpointType"] == "Interface" and way["PrivateDnsEnabled"] and len(way["SubnetIds"]) == 1
+    assert way["VpcEndpointType"] == "Interface" and way["PrivateDnsEnabled"] and len(
+        way["SubnetIds"]) == 1
     plan = cloud.planned(secrets="{}")
-    assert "TOKEN is in environment and in secrets." in cloud.plan_refused(environment='{"TOKEN" = "x"}')
+    assert "TOKEN is in environment and in secrets." in cloud.plan_refused(
+        environment='{"TOKEN" = "x"}')
     for address in ("aws_vpc_endpoint.ssm[0]", "aws_security_group.ssm[0]"):
         assert plan[address]["actions"] == ["delete"]
 
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:
     ec2, outputs = cloud.ec2, cloud.outputs
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
-                           "ec2", "--once", "--tag", "Fleet=mine", "--tag",
-                           "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
-                          text=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
+    done = subprocess.run([
+        sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once", "--tag", "Fleet=mine",
+        "--tag", "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"
+    ],
+                          cwd=ROOT,
+                          capture_output=True,
+                          text=True,
+                          env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
     assert done.returncode == 0 and done.stdout.count(":2\n") == 2, done.stderr
-    instances = {i["InstanceId"]: i for r in ec2.describe_instances()["Reservations"] for i in r["Instances"]}
+    instances = {
+        i["InstanceId"]: i
+        for r in ec2.describe_instances()["Reservations"]
+        for i in r["Instances"]
+    }
     coordinator = instances.pop(outputs["coordinator"])
-    assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"]["HttpTokens"] == "required"
+    assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"][
+        "HttpTokens"] == "required"
     assert [i["InstanceLifecycle"] for i in instances.values()] == ["spot"] * 2
 
     (group,) = cloud.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
@@ -173,9 +203,11 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
     assert len(group["VPCZoneIdentifier"].split(",")) == 2
     hooks = cloud.scaling.describe_lifecycle_hooks(AutoScalingGroupName="mine-workers")
     (hook,) = hooks["LifecycleHooks"]
-    assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook["DefaultResult"] == "CONTINUE"
-    (version,) = ec2.describe_launch_template_versions(
-        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]["LaunchTemplateId"],
+    assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook[
+        "DefaultResult"] == "CONTINUE"
+    (version, ) = ec2.describe_launch_template_versions(
+        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]
+        ["LaunchTemplateId"],
         Versions=["$Latest"])["LaunchTemplateVersions"]
     template = version["LaunchTemplateData"]
     assert template["MetadataOptions"]["HttpTokens"] == "required"
@@ -192,7 +224,8 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
     assert open_ways == {("mine-coordinator", 443)}
 
     # User data: whole, and the worker's names the coordinator whose keys it trusts.
-    given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"], Attribute="userData")["UserData"]["Value"]
+    given = ec2.describe_instance_attribute(InstanceId=outputs["coordinator"],
+                                            Attribute="userData")["UserData"]["Value"]
     files = user_data(base64.b64decode(given).decode())
     assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
     assert files["/etc/elastic-trainer/environment"] == "MODE=${x}='y'\n"
@@ -204,37 +237,46 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
 
 
 def nothing_is_open(policy: Any, role: str) -> None:
-    """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach the log."""
+    """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach
+    the log."""
     policy = json.loads(policy) if isinstance(policy, str) else policy
     for statement in policy["Statement"]:
-        actions, resources = ([x] if isinstance(x, str) else x for x in (statement["Action"], statement["Resource"]))
+        actions, resources = ([x] if isinstance(x, str) else x
+                              for x in (statement["Action"], statement["Resource"]))
         assert not any("*" in action for action in actions)
-        assert "*" not in resources or (role == "coordinator" and all(":Describe" in action for action in actions))
+        assert "*" not in resources or (role == "coordinator" and all(":Describe" in action
+                                                                      for action in actions))
         if "s3:DeleteObject" in actions:
             assert all(re.search(r"/mine/checkpoints/\*/(parts|probe)/\*$", r) for r in resources)
         if "s3:PutObject" in actions:
             assert all(r.startswith(f"arn:aws:s3:::{OPEN_BUCKET}/mine/") for r in resources)
 
 
-# --- its machines ----------------------------------------------------------------------------------------------------
+# --- its machines ---------------------------------------------------------------------------------
 
 
-def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
-    """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to none and back: nobody is
-    lost but those that are taken without notice, and nothing is done again but what the last checkpoint does not have.
+def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path,
+                                                        twin_of: Twin) -> None:
+    """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to
+    none and back: nobody is lost but those that are taken without notice, and nothing is done again
+    but what the last checkpoint does not have.
 
-    The group has two hosts, then six, of which one has a wrong clock and never works. A stranger talks to an agent. The API
-    says that there is nobody, is throttled, fails, and talks rubbish; meanwhile a host gets its notice, leaves, and is
-    terminated; the disk of another one fills again and again, until it is held back. Then all are taken at once, and the
-    group starts three others.
+    The group has two hosts, then six, of which one has a wrong clock and never works. A stranger
+    talks to an agent. The API says that there is nobody, is throttled, fails, and talks rubbish;
+    meanwhile a host gets its notice, leaves, and is terminated; the disk of another one fills again
+    and again, until it is held back. Then all are taken at once, and the group starts three others.
 
-    The hosts are the machines that terraform has asked for, by name and address. Agents and poller are called as their
-    units call them, the run as train.sh does, with what user data says. Other than on EC2: no cloud-init, no systemd, no
-    standbys; root in place of `trainer`, the tests' job, and keys for S3 in variables, not from the machine's role; and
-    the agents watch a small disk of their own.
+    The hosts are the machines that terraform has asked for, by name and address. Agents and poller
+    are called as their units call them, the run as train.sh does, with what user data says. Other
+    than on EC2: no cloud-init, no systemd, no standbys; root in place of `trainer`, the tests' job,
+    and keys for S3 in variables, not from the machine's role; and the agents watch a small disk of
+    their own.
     """
     if cloud.why_not_terraform:
-        print(f"{cloud.why_not_terraform} The instances of this story are made by boto3, not by deploy/terraform.")
+        print(
+            f"{cloud.why_not_terraform} The instances of this story are made by boto3, not by "
+            f"deploy/terraform."
+        )
     settings, folder = cloud.settings(), tmp_path / "fleet"
     with ExitStack() as stack:
         lab.addresses |= {COORDINATOR: cloud.coordinator()}
@@ -243,9 +285,17 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             api, store = (FaultyProxy(cloud.endpoint, lab.address(COORDINATOR)) for _ in "es")
         for proxy in (api, store):
             stack.enter_context(proxy)  # here: its threads are to find the API outside the lab
-        fleet = Fleet(lab, folder, run=settings["FLEET"], job=JOB, start_with=int(settings["NP"]),
-                      min_workers=int(settings["MIN_NP"]), own_disks=True,
-                      options=["--elastic-timeout", "604800", "--store", f"s3://{OPEN_BUCKET}/{settings['FLEET']}/checkpoints"],
+        fleet = Fleet(lab,
+                      folder,
+                      run=settings["FLEET"],
+                      job=JOB,
+                      start_with=int(settings["NP"]),
+                      min_workers=int(settings["MIN_NP"]),
+                      own_disks=True,
+                      options=[
+                          "--elastic-timeout", "604800", "--store",
+                          f"s3://{OPEN_BUCKET}/{settings['FLEET']}/checkpoints"
+                      ],
                       discovery=f"{sys.executable} -S {DISCOVER} hosts-file {folder}/hosts 120")
         fleet.hosts_file.unlink()
         fleet.run_dir.mkdir()
@@ -277,7 +327,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
         first = list(cloud.workers())
         lab.start(COORDINATOR, [*command_of("elastic-poll", settings, folder), "--interval", "1"],
                   env=os.environ | AWS | {"AWS_ENDPOINT_URL": api.endpoint})
-        fleet.wait_for("list", fleet.hosts_file.exists)  # of nobody: workers boot after their coordinator
+        # Of nobody: workers boot after their coordinator.
+        fleet.wait_for("list", fleet.hosts_file.exists)
         assert fleet.hosts_file.read_text() == ""
         with fleet:
             boot(first)
@@ -286,11 +337,15 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             lab.clocks[more[-1]] = 300
             boot(more)
             generation = fleet.wait_for_world(5)
-            knock(lab, more[-1], more[1], 7411, [RUBBISH, pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
-                                                 overheard(lab, more[1], b"GET /health")])
+            knock(lab, more[-1], more[1], 7411, [
+                RUBBISH,
+                pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
+                overheard(lab, more[1], b"GET /health")
+            ])
             fleet.wait_for("strangers", lambda: row(more[1])["refused"] == 3)
             diary = fleet.run_dir / EVENTS_FILE
-            api.on_request = lambda method, path: None if "answer_doubted" in diary.read_text() else "empty"
+            api.on_request = lambda method, path: None if "answer_doubted" in diary.read_text(
+            ) else "empty"
             fleet.wait_for("doubt", lambda: fleet.events("discovery.answer_doubted"))
             fleet.wait_for("whole answer", lambda: why(first[0]) == "in")
             for kind, error in UNAVAILABLE.items():
@@ -299,7 +354,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
                 if kind == "internal":
                     lab.metadata[first[0]].announce()
                     generation = fleet.wait_for_world(4, after=generation)
-                fleet.wait_for(kind, lambda told=told, error=error: error in "".join(unavailable()[told:]))  # type: ignore[misc]
+                fleet.wait_for(kind, lambda told=told, error=error: error in "".join(
+                    unavailable()[told:]))
             api.on_request = lambda method, path: None
             cloud.terminate(first[0])
             lab.power_cut(first[0])
@@ -314,29 +370,39 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert why(more[-1]).startswith("sick: its clock is +300 s off")
             fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
             fleet.wait_for_step(fleet.newest_step() + 2)
-            last = [name for name in cloud.workers() if lab.hosts.get(name) and lab.hosts[name].is_up()]
+            last = [
+                name for name in cloud.workers() if lab.hosts.get(name) and lab.hosts[name].is_up()
+            ]
             cloud.scale(0)
             lab.power_cut(*last)
             fleet.wait_for("end of the attempt", lambda: fleet.events("attempt.ended"))
             fleet.wait_for("list of nobody", lambda: fleet.hosts_file.read_text() == "")
             boot(cloud.scale(3))
             fleet.wait_for("restart", lambda: fleet.events("state.checkpoint_restored"))
-            fleet.wait_for("world of all three", lambda: [
-                e for e in fleet.events("worker.generation_started") if (e["attempt"], e["size"]) == (2, 3)])
+            fleet.wait_for(
+                "world of all three", lambda: [
+                    e for e in fleet.events("worker.generation_started")
+                    if (e["attempt"], e["size"]) == (2, 3)
+                ])
             assert fleet.finish() == 0
             result = fleet.assert_nothing_lost(twin_of(*JOB), victims=3)
             print(fleet.story())
             said = {e["host"]: e["why"] for e in fleet.events("discovery.host_out")}
-            assert said[first[0]].startswith("notice") and said[more[0]].startswith("sick: disk full")
+            assert said[first[0]].startswith("notice") and said[more[0]].startswith(
+                "sick: disk full")
             (held,) = fleet.events("discovery.host_held_back")
             assert held["host"] == more[0] and held["why"].startswith("held back: it came 3 times")
             added = [e["time"] for e in fleet.events("driver.host_added") if e["host"] == more[0]]
             assert added and max(added) < held["time"]
             assert fleet.events("discovery.answer_doubted")[0]["lacks"] == 5
-            assert [(e["host"], e["why"][:20]) for e in fleet.events("discovery.host_sick") if e["host"] == more[-1]] == [
-                (more[-1], "sick: its clock is +")]
-            assert {said[name] for name in (first[1], more[1], more[2])} == {"the cloud does not know it any more"}
-            assert {e["host"] for e in fleet.events("discovery.host_gone")} >= {first[0], more[0], more[-1], replacement}
+            assert [(e["host"], e["why"][:20]) for e in fleet.events("discovery.host_sick")
+                    if e["host"] == more[-1]] == [(more[-1], "sick: its clock is +")]
+            assert {said[name]
+                    for name in (first[1], more[1], more[2])
+                    } == {"the cloud does not know it any more"}
+            assert {e["host"]
+                    for e in fleet.events("discovery.host_gone")
+                    } >= {first[0], more[0], more[-1], replacement}
             assert {e["host"] for e in fleet.events("discovery.stranger_refused")} == {more[1]}
             assert more[-1] not in {e["host"] for e in fleet.events("driver.worker_started")}
     assert result["steps_redone"] <= 10  # two checkpoints: the newer one may have been on its way
@@ -345,25 +411,28 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
 
 
 def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None:
-    """Two of them would give the group their orders. Its workers are to be renewed: they have the old one's keys."""
+    """Two of them would give the group their orders. Its workers are to be renewed: they have the
+    old one's keys."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
 
     (old_template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
     said = cloud.replace_coordinator()
-    assert said.index("aws_instance.coordinator: Destruction complete") < said.index("aws_instance.coordinator: Creating")
+    assert said.index("aws_instance.coordinator: Destruction complete") < said.index(
+        "aws_instance.coordinator: Creating")
     assert cloud.outputs["coordinator"] not in [i["InstanceId"] for i in cloud.instances()]
     (template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
     assert template["LaunchTemplateId"] != old_template["LaunchTemplateId"]
 
 
-# --- its end ---------------------------------------------------------------------------------------------------------
+# --- its end --------------------------------------------------------------------------------------
 
 
 def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
     """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked.
 
-    What machines need for their last words (the way out, S3, the right to write there) goes when they have gone.
+    What machines need for their last words (the way out, S3, the right to write there) goes when
+    they have gone.
     """
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
@@ -372,7 +441,8 @@ def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
     assert cloud.left() == set()
     gone = [said.index(f"{machines}: Destruction complete") for machines in (
         "aws_autoscaling_group.workers", "aws_instance.coordinator")]
-    for need in ("aws_main_route_table_association.fleet", "aws_vpc_endpoint.s3", "aws_iam_role_policy.coordinator",
+    for need in ("aws_main_route_table_association.fleet", "aws_vpc_endpoint.s3",
+                 "aws_iam_role_policy.coordinator",
                  'aws_vpc_security_group_egress_rule.out["coordinator: APIs, packages"]'):
         assert said.index(f"{need}: Destroying") > max(gone), need
     cloud.bucket.result()
@@ -386,6 +456,9 @@ def bucket_is_locked(s3: Any, bucket: str) -> None:
     (rule,) = s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
     assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
     assert not rule.keys() & {"Expiration", "NoncurrentVersionExpiration", "Transitions"}
-    denied = {s["Sid"]: s for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]}
+    denied = {
+        s["Sid"]: s
+        for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]
+    }
     assert denied["LogRecordsOnlyIfAbsent"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
     assert {s["Effect"] for s in denied.values()} == {"Deny"}

@@ -1,6 +1,7 @@
 """Which gradient a step has, whatever the user's code does with `.grad` and `requires_grad`.
 
-The yardstick is `plain`: each shard's gradient as plain PyTorch leaves it in `.grad`, weighted and added by hand.
+The yardstick is `plain`: each shard's gradient as plain PyTorch leaves it in `.grad`, weighted and
+added by hand.
 """
 
 from __future__ import annotations
@@ -11,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import INPUT, NUMBERS, SIZE, TARGET, Trainer, built, in_a_world, job, mse, sgd, trained
+from test_loop import (
+    INPUT,
+    NUMBERS,
+    SIZE,
+    TARGET,
+    Trainer,
+    built,
+    in_a_world,
+    job,
+    mse,
+    sgd,
+    trained,
+)
 
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
@@ -33,9 +46,14 @@ def adamw(model: Model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
-def plain(model: Model, optimizer: torch.optim.Optimizer, loss: Loss, *, shards: int = NUMBERS["shards"],
+def plain(model: Model,
+          optimizer: torch.optim.Optimizer,
+          loss: Loss,
+          *,
+          shards: int = NUMBERS["shards"],
           after_step: Callable[[int], None] = lambda step: None) -> Model:
-    """Train in plain PyTorch, shard after shard; a step's gradient is the weighted sum of theirs, None where all are."""
+    """Train in plain PyTorch, shard after shard; a step's gradient is the weighted sum of theirs,
+    None where all are."""
     schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": shards}))
     for step in range(schedule.steps):
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -48,7 +66,8 @@ def plain(model: Model, optimizer: torch.optim.Optimizer, loss: Loss, *, shards:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     weighted = parameter.grad * schedule.shard_weight(step, shard)
-                    totals[parameter] = totals[parameter] + weighted if parameter in totals else weighted
+                    totals[parameter] = totals[
+                        parameter] + weighted if parameter in totals else weighted
         for parameter in model.parameters():
             parameter.grad = totals.get(parameter)
         optimizer.step()
@@ -57,14 +76,19 @@ def plain(model: Model, optimizer: torch.optim.Optimizer, loss: Loss, *, shards:
 
 
 def assert_close(model: Model, other: Model) -> None:
-    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6), f"{name} is off by {(mine - theirs).abs().max()}"
+    for (name, mine), theirs in zip(model.state_dict().items(),
+                                    other.state_dict().values(),
+                                    strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4,
+                              atol=1e-6), f"{name} is off by {(mine - theirs).abs().max()}"
 
 
 def everywhere(make: Callable[[], dict[str, Any]], reduce: str = "exact") -> Model:
-    """Train alone and in worlds of several sizes, and return the model; under `exact` the bits are the same in all.
+    """Train alone and in worlds of several sizes, and return the model; under `exact` the bits are
+    the same in all.
 
-    Under `ring` they are the same on all workers of a world. Six workers share four shards: two have none.
+    Under `ring` they are the same on all workers of a world. Six workers share four shards: two
+    have none.
     """
     results: list[list[Result]] = []
     for size in (1, 2, 3, 4, 6):
@@ -76,11 +100,13 @@ def everywhere(make: Callable[[], dict[str, Any]], reduce: str = "exact") -> Mod
     return results[0][0].model
 
 
-def job_of(model: Model, optimizer: Callable[[Model], torch.optim.Optimizer] = sgd, **changes: Any) -> dict[str, Any]:
+def job_of(model: Model,
+           optimizer: Callable[[Model], torch.optim.Optimizer] = sgd,
+           **changes: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer(model)} | changes
 
 
-# --- code that writes to .grad --------------------------------------------------------------------------------------
+# --- code that writes to .grad --------------------------------------------------------------------
 
 def old_style(model: Model) -> None:
     for parameter in model.parameters():
@@ -103,8 +129,10 @@ def test_no_bit_is_another_when_loss_zeroes_the_gradients(way: str, reduce: str)
         ZEROED[way](model)
         return mse(model, batch)
 
-    with_it, without = (everywhere(lambda loss=one: job_of(built(), loss=loss), reduce) for one in (loss, mse))
-    assert all(torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
+    with_it, without = (everywhere(lambda loss=one: job_of(built(), loss=loss), reduce)
+                        for one in (loss, mse))
+    assert all(
+        torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
     assert_close(with_it, plain(built_ := built(), sgd(built_), mse))
 
 
@@ -143,10 +171,12 @@ LOSSES = [adversarial, penalized, left_over, clipped]
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_plain_pytorchs_when_loss_runs_backward_passes_of_its_own(loss: Loss, reduce: str) -> None:
+def test_the_gradient_is_plain_pytorchs_when_loss_runs_backward_passes_of_its_own(
+        loss: Loss, reduce: str) -> None:
     """What a shard leaves in `.grad` is its gradient; in a world of any size."""
     reference = built()
-    assert_close(everywhere(lambda: job_of(built(), loss=loss), reduce), plain(reference, sgd(reference), loss))
+    assert_close(everywhere(lambda: job_of(built(), loss=loss), reduce),
+                 plain(reference, sgd(reference), loss))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -155,17 +185,20 @@ def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard(loss: Loss) -> No
     model, reference = built(), built()
     trained(model, loss=loss, shards=1)
     plain(reference, sgd(reference), loss, shards=1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
-def test_the_step_is_run_again_when_loss_first_writes_to_a_gradient_in_its_middle(reduce: str) -> None:
+def test_the_step_is_run_again_when_loss_first_writes_to_a_gradient_in_its_middle(
+        reduce: str) -> None:
     """The warm-up has not seen it, and other shards of the step are in the sums already."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         return (adversarial if torch.equal(batch[0], LATE) else mse)(model, batch)
 
     reference = built()
-    assert_close(everywhere(lambda: job_of(built(), loss=loss), reduce), plain(reference, sgd(reference), loss))
+    assert_close(everywhere(lambda: job_of(built(), loss=loss), reduce),
+                 plain(reference, sgd(reference), loss))
 
 
 def with_hooks(act: Callable[[torch.nn.Parameter], None]) -> Model:
@@ -194,12 +227,15 @@ def test_a_hook_sees_the_gradient_of_one_shard_when_it_changes_it(act: Any, redu
     assert not torch.equal(next(model.parameters()), next(built().parameters()))
     trained(alone, shards=1, reduce=reduce)
     plain(reference, sgd(reference), mse, shards=1)
-    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
 
 
-def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ring` the network is faster than a hook that nobody has seen in the warm-up."""
-    monkeypatch.setattr("elastic_trainer.training.reduce.BUCKET_BYTES", 64)  # the last gradients wait for the pass to end
+    # The last gradients wait for the pass to end.
+    monkeypatch.setattr("elastic_trainer.training.reduce.BUCKET_BYTES", 64)
 
     def make() -> dict[str, Any]:
         is_late = [False]
@@ -208,7 +244,8 @@ def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(monkeypatch: py
             is_late[0] = torch.equal(batch[0], LATE)
             return mse(model, batch)
 
-        return job_of(with_hooks(lambda parameter: clamp(parameter) if is_late[0] else None), loss=loss)
+        return job_of(with_hooks(lambda parameter: clamp(parameter) if is_late[0] else None),
+                      loss=loss)
 
     with pytest.raises(RuntimeError, match='a hook has changed .grad.*reduce="exact"'):
         in_a_world(2, lambda rank: job(**make()), "ring")
@@ -224,14 +261,19 @@ def test_a_16_bit_gradient_is_that_of_its_shard_when_loss_zeroes_the_gradients()
     def silent(model: Model, batch: Any) -> torch.Tensor:
         return torch.nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1])
 
-    models = [everywhere(lambda loss=one: job_of(built().bfloat16(), loss=loss)) for one in (loss, silent)]
-    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    models = [
+        everywhere(lambda loss=one: job_of(built().bfloat16(), loss=loss)) for one in (loss, silent)
+    ]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
-# --- parameters without a gradient ----------------------------------------------------------------------------------
+# --- parameters without a gradient ----------------------------------------------------------------
 
 class Branching(Model):
-    """Has a layer that no sample goes through, and one for those batches whose first number is positive."""
+    """Has a layer that no sample goes through, and one for those batches whose first number is
+    positive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +287,12 @@ class Branching(Model):
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
-@pytest.mark.parametrize("optimizer", [adamw, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
-def test_weight_decay_and_momentum_rest_when_no_shard_has_used_a_parameter(optimizer: Any, reduce: str) -> None:
-    """Its gradient is None then, as in plain PyTorch; a gradient of some shards only is their sum."""
+@pytest.mark.parametrize(
+    "optimizer", [adamw, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+def test_weight_decay_and_momentum_rest_when_no_shard_has_used_a_parameter(
+        optimizer: Any, reduce: str) -> None:
+    """Its gradient is None then, as in plain PyTorch; a gradient of some shards only is their
+    sum."""
     model, reference = everywhere(lambda: job_of(Branching(), optimizer), reduce), Branching()
     assert_close(model, plain(reference, optimizer(reference), mse))
     assert isinstance(model, Branching)
@@ -260,10 +305,11 @@ def test_the_bits_are_plain_pytorchs_when_a_parameter_is_used_in_some_steps_only
     model, reference = Branching(), Branching()
     trained(model, adamw(model), shards=1)
     plain(reference, adamw(reference), mse, shards=1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-# --- requires_grad that changes -------------------------------------------------------------------------------------
+# --- requires_grad that changes -------------------------------------------------------------------
 
 class Counter:
     """Counts finished steps, as an extra of the state."""
@@ -308,13 +354,18 @@ def thawed_within() -> dict[str, Any]:
     return job_of(model, adamw, loss=loss, after_step=after_step, extras={"counter": counter})
 
 
-THAWED: dict[str, Callable[[], dict[str, Any]]] = {"after_step": lambda: thawed_after(0), "loss": thawed_within}
+THAWED: dict[str,
+             Callable[[],
+                      dict[str,
+                           Any]]] = {"after_step": lambda: thawed_after(0), "loss": thawed_within}
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("where", THAWED)
-def test_layers_train_as_in_plain_pytorch_when_they_are_thawed_and_frozen(where: str, reduce: str) -> None:
-    """In a world of any size, also on a worker that runs no shard and so never hears of it in `loss`."""
+def test_layers_train_as_in_plain_pytorch_when_they_are_thawed_and_frozen(where: str,
+                                                                          reduce: str) -> None:
+    """In a world of any size, also on a worker that runs no shard and so never hears of it in
+    `loss`."""
     reference = deep()
     thaw(reference, 0)
     plain(reference, adamw(reference), mse, after_step=lambda step: thaw(reference, step + 1))
@@ -328,15 +379,21 @@ def test_the_bits_are_plain_pytorchs_when_layers_are_thawed(where: str) -> None:
     """One worker, one shard."""
     reference, made = deep(), THAWED[where]()
     thaw(reference, 0)
-    plain(reference, adamw(reference), mse, shards=1, after_step=lambda step: thaw(reference, step + 1))
+    plain(reference,
+          adamw(reference),
+          mse,
+          shards=1,
+          after_step=lambda step: thaw(reference, step + 1))
     model = made.pop("model")
     trained(model, made.pop("optimizer"), shards=1, **made)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("where", THAWED)
 @pytest.mark.parametrize("stop", [1, 2, 4])
-def test_the_set_of_trained_parameters_goes_on_when_a_run_is_resumed(where: str, stop: int, tmp_path: Path) -> None:
+def test_the_set_of_trained_parameters_goes_on_when_a_run_is_resumed(where: str, stop: int,
+                                                                     tmp_path: Path) -> None:
     """It is part of the state: a script builds its model as for step 0."""
     def run(**changes: Any) -> str:
         made = THAWED[where]()
@@ -354,10 +411,12 @@ def test_a_newcomer_trains_what_the_others_train_when_it_has_received_the_state(
     thaw(taker, 0)
     states = [ElasticState(model, sgd(model)) for model in (giver, taker)]
     states[1].load(states[0].values())
-    assert [p.requires_grad for p in taker.parameters()] == [p.requires_grad for p in giver.parameters()]
+    assert [p.requires_grad
+            for p in taker.parameters()] == [p.requires_grad for p in giver.parameters()]
 
 
-def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_after_a_thaw() -> None:
+def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_after_a_thaw(
+) -> None:
     """Its reduced gradient has the layout of that step, and says which parameters had none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
         trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact", False)
@@ -380,12 +439,16 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     second._take_own_legacy()
     for trainer in (first, second):
         trainer.end.apply(8, 0)
-    assert all(torch.equal(a, b) for a, b in zip(first.job.model.parameters(), second.job.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.job.model.parameters(), second.job.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
-@pytest.mark.parametrize("layers", [(0, 2), (2, 4), (4, 4)], ids=["other lengths", "other lengths behind", "same length"])
-def test_all_workers_say_so_when_their_parameters_differ(layers: tuple[int, int], reduce: str) -> None:
+@pytest.mark.parametrize("layers", [(0, 2), (2, 4), (4, 4)],
+                         ids=["other lengths", "other lengths behind", "same length"])
+def test_all_workers_say_so_when_their_parameters_differ(layers: tuple[int, int],
+                                                         reduce: str) -> None:
     """An error with names, and no collective that waits for ever."""
     def make(rank: int) -> dict[str, Any]:
         model = deep()
@@ -411,13 +474,17 @@ def test_the_user_is_told_when_two_shards_of_a_step_train_different_parameters()
         model[0].requires_grad_(calls[0] < 5)
         return mse(model, batch)
 
-    with pytest.raises(RuntimeError, match=r"requires_grad of 0\.weight, 0\.bias differs between two shards of step 0"):
+    with pytest.raises(
+            RuntimeError,
+            match=r"requires_grad of 0\.weight, 0\.bias differs between two shards of step 0"):
         trained(built(), loss=loss)
 
 
 @pytest.mark.parametrize("where", ["after_step", "loss"])
-def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training(where: str) -> None:
-    """A newcomer builds its optimizer as the script does at the start, so nobody could join or resume."""
+def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training(
+        where: str) -> None:
+    """A newcomer builds its optimizer as the script does at the start, so nobody could join or
+    resume."""
     model = deep()
     optimizer = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
     calls = [0]
@@ -428,5 +495,7 @@ def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training
             optimizer.add_param_group({"params": list(model[0].parameters())})
         return mse(*arguments) if where == "loss" else torch.zeros(())
 
-    with pytest.raises(RuntimeError, match=r"groups of \[4, 2\] parameters .*groups of \[4\] at the start\. Give it all"):
+    with pytest.raises(
+            RuntimeError,
+            match=r"groups of \[4, 2\] parameters .*groups of \[4\] at the start\. Give it all"):
         trained(model, optimizer, **{where: add})

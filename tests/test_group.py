@@ -1,4 +1,5 @@
-"""How many machines the group is asked for: the wish, a lost coordinator, machines of which none works.
+"""How many machines the group is asked for: the wish, a lost coordinator, machines of which none
+works.
 
 (By EC2's API: test_fleet.py.)
 """
@@ -71,7 +72,8 @@ def call(group: Substitute, here: Path) -> list[tuple[str, float]]:
 
 def table(here: Path, *is_in: bool, age_s: float = 0.0) -> None:
     at = time.time() - age_s
-    here.with_name("hosts.json").write_text(json.dumps({"time": at, "hosts": [{"is_in": one} for one in is_in]}))
+    here.with_name("hosts.json").write_text(
+        json.dumps({"time": at, "hosts": [{"is_in": one} for one in is_in]}))
 
 
 def test_the_order_to_empty_the_group_stands_before_a_machine_is_asked_for(here: Path) -> None:
@@ -94,7 +96,8 @@ def test_nothing_is_asked_for_when_the_emptying_cannot_be_ordered(here: Path) ->
 
 
 def test_the_wish_is_obeyed_in_the_end_when_asking_for_it_fails(here: Path) -> None:
-    """Also where the order to empty the group, by whose absence the need was seen, stands meanwhile."""
+    """Also where the order to empty the group, by whose absence the need was seen, stands
+    meanwhile."""
     group = Substitute()
     call(group, here)
     group.go_off()
@@ -124,7 +127,8 @@ def test_the_machines_come_back_with_a_coordinator_that_was_lost(here: Path) -> 
 
 
 def test_machines_of_which_none_works_for_an_hour_are_sent_away(here: Path) -> None:
-    """With an event that says where to look; they stay away until somebody wishes for another number."""
+    """With an event that says where to look; they stay away until somebody wishes for another
+    number."""
     group = Substitute()
     call(group, here)
     table(here, False, False)
@@ -143,7 +147,8 @@ def test_one_that_works_begins_the_hour_anew() -> None:
     assert order.size is None and order.past.useless == 0
 
 
-def test_workers_that_fail_together_are_sent_away_although_there_is_none_between_two_lots(here: Path) -> None:
+def test_workers_that_fail_together_are_sent_away_although_there_is_none_between_two_lots(
+        here: Path) -> None:
     """Each lot gives up, is terminated and replaced; this is not to go on for ever."""
     group = Substitute()
     call(group, here)
@@ -175,7 +180,8 @@ def test_a_table_that_is_missing_old_or_broken_is_unknown(here: Path) -> None:
     for text in ("{", "[]", '{"time": 1e300}', '{"time": "x", "hosts": 3}'):
         file.write_text(text)
         assert working(file) is None
-    assert decide(Group(wish=8, size=8, is_armed=True), Past(wish=8, useless=7), None).past.useless == 7
+    assert decide(Group(wish=8, size=8, is_armed=True), Past(wish=8, useless=7),
+                  None).past.useless == 7
 
 
 def test_a_memory_that_is_damaged_costs_an_order_and_no_more(here: Path) -> None:
@@ -189,6 +195,11 @@ def test_a_memory_that_is_damaged_costs_an_order_and_no_more(here: Path) -> None
 def test_a_group_that_nobody_answers_for_is_an_error(tmp_path: Path) -> None:
     """The command ends with 1, and the next minute asks again."""
     env = os.environ | AWS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery", "group", "--group", "mine", "--hosts-file",
-                           tmp_path / "hosts"], env=env, capture_output=True, text=True)
+    done = subprocess.run([
+        sys.executable, "-m", "elastic_trainer.discovery", "group", "--group", "mine",
+        "--hosts-file", tmp_path / "hosts"
+    ],
+                          env=env,
+                          capture_output=True,
+                          text=True)
     assert done.returncode == 1 and "Auto Scaling did not answer" in done.stderr

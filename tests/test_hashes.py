@@ -1,4 +1,5 @@
-"""The supply chain: what is installed is taken by its hash, its licence is known, an image says what it holds."""
+"""The supply chain: what is installed is taken by its hash, its licence is known, an image says
+what it holds."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def pin_of(one: importlib.metadata.Distribution) -> str:
     return str(hashes._pin(one.metadata["Name"], one.version.partition("+")[0]))
 
 
-# --- hashes ----------------------------------------------------------------------------------------------------------
+# --- hashes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("python", hashes.PYTHONS)
@@ -75,7 +76,8 @@ def test_the_tools_of_the_build_are_the_pinned_ones(line: str) -> None:
 
 
 def test_the_list_has_only_what_is_pinned() -> None:
-    """In sha256sum's format, sorted, wheels alone; a torch for one processor is a version of the pinned one."""
+    """In sha256sum's format, sorted, wheels alone; a torch for one processor is a version of the
+    pinned one."""
     lines = LISTED.splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
     assert sorted(lines, key=lambda line: line[66:].lower()) == lines
@@ -92,7 +94,8 @@ def test_what_has_no_hash_is_refused_by_name() -> None:
     known = {"numpy==2.4.6": [X, Y]}
     assert hashes.requirements([Wanted("numpy==2.4.6", Y)], known) == [
         f"numpy==2.4.6 --hash=sha256:{X} --hash=sha256:{Y}"]
-    with pytest.raises(SystemExit, match=r"no hash of evil==1, numpy==2\.4\.7\. Name the version in"):
+    with pytest.raises(SystemExit,
+                       match=r"no hash of evil==1, numpy==2\.4\.7\. Name the version in"):
         hashes.requirements(
             [Wanted("numpy==2.4.6", X), Wanted("evil==1", X), Wanted("numpy==2.4.7", X)], known)
 
@@ -113,7 +116,8 @@ def test_a_torch_of_another_index_is_taken_as_that_says_and_that_is_said(
     assert hashes.requirements([brought], {}, as_said=True) == [f"{brought.pin} --hash=sha256:{X}"]
     said = capsys.readouterr().err
     assert torch.pin in said and brought.pin in said
-    for wanted, as_said in ((brought, False), (Wanted("torch==2.14.0", X), False), (Wanted(torch.pin), True)):
+    for wanted, as_said in ((brought, False), (Wanted("torch==2.14.0",
+                                                      X), False), (Wanted(torch.pin), True)):
         with pytest.raises(SystemExit, match=f"no hash of {re.escape(wanted.pin)}"):
             hashes.requirements([wanted], {}, as_said)
 
@@ -142,34 +146,41 @@ def test_a_plan_of_pips_says_what_is_here_and_leaves_this_project_out() -> None:
 
 
 def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
-    """What install.sh hands to pip is enforced by pip: a changed file of a pinned version is not installed."""
+    """What install.sh hands to pip is enforced by pip: a changed file of a pinned version is not
+    installed."""
     wanted = hashes.requirements([Wanted("six==1.17.0")], {"six==1.17.0": [X]})
     (tmp_path / "wanted.txt").write_text("\n".join(wanted))
     wheel = tmp_path / "six-1.17.0-py2.py3-none-any.whl"
     wheel.write_bytes(b"not what was looked at")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links", tmp_path, "--no-deps",
-         "--require-hashes", "--target", tmp_path / "there", "--requirement", tmp_path / "wanted.txt"],
-        capture_output=True, text=True)
+    done = subprocess.run([
+        sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links",
+        tmp_path, "--no-deps", "--require-hashes", "--target", tmp_path / "there", "--requirement",
+        tmp_path / "wanted.txt"
+    ],
+                          capture_output=True,
+                          text=True)
     assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
     assert not (tmp_path / "there").exists()
 
 
 def test_no_index_is_asked_but_by_hash() -> None:
-    """install.sh calls pip for files of an index only through install_listed, or with a file of hashes; so
-    does the set-up of Horovod, which besides installs the wheel that it has built.
+    """install.sh calls pip for files of an index only through install_listed, or with a file of
+    hashes; so does the set-up of Horovod, which besides installs the wheel that it has built.
     """
     text = (DEPLOY / "install.sh").read_text()
     calls = re.findall(r"^\s*pip (?:install|download|wheel).*(?:\\\n.*)*", text, re.M)
-    free = [call.strip() for call in calls if "--require-hashes" not in call and "--dry-run" not in call
-            and "--no-deps" not in call]
+    free = [
+        call.strip() for call in calls
+        if "--require-hashes" not in call and "--dry-run" not in call and "--no-deps" not in call
+    ]
     assert free == [] and len(calls) == 2
     tree = ast.parse((ROOT / "elastic_trainer/setup/build.py").read_text())
     words = [[ast.unparse(word) for word in node.args] for node in ast.walk(tree)
              if isinstance(node, ast.Call) and ast.unparse(node.func) == "commands.pip"]
     words = [call for call in words if call[0] != "'uninstall'"]
     assert len(words) == 4 and all("'--no-deps'" in call for call in words)
-    assert sorted(call[-1] for call in words if "'--require-hashes'" not in call) == ["sources", "wheel"]
+    assert sorted(call[-1] for call in words
+                  if "'--require-hashes'" not in call) == ["sources", "wheel"]
 
 
 def test_what_the_plain_torch_brings_binds_no_other_build() -> None:
@@ -179,13 +190,15 @@ def test_what_the_plain_torch_brings_binds_no_other_build() -> None:
     assert re.findall(r"^(?!nvidia-|cuda-|triton==)\w.*", nvidia, re.M) == []
 
 
-# --- licences --------------------------------------------------------------------------------------------------------
+# --- licences -------------------------------------------------------------------------------------
 
 
 def test_the_licence_of_every_pinned_package_is_listed() -> None:
-    """Of nothing else. One says none: cuda-toolkit holds nothing but the names of NVIDIA's other packages."""
+    """Of nothing else. One says none: cuda-toolkit holds nothing but the names of NVIDIA's other
+    packages."""
     assert LICENCES.keys() == all_pins()
-    assert [pin for pin, said in LICENCES.items() if said in ("", "says none")] == ["cuda-toolkit==13.0.3.0"]
+    assert [pin for pin, said in LICENCES.items()
+            if said in ("", "says none")] == ["cuda-toolkit==13.0.3.0"]
 
 
 def test_the_listed_licences_are_those_that_the_packages_say() -> None:
@@ -196,11 +209,16 @@ def test_the_listed_licences_are_those_that_the_packages_say() -> None:
 
 @pytest.mark.parametrize(("metadata", "said"), [
     ({"license_expression": "MIT", "license": "text"}, "MIT"),
-    ({"license": "BSD-3-Clause", "classifier": ["License :: OSI Approved :: BSD License"]}, "BSD-3-Clause"),
-    ({"license": "Permission is hereby granted " * 9, "classifier": ["License :: OSI Approved :: MIT License"]},
-     "MIT License"),
-    ({"license": "Dual License", "classifier": ["License :: OSI Approved :: BSD License", "License :: X"]},
-     "BSD License, X"),
+    ({"license": "BSD-3-Clause", "classifier": ["License :: OSI Approved :: BSD License"]
+      }, "BSD-3-Clause"),
+    ({
+        "license": "Permission is hereby granted " * 9,
+        "classifier": ["License :: OSI Approved :: MIT License"]
+    }, "MIT License"),
+    ({
+        "license": "Dual License",
+        "classifier": ["License :: OSI Approved :: BSD License", "License :: X"]
+    }, "BSD License, X"),
     ({"classifier": ["Programming Language :: C"]}, ""),
 ])
 def test_a_licence_is_what_the_metadata_says_first(metadata: dict[str, object], said: str) -> None:
@@ -208,7 +226,7 @@ def test_a_licence_is_what_the_metadata_says_first(metadata: dict[str, object], 
     assert hashes.licence(metadata) == said
 
 
-# --- the image -------------------------------------------------------------------------------------------------------
+# --- the image ------------------------------------------------------------------------------------
 
 
 def test_every_base_image_is_named_by_its_digest() -> None:
@@ -221,8 +239,8 @@ def test_every_base_image_is_named_by_its_digest() -> None:
 
 
 def test_the_image_has_what_it_is_installed_from() -> None:
-    """What COPY names of deploy passes .dockerignore, and install.sh reads nothing else there, nor of our packages
-    another one than that which COPY names before it is run.
+    """What COPY names of deploy passes .dockerignore, and install.sh reads nothing else there, nor
+    of our packages another one than that which COPY names before it is run.
     """
     text, sent = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().split()
     copied = {word for line in re.findall("^COPY (.+)", text, re.M) for word in line.split()[:-1]
@@ -231,17 +249,25 @@ def test_the_image_has_what_it_is_installed_from() -> None:
     read = set(re.findall(r"\$root/deploy/([\w.-]+)", (DEPLOY / "install.sh").read_text()))
     assert {f"deploy/{one}" for one in read} <= copied
     before = text.partition("deploy/install.sh\n")[0]
-    folders = set(re.findall(r"\$root/(elastic_trainer/[\w/]+)", (DEPLOY / "install.sh").read_text()))
-    assert folders == {"elastic_trainer/setup"} <= {line.split()[1] for line in re.findall("^COPY .+", before, re.M)}
+    folders = set(
+        re.findall(r"\$root/(elastic_trainer/[\w/]+)", (DEPLOY / "install.sh").read_text()))
+    assert folders == {"elastic_trainer/setup"
+                       } <= {line.split()[1]
+                             for line in re.findall("^COPY .+", before, re.M)}
 
 
 def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
-    """With purl and version, each once. tests/image holds an image's document against the schema."""
+    """With purl and version, each once. tests/image holds an image's document against the
+    schema."""
     if not shutil.which("dpkg-query"):
         pytest.skip("dpkg-query is not on this machine.")
-    if not any(one.metadata["Name"] == "elastic-trainer" for one in importlib.metadata.distributions()):
+    if not any(one.metadata["Name"] == "elastic-trainer"
+               for one in importlib.metadata.distributions()):
         pytest.skip("elastic-trainer runs from a clone here and is not installed.")
-    made = subprocess.run([sys.executable, "-B", DEPLOY / "sbom.py"], capture_output=True, text=True, check=True)
+    made = subprocess.run([sys.executable, "-B", DEPLOY / "sbom.py"],
+                          capture_output=True,
+                          text=True,
+                          check=True)
     document = json.loads(made.stdout)
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
     assert document["metadata"]["component"]["purl"].startswith("pkg:pypi/elastic-trainer@")
@@ -250,8 +276,10 @@ def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
     assert set(named) >= {sbom.of_pypi(one.metadata["Name"], one.version) for one in installed()}
     assert [one["name"] for one in document["components"] if one["bom-ref"].startswith("pkg:pypi/")
             and not one["purl"].startswith(f"pkg:pypi/{one['name']}@")] == []
-    states = subprocess.run(["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}\n"], capture_output=True,
-                            text=True, check=True).stdout.splitlines()
+    states = subprocess.run(["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}\n"],
+                            capture_output=True,
+                            text=True,
+                            check=True).stdout.splitlines()
     assert sum(one.startswith("pkg:deb/") for one in named) == states.count("ii ")
     assert [one["name"] for one in document["components"]
             if "pypi" in one["bom-ref"] and "licenses" not in one] == []
@@ -261,17 +289,19 @@ def test_a_copyright_file_tells_licences_only_if_it_is_made_for_machines(tmp_pat
     """Debian's format (DEP 5); each licence once. Others are prose."""
     file = tmp_path / "copyright"
     assert sbom.licences_of(file) == []
-    file.write_text("Format: https://x\n\nLicense: MIT\n\nFiles: a\nLicense: GPL-2+ \n\nLicense: MIT\n text\n")
+    file.write_text(
+        "Format: https://x\n\nLicense: MIT\n\nFiles: a\nLicense: GPL-2+ \n\nLicense: MIT\n text\n")
     assert sbom.licences_of(file) == ["GPL-2+", "MIT"]
     file.write_text("This is free.\nLicense: see below\n")
     assert sbom.licences_of(file) == []
 
 
-# --- the bucket ------------------------------------------------------------------------------------------------------
+# --- the bucket -----------------------------------------------------------------------------------
 
 
 def test_the_readme_names_every_object_of_the_bucket_that_machines_read_or_write() -> None:
-    """In the table that says what becomes code: folders, and the files of a coordinator's own folder."""
+    """In the table that says what becomes code: folders, and the files of a coordinator's own
+    folder."""
     readme = (DEPLOY / "README.md").read_text()
     table = readme.partition("## What in the bucket becomes code")[2].partition("\n## ")[0]
     scripts = "".join(path.read_text() for path in (DEPLOY / "hosts").glob("*.sh"))

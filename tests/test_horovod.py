@@ -1,5 +1,5 @@
-"""Horovod with our patches (elastic_trainer/setup): its background thread wakes when a tensor arrives,
-or when it is to end, and an exchange ends when its connections do.
+"""Horovod with our patches (elastic_trainer/setup): its background thread wakes when a tensor
+arrives, or when it is to end, and an exchange ends when its connections do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from elastic_trainer.launch.rendezvous import Rendezvous
 from elastic_trainer.world.collectives import poll_s
 from elastic_trainer.world.session import IDLE_CYCLE_MS, cycle_ms, gloo_timeout_s, wakes_on_arrival
 
-HOROVODRUN = [str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds", "600",
-              sys.executable, "-c"]
+HOROVODRUN = [
+    str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--gloo", "--gloo-timeout-seconds",
+    "600", sys.executable, "-c"
+]
 OPERATIONS = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -73,7 +75,8 @@ Path(f"ended-{rank}").touch()
 
 @pytest.mark.usefixtures("turn")
 def test_operations_and_the_end_do_not_wait_for_a_cycle() -> None:
-    """With cycles of a minute four operations and the shutdown end within one; unmended they take more than five."""
+    """With cycles of a minute four operations and the shutdown end within one; unmended they take
+    more than five."""
     assert wakes_on_arrival()
     done = subprocess.run([*HOROVODRUN, OPERATIONS], capture_output=True, text=True, timeout=240,
                           env=os.environ | {"HOROVOD_CYCLE_TIME": "60000"})
@@ -82,7 +85,8 @@ def test_operations_and_the_end_do_not_wait_for_a_cycle() -> None:
 
 @pytest.mark.usefixtures("turn")
 def test_an_exchange_that_was_half_done_ends_with_its_connections(tmp_path: Path) -> None:
-    """One freezes in the middle of it, and the others shut their sockets: unmended they wait for Gloo's time-out."""
+    """One freezes in the middle of it, and the others shut their sockets: unmended they wait for
+    Gloo's time-out."""
     with open(tmp_path / "output.log", "wb") as output:
         run = subprocess.Popen([*HOROVODRUN, EXCHANGE], cwd=tmp_path, stdout=output, stderr=output)
     try:
@@ -95,7 +99,8 @@ def test_an_exchange_that_was_half_done_ends_with_its_connections(tmp_path: Path
 
 
 def test_cycles_are_long_only_where_the_thread_wakes() -> None:
-    """A Horovod that somebody else has built delays each operation by half a cycle: there they follow the step."""
+    """A Horovod that somebody else has built delays each operation by half a cycle: there they
+    follow the step."""
     assert cycle_ms(0.3, wakes=True) == IDLE_CYCLE_MS
     assert [cycle_ms(step_s, wakes=False) for step_s in (0.001, 0.1, 10.0)] == [1.0, 2.0, 5.0]
 
@@ -110,14 +115,19 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("interface", "says"), [("lo", "size 1"), ("", "refused: Horovod initialization failed")])
+@pytest.mark.parametrize(("interface", "says"), [("lo", "size 1"),
+                                                 ("", "refused: Horovod initialization failed")])
 def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, says: str) -> None:
-    """With the interface given, which session.py always does. Without it hvd.init() fails with the reason, and the process
-    lives. (It died of SIGSEGV in a list that getaddrinfo had not filled.)"""
+    """With the interface given, which session.py always does. Without it hvd.init() fails with the
+    reason, and the process lives. (It died of SIGSEGV in a list that getaddrinfo had not
+    filled.)"""
     inside = 'hostname nobody.invalid && exec "$0" -c "$1"'
-    done = subprocess.run(["unshare", "--map-root-user", "--uts", "sh", "-c", inside, sys.executable, NAMELESS],
-                          env=os.environ | ({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--uts", "sh", "-c", inside, sys.executable, NAMELESS],
+        env=os.environ | ({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
+        capture_output=True,
+        text=True,
+        timeout=120)
     if done.returncode == 1 and "unshare" in done.stderr:
         pytest.skip(f"this machine gives no host name of one's own: {done.stderr}")
     assert done.returncode == 0 and says in done.stdout, done.stderr
@@ -141,12 +151,18 @@ else:
 
 def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
     """Start a member of a world that meets at this store, as session.py does."""
-    env = {"HOROVOD_GLOO_MEET_AT_ONCE": "1", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_CONTROLLER": "gloo",
-           "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_HOSTNAME": "localhost",
-           "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port),
-           "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
-           "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
-    return subprocess.Popen([sys.executable, "-c", MEET], env=os.environ | env, stdout=subprocess.PIPE, text=True)
+    env = {
+        "HOROVOD_GLOO_MEET_AT_ONCE": "1", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+        "HOROVOD_HOSTNAME": "localhost", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port), "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+        "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"
+    }
+    return subprocess.Popen([sys.executable, "-c", MEET],
+                            env=os.environ | env,
+                            stdout=subprocess.PIPE,
+                            text=True)
 
 
 @pytest.fixture
@@ -170,20 +186,25 @@ def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
     wait_for("members", lambda: len(store.waiting) == 3, 60.0)
     store.abandon()
     said = [member.communicate(timeout=120)[0] for member in members]
-    assert all("not met:" in text and "A member of the world is gone" in text for text in said), said
+    assert all("not met:" in text and "A member of the world is gone" in text
+               for text in said), said
     assert [member.returncode for member in members] == [0, 0, 0]
 
 
 def connect_from(address: str, members: list[subprocess.Popen[str]]) -> list[socket.socket]:
-    """Connect to every port on which one of the members listens, from an address of this machine."""
-    ports = [connection.laddr.port for member in members for connection in psutil.Process(member.pid).net_connections()
-             if connection.status == psutil.CONN_LISTEN]
+    """Connect to every port on which one of the members listens, from an address of this
+    machine."""
+    ports = [
+        connection.laddr.port for member in members
+        for connection in psutil.Process(member.pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
     return [socket.create_connection(("127.0.0.1", port), 10.0, (address, 0)) for port in ports]
 
 
 def test_who_connects_while_a_world_forms_takes_no_members_place(store: Rendezvous) -> None:
-    """A stranger is first on each port on which a member waits for another one. (The member took him for its peer, and the
-    world did not form.)"""
+    """A stranger is first on each port on which a member waits for another one. (The member took
+    him for its peer, and the world did not form.)"""
     members = [meeting(store, rank, 4) for rank in range(3)]
     wait_for("members", lambda: len(store.waiting) == 3, 60.0)
     strangers = connect_from("127.0.0.66", members)
@@ -196,15 +217,22 @@ def test_who_connects_while_a_world_forms_takes_no_members_place(store: Rendezvo
         stranger.close()
 
 
-@pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [
-    (4, True, 0.5, 10.0), (4, True, 4.0, 10.0), (48, True, 1.0, 14.4), (48, True, 8.0, 28.8), (48, True, 100.0, 57.6),
-    (4, False, 1.0, 10.0), (128, False, 1.0, 32.768)])
-def test_the_time_out_grows_with_the_world_and_the_machines_load(size: int, at_once: bool, load: float,
+@pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [(4, True, 0.5, 10.0),
+                                                                  (4, True, 4.0, 10.0),
+                                                                  (48, True, 1.0, 14.4),
+                                                                  (48, True, 8.0, 28.8),
+                                                                  (48, True, 100.0, 57.6),
+                                                                  (4, False, 1.0, 10.0),
+                                                                  (128, False, 1.0, 32.768)])
+def test_the_time_out_grows_with_the_world_and_the_machines_load(size: int, at_once: bool,
+                                                                 load: float,
                                                                  seconds: float) -> None:
     """A start that is slow is no death: heartbeats notice those."""
     assert gloo_timeout_s(10.0, size, at_once, load) == pytest.approx(seconds)
 
 
 def test_a_worker_looks_less_often_the_longer_it_waits() -> None:
-    """A short wait ends within half a millisecond of its collective, a long one within 2 % of what it lasted."""
-    assert [poll_s(waited_s) for waited_s in (0.0, 0.02, 0.1, 1.0, 100.0)] == [0.0005, 0.0005, 0.002, 0.02, 0.02]
+    """A short wait ends within half a millisecond of its collective, a long one within 2 % of what
+    it lasted."""
+    assert [poll_s(waited_s)
+            for waited_s in (0.0, 0.02, 0.1, 1.0, 100.0)] == [0.0005, 0.0005, 0.002, 0.02, 0.02]

@@ -25,7 +25,8 @@ QUICK = Policy(settle_s=0.0)
 
 
 def instance(number: int, **how: object) -> Instance:
-    return replace(Instance(id=f"i-{number}", name=f"host-{number}", launched=float(number)), **how)  # type: ignore[arg-type]
+    return replace(Instance(id=f"i-{number}", name=f"host-{number}", launched=float(number)),
+                   **how)  # type: ignore[arg-type]
 
 
 def names(decision: Decision) -> list[str]:
@@ -33,14 +34,22 @@ def names(decision: Decision) -> list[str]:
 
 
 INSTANCES = st.builds(
-    Instance, id=st.integers(0, 9).map(lambda n: f"i-{n}"), name=st.just(""), type=st.sampled_from(["a", "b"]),
-    launched=st.floats(0, 100), lifecycle=st.sampled_from(["spot", "on-demand"]),
+    Instance,
+    id=st.integers(0, 9).map(lambda n: f"i-{n}"),
+    name=st.just(""),
+    type=st.sampled_from(["a", "b"]),
+    launched=st.floats(0, 100),
+    lifecycle=st.sampled_from(["spot", "on-demand"]),
     state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
     group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
     is_impaired=st.sampled_from([False, False, False, True]),
-    events=st.sampled_from([(), (), (("instance-stop", 9999.0),), (("instance-stop", 60.0),)]), slots=st.integers(0, 8))
-HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]), why=st.just("why"),
-                   rebalance=st.booleans(), heard_at=st.just(0.0))
+    events=st.sampled_from([(), (), (("instance-stop", 9999.0), ), (("instance-stop", 60.0), )]),
+    slots=st.integers(0, 8))
+HEALTH = st.builds(Health,
+                   state=st.sampled_from(["ready", "ready", "draining", "sick"]),
+                   why=st.just("why"),
+                   rebalance=st.booleans(),
+                   heard_at=st.just(0.0))
 
 
 @st.composite
@@ -56,18 +65,28 @@ def stories(draw: st.DrawFn) -> list[tuple[list[Instance], dict[str, Health], fl
 
 
 @settings(max_examples=400, deadline=None)
-@given(stories(), st.builds(Policy, lifecycle=st.sampled_from(["spot", "any"]), agents=st.booleans(),
-                            same_type=st.booleans()))
-def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str, Health], float]], policy: Policy) -> None:
-    """Nobody doomed, nobody unfit on a believed list, a reason for everyone, order by age, and no mutation of the past."""
+@given(
+    stories(),
+    st.builds(Policy,
+              lifecycle=st.sampled_from(["spot", "any"]),
+              agents=st.booleans(),
+              same_type=st.booleans()))
+def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str, Health], float]],
+                                      policy: Policy) -> None:
+    """Nobody doomed, nobody unfit on a believed list, a reason for everyone, order by age, and no
+    mutation of the past."""
     history, doomed = History(), set[str]()
     for fleet, health, now in story:
         before = history
         decision = decide(fleet, health, history, now, policy)
         assert decide(fleet, health, before, now, policy) == decision
         history = decision.history
-        doomed = {i for i in doomed if i in history.past} | {i for i, says in health.items() if says.state == "draining"
-                                                             and i in history.past and history.past[i].doomed}
+        doomed = {i
+                  for i in doomed if i in history.past} | {
+                      i
+                      for i, says in health.items()
+                      if says.state == "draining" and i in history.past and history.past[i].doomed
+                  }
         listed = [i for i, _, _ in history.listed]
         assert not doomed & set(listed)
         assert {i.id for i in fleet} <= decision.reasons.keys()
@@ -79,20 +98,24 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
             order = [(len(history.past[i].arrivals) > 1, by_id[i].launched) for i in listed]
             assert order == sorted(order)
             for i in listed:
-                assert by_id[i].state == "running" and not by_id[i].is_impaired and by_id[i].slots > 0
+                assert by_id[i].state == "running" and not by_id[i].is_impaired and by_id[
+                    i].slots > 0
                 assert by_id[i].group_state in ("", "InService") and decision.reasons[i] == IN
                 assert policy.lifecycle == "any" or by_id[i].lifecycle == "spot"
             if policy.same_type:
                 assert len({by_id[i].type for i in listed}) <= 1
         else:
             assert not {i for i, why in decision.reasons.items() if why == IN} - set(listed)
-            assert set(listed) <= {i for i, _, _ in before.listed} and not set(history.doubted) <= set(before.doubted)
+            assert set(listed) <= {i
+                                   for i, _, _ in before.listed
+                                   } and not set(history.doubted) <= set(before.doubted)
 
 
-@pytest.mark.parametrize(("how", "why"), [
-    ({"state": "pending"}, "pending"), ({"lifecycle": "on-demand"}, "only spot"), ({"is_impaired": True}, "impaired"),
-    ({"group_state": "Terminating:Wait"}, "Terminating:Wait"), ({"slots": 0}, "no slots"),
-    *[({"events": ((code, 60.0),)}, code) for code in ENDING]])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [({"state": "pending"}, "pending"), ({"lifecycle": "on-demand"}, "only spot"),
+     ({"is_impaired": True}, "impaired"), ({"group_state": "Terminating:Wait"}, "Terminating:Wait"),
+     ({"slots": 0}, "no slots"), *[({"events": ((code, 60.0), )}, code) for code in ENDING]])
 def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) -> None:
     """Each of the cloud's states that forbids to work."""
     decision = decide([instance(1), instance(2, **how)], {}, History(), 0.0, QUICK)
@@ -112,8 +135,9 @@ def test_a_host_under_notice_never_comes_back() -> None:
     ready = Health("ready", heard_at=0.0)
     first = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
     assert names(first) == ["host-1", "host-2"]
-    notice = decide(fleet, {"i-1": replace(ready, state="draining", why="terminate at 12:00"), "i-2": ready},
-                    first.history, 1.0, policy)
+    notice = decide(
+        fleet, {"i-1": replace(ready, state="draining", why="terminate at 12:00"), "i-2": ready},
+        first.history, 1.0, policy)
     assert names(notice) == ["host-2"]
     assert notice.reasons["i-1"] == "notice: terminate at 12:00"
     again = decide(fleet, {"i-1": ready, "i-2": ready}, notice.history, 2.0, policy)
@@ -123,7 +147,8 @@ def test_a_host_under_notice_never_comes_back() -> None:
 def test_a_rebalance_recommendation_makes_no_one_leave() -> None:
     """It is right about one time in three."""
     says = {"i-1": Health("ready", rebalance=True)}
-    assert names(decide([instance(1)], says, History(), 0.0, replace(QUICK, agents=True))) == ["host-1"]
+    assert names(decide([instance(1)], says, History(), 0.0, replace(QUICK,
+                                                                     agents=True))) == ["host-1"]
 
 
 def test_ten_that_arrive_within_seconds_enter_together() -> None:
@@ -138,8 +163,11 @@ def test_ten_that_arrive_within_seconds_enter_together() -> None:
     assert changes <= 3  # the first host, a batch after settle_most_s, the rest
 
 
-def lists(policy: Policy, seconds: int, fleet: Callable[[int], list[Instance]],
-          health: Callable[[int], dict[str, Health]] = lambda second: {}, past: Mapping[str, Past] = {}) -> list[list[str]]:
+def lists(policy: Policy,
+          seconds: int,
+          fleet: Callable[[int], list[Instance]],
+          health: Callable[[int], dict[str, Health]] = lambda second: {},
+          past: Mapping[str, Past] = {}) -> list[list[str]]:
     """Return the list of each second of a story."""
     made, history = [], History(past)
     for second in range(seconds):
@@ -156,23 +184,33 @@ def test_ten_that_arrive_one_by_one_cost_one_change() -> None:
 
 
 def test_newcomers_wait_for_nobody_who_leaves() -> None:
-    """A larger group of another type comes, or replacements, and then everybody has notice: the list is never empty."""
-    fleet = [instance(1, type="a"), instance(2, type="a"), *(instance(n, type="b") for n in (3, 4, 5))]
+    """A larger group of another type comes, or replacements, and then everybody has notice: the
+    list is never empty."""
+    fleet = [
+        instance(1, type="a"),
+        instance(2, type="a"), *(instance(n, type="b") for n in (3, 4, 5))
+    ]
     old, new = ["host-1", "host-2"], ["host-3", "host-4", "host-5"]
     every = lists(Policy(same_type=True), 10, lambda second: fleet[:5 if second >= 3 else 2])
     assert every == [old] * 4 + [new] * 6  # doubted once
 
     def health(second: int) -> dict[str, Health]:
-        return {i.id: Health("draining" if second >= 4 and i.type == "a" else "ready", heard_at=second) for i in fleet}
+        return {
+            i.id: Health("draining" if second >= 4 and i.type == "a" else "ready", heard_at=second)
+            for i in fleet
+        }
 
-    assert lists(Policy(agents=True), 10, lambda second: fleet[:5 if second >= 3 else 2], health) == [old] * 4 + [new] * 6
+    assert lists(Policy(agents=True), 10, lambda second: fleet[:5 if second >= 3 else 2],
+                 health) == [old] * 4 + [new] * 6
 
 
 def test_a_host_whose_hold_ends_waits_for_others_like_a_newcomer() -> None:
     """It has been fit for long, and could not enter: it cuts no batch short."""
     held = Past(first_fit=-100.0, arrivals=(-300.0, -200.0, -100.0), holds=1, held_until=11.0)
     came = {1: 0, 3: 0, 4: 10, 5: 12}
-    every = lists(Policy(), 30, lambda second: [instance(n) for n, at in came.items() if second >= at],
+    every = lists(Policy(),
+                  30,
+                  lambda second: [instance(n) for n, at in came.items() if second >= at],
                   past={"i-3": held})
     assert every == [["host-1"]] * 15 + [["host-1", "host-4", "host-5", "host-3"]] * 15
 
@@ -191,7 +229,8 @@ def test_a_host_that_flaps_is_held_back_longer_each_time() -> None:
     fleet = [instance(1), instance(2)]
     for second in range(0, 300, 5):
         state = "pending" if second % 20 == 10 and second < 200 else "running"
-        decision = decide([fleet[0], replace(fleet[1], state=state)], {}, history, float(second), QUICK)
+        decision = decide([fleet[0], replace(fleet[1], state=state)], {}, history, float(second),
+                          QUICK)
         history = decision.history
         if "held back" in decision.reasons["i-2"]:
             held.append(second)
@@ -245,7 +284,8 @@ def test_only_the_largest_group_of_one_type_works_when_asked() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> None:
-    """Silent or by another clock: the list stands for as long as that lasts; fewer, or one alone, go after a while."""
+    """Silent or by another clock: the list stands for as long as that lasts; fewer, or one alone,
+    go after a while."""
     policy, size = replace(QUICK, agents=True), data.draw(st.integers(1, 8))
     fleet = [instance(n) for n in range(size)]
     quiet = data.draw(st.dictionaries(st.integers(0, size - 1), st.booleans()))
@@ -257,7 +297,8 @@ def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> No
     def says(number: int) -> Health | None:
         if number not in quiet or now < since[number] or now > 60:
             return Health("ready", heard_at=now)
-        return Health("sick", why="its clock is +300 s off", is_clock_off=True, heard_at=now) if quiet[number] else None
+        return Health("sick", why="its clock is +300 s off", is_clock_off=True,
+                      heard_at=now) if quiet[number] else None
 
     for step in steps:
         health = {f"i-{n}": h for n in range(size) if (h := says(n))}
@@ -275,9 +316,11 @@ def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> No
 def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
     """The cloud's word and a notice count; the rest stays, also when it is one alone by then."""
     policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(4)]
-    decision = decide(fleet, {i.id: Health("ready", heard_at=0.0) for i in fleet}, History(), 0.0, policy)
+    decision = decide(fleet, {i.id: Health("ready", heard_at=0.0)
+                              for i in fleet}, History(), 0.0, policy)
     for now in (10.0, 19.0, 21.0, 60.0):
-        decision = decide(fleet, {"i-0": Health("ready", heard_at=now)}, decision.history, now, policy)
+        decision = decide(fleet, {"i-0": Health("ready", heard_at=now)}, decision.history, now,
+                          policy)
         assert len(names(decision)) == 4
     assert decision.history.unheard == 3
     fleet[1] = replace(fleet[1], state="shutting-down")
@@ -287,7 +330,8 @@ def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
     for now in (100.0, 199.0, 200.0):
         decision = decide(fleet[3:], {}, decision.history, now, policy)
         assert names(decision) == ["host-3"]
-    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=201.0)}, decision.history, 201.0, policy)
+    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=201.0)}, decision.history, 201.0,
+                   policy)
     assert heard.history.unheard == 0
     assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
 
@@ -305,7 +349,8 @@ def test_whoever_is_still_silent_when_we_hear_again_has_some_more_time() -> None
     assert decision.history.unheard == 0 and len(names(decision)) == 3
     decision = decide(fleet, heard(110.0, 0, 1), decision.history, 110.0, policy)
     assert len(names(decision)) == 3
-    assert names(decide(fleet, heard(112.0, 0, 1), decision.history, 112.0, policy)) == ["host-0", "host-1"]
+    assert names(decide(fleet, heard(112.0, 0, 1), decision.history, 112.0,
+                        policy)) == ["host-0", "host-1"]
 
 
 def test_a_newcomer_with_another_clock_stays_out() -> None:
@@ -313,14 +358,18 @@ def test_a_newcomer_with_another_clock_stays_out() -> None:
     policy, fleet = replace(QUICK, agents=True), [instance(1), instance(2)]
     ready, off = Health("ready"), Health("sick", why="its clock is +300 s off", is_clock_off=True)
     decision = decide(fleet, {"i-1": ready, "i-2": off}, History(), 0.0, policy)
-    assert names(decision) == ["host-1"] and decision.reasons["i-2"] == "sick: its clock is +300 s off"
-    waits = decide(fleet, {"i-1": ready, "i-2": ready}, decision.history, 0.0, replace(policy, settle_s=9.0))
+    assert names(decision) == ["host-1"
+                               ] and decision.reasons["i-2"] == "sick: its clock is +300 s off"
+    waits = decide(fleet, {"i-1": ready, "i-2": ready}, decision.history, 0.0,
+                   replace(policy, settle_s=9.0))
     assert waits.reasons["i-2"].startswith("arriving")
-    assert names(decide(fleet, {"i-1": ready, "i-2": off}, waits.history, 9.5, policy)) == ["host-1"]
+    assert names(decide(fleet, {"i-1": ready, "i-2": off}, waits.history, 9.5,
+                        policy)) == ["host-1"]
 
 
 def test_a_sick_host_is_sick_still_when_it_falls_silent() -> None:
-    """Without memory or disk its agent may miss its seconds; no worker is started on it for that."""
+    """Without memory or disk its agent may miss its seconds; no worker is started on it for
+    that."""
     policy, history = replace(QUICK, agents=True), History()
     for now in range(100):
         health = {"i-1": Health("ready", heard_at=now)}
@@ -329,19 +378,25 @@ def test_a_sick_host_is_sick_still_when_it_falls_silent() -> None:
         elif now < 20:
             health["i-2"] = Health("sick", why="no memory", heard_at=now)
         decision = decide([instance(1), instance(2)], health, history, float(now), policy)
-        assert ("host-2" in names(decision)) == ("i-2" in health and health["i-2"].state == "ready"), now
+        assert ("host-2" in names(decision)) == ("i-2" in health
+                                                 and health["i-2"].state == "ready"), now
         history = decision.history
 
 
 def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() -> None:
-    """Silence does not bring it back, nor the same agent's word; the cloud's notice is for good all the same."""
+    """Silence does not bring it back, nor the same agent's word; the cloud's notice is for good all
+    the same."""
     fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
     ready = Health("ready", life="a")
     stops = replace(ready, state="draining", why="the host is being stopped", for_good=False)
     decision = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
-    for now, says, expected in ((1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1), (4.0, replace(ready, life="b"), 2),
-                                (5.0, replace(stops, life="b", for_good=True), 1), (6.0, replace(ready, life="c"), 1)):
-        health = {"i-1": replace(ready, heard_at=now)} | ({"i-2": replace(says, heard_at=now)} if says else {})
+    for now, says, expected in ((1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1),
+                                (4.0, replace(ready, life="b"),
+                                 2), (5.0, replace(stops, life="b",
+                                                   for_good=True), 1), (6.0, replace(ready,
+                                                                                     life="c"), 1)):
+        health = {"i-1": replace(ready, heard_at=now)
+                  } | ({"i-2": replace(says, heard_at=now)} if says else {})
         decision = decide(fleet, health, decision.history, now, policy)
         assert len(names(decision)) == expected, now
 
@@ -352,14 +407,16 @@ def test_a_scheduled_event_sends_its_host_away_only_when_it_is_near() -> None:
     decision = decide([instance(1), instance(2, events=far)], {}, History(), 0.0, QUICK)
     assert len(names(decision)) == 2
     decision = decide([instance(1), instance(2, events=near)], {}, decision.history, 5.0, QUICK)
-    assert names(decision) == ["host-1"] and decision.reasons["i-2"] == "scheduled: instance-retirement"
+    assert names(decision) == ["host-1"
+                               ] and decision.reasons["i-2"] == "scheduled: instance-retirement"
 
 
 def test_a_host_that_flaps_by_being_missing_is_held_back() -> None:
     """What is known of it outlives its absence; it is forgotten when it has been away for long."""
     history, fleet = History(), [instance(1), instance(2), instance(3)]
     for second in range(0, 50, 10):
-        decision = decide(fleet if second % 20 == 0 else fleet[:2], {}, history, float(second), QUICK)
+        decision = decide(fleet if second % 20 == 0 else fleet[:2], {}, history, float(second),
+                          QUICK)
         history = decision.history
     assert decision.reasons["i-3"].startswith("held back: it came 3 times")
     assert "i-3" in decide(fleet[:2], {}, history, 600.0, QUICK).history.past
@@ -379,7 +436,8 @@ def test_a_host_under_notice_that_is_missing_for_a_while_stays_doomed() -> None:
 def test_a_host_may_flap_for_years() -> None:
     """The hold has an upper end, and so has its reckoning."""
     history = History({"i-1": Past(arrivals=(1.0, 2.0), holds=5000)})
-    assert decide([instance(1)], {}, history, 3.0, QUICK).history.past["i-1"].held_until == 3.0 + QUICK.hold_most_s
+    assert decide([instance(1)], {}, history, 3.0,
+                  QUICK).history.past["i-1"].held_until == 3.0 + QUICK.hold_most_s
 
 
 def test_since_when_a_host_is_out_is_known() -> None:
@@ -387,5 +445,7 @@ def test_since_when_a_host_is_out_is_known() -> None:
     fleet = [instance(1), instance(2, state="pending")]
     decision = decide(fleet, {}, History(), 5.0, QUICK)
     decision = decide(fleet, {}, decision.history, 9.0, QUICK)
-    assert (decision.history.past["i-1"].first_fit, decision.history.past["i-2"].first_unfit) == (5.0, 5.0)
-    assert decide([instance(1), instance(2)], {}, decision.history, 9.0, QUICK).history.past["i-2"].first_unfit is None
+    assert (decision.history.past["i-1"].first_fit,
+            decision.history.past["i-2"].first_unfit) == (5.0, 5.0)
+    assert decide([instance(1), instance(2)], {}, decision.history, 9.0,
+                  QUICK).history.past["i-2"].first_unfit is None

@@ -1,4 +1,5 @@
-"""A worker's output is passed on line by line, and costs its driver no more memory when it has no line ends."""
+"""A worker's output is passed on line by line, and costs its driver no more memory when it has no
+line ends."""
 
 from __future__ import annotations
 
@@ -35,8 +36,11 @@ def said(lines: Lines, pieces: list[bytes], *, clock_s: float = 0.0) -> list[byt
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x1e")).map(str.encode)), LENGTHS)
-def test_each_line_comes_whole_and_once_however_it_is_read(texts: list[bytes], lengths: list[int]) -> None:
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x1e")).map(str.encode)),
+    LENGTHS)
+def test_each_line_comes_whole_and_once_however_it_is_read(texts: list[bytes],
+                                                           lengths: list[int]) -> None:
     """Blank ones too; the last one may have no end."""
     whole = b"\n".join(texts)
     expected = whole.split(b"\n")
@@ -45,7 +49,8 @@ def test_each_line_comes_whole_and_once_however_it_is_read(texts: list[bytes], l
     assert said(Lines(MARK, 5.0), cut(whole, lengths)) == expected
 
 
-@pytest.mark.parametrize("text", [b"x", b"\xc3\xa4\xe2\x86\x92", b"50%\r", b"\r", b"x\r ", b"\x1e", MARK[:5], b"\xff"])
+@pytest.mark.parametrize(
+    "text", [b"x", b"\xc3\xa4\xe2\x86\x92", b"50%\r", b"\r", b"x\r ", b"\x1e", MARK[:5], b"\xff"])
 def test_memory_is_bounded_when_no_line_ever_ends(text: bytes) -> None:
     """A progress bar, a binary, an endless line."""
     lines, told = Lines(MARK, 5.0), list[bytes]()
@@ -55,7 +60,8 @@ def test_memory_is_bounded_when_no_line_ever_ends(text: bytes) -> None:
     assert all(len(line) <= MAX_LINE_BYTES for line in told)
     if b"\r" not in text:
         assert b"".join(told + lines.close()) == text * 500_000
-        assert text in (b"\x1e", MARK[:5], b"\xff") or "".join(line.decode() for line in told)  # no half character
+        # No half character.
+        assert text in (b"\x1e", MARK[:5], b"\xff") or "".join(line.decode() for line in told)
 
 
 def test_of_updates_the_newest_is_told_at_a_bounded_rate_and_the_last_one_always() -> None:
@@ -78,8 +84,12 @@ def test_text_without_a_line_end_is_told_while_it_waits_for_one() -> None:
     assert lines.wait_s(109.0) is None and lines.close() == []
 
 
-@given(st.sampled_from([b"", b"text", b"50%\r", b"\r50%", b"x" * (MAX_LINE_BYTES - 3), b"\x1e", "ä".encode()]), LENGTHS)
-def test_our_own_message_is_whole_whatever_stands_before_it(before: bytes, lengths: list[int]) -> None:
+@given(
+    st.sampled_from(
+        [b"", b"text", b"50%\r", b"\r50%", b"x" * (MAX_LINE_BYTES - 3), b"\x1e", "ä".encode()]),
+    LENGTHS)
+def test_our_own_message_is_whole_whatever_stands_before_it(before: bytes,
+                                                            lengths: list[int]) -> None:
     """Also behind an update, and where a line is cut or shown before it has ended."""
     big = [length * 2000 for length in lengths]
     for clock_s in (0.0, 9.0):

@@ -26,14 +26,17 @@ from elastic_trainer.state.s3 import S3Store
 STORE = f"s3://{local_s3.BUCKET}/run"
 BODY = b"weights"
 PAGE = {"Origin": "http://page.example", "Access-Control-Request-Method": "PUT"}
-FUNCTION = json.dumps({"FunctionName": "f", "Runtime": "python3.11", "Role": "arn:aws:iam::000000000000:role/r",
-                       "Handler": "h.f", "Code": {"ZipFile": ""}}).encode()
+FUNCTION = json.dumps({
+    "FunctionName": "f", "Runtime": "python3.11", "Role": "arn:aws:iam::000000000000:role/r",
+    "Handler": "h.f", "Code": {"ZipFile": ""}
+}).encode()
 NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The server of a run, to which this process's variables point, with one object; its data's folder."""
+    """The server of a run, to which this process's variables point, with one object; its data's
+    folder."""
     before = dict(os.environ)
     folder = tmp_path_factory.mktemp("runs")
     os.environ |= {"AWS_SESSION_TOKEN": "the user's own", "NOT_ITS_BUSINESS": "the user's own"}
@@ -50,13 +53,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def the_server() -> psutil.Process:
-    (found,) = [child for child in psutil.Process().children() if "s3_gate.py" in " ".join(child.cmdline())]
+    (found, ) = [
+        child for child in psutil.Process().children() if "s3_gate.py" in " ".join(child.cmdline())
+    ]
     return found
 
 
-def asked(method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b"") -> http.client.HTTPResponse:
+def asked(method: str,
+          path: str,
+          headers: dict[str, str] | None = None,
+          body: bytes = b"") -> http.client.HTTPResponse:
     """Send a request as it stands here; returns the answer, read."""
-    connection = http.client.HTTPConnection(urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).netloc,
+                                            timeout=10)
     connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     answer.read()
@@ -72,20 +81,25 @@ def signed(method: str, path: str, key: str, secret: str, service: str = "s3", b
 
 
 OF_STRANGERS = [
-    *[("GET", path, b"") for path in ("/", f"/{local_s3.BUCKET}", f"/{local_s3.BUCKET}/run/object", "/_ministack/health",
-                                      "/_localstack/health", "/health", "/_ministack/ready", "//", "/other")],
-    ("HEAD", f"/{local_s3.BUCKET}/run/object", b""), ("DELETE", f"/{local_s3.BUCKET}/run/object", b""),
+    *[("GET", path, b"") for path in ("/", f"/{local_s3.BUCKET}", f"/{local_s3.BUCKET}/run/object",
+                                      "/_ministack/health", "/_localstack/health", "/health",
+                                      "/_ministack/ready", "//", "/other")],
+    ("HEAD", f"/{local_s3.BUCKET}/run/object", b""),
+    ("DELETE", f"/{local_s3.BUCKET}/run/object", b""),
     ("PUT", f"/{local_s3.BUCKET}/run/object", b"mine"), ("PUT", "/bucket-of-mine", b""),
     ("POST", "/_ministack/reset", b""), ("POST", "/_ministack/config", b"{}"),
-    ("POST", "/2015-03-31/functions", FUNCTION), ("POST", "/", b"Action=ListUsers&Version=2010-05-08"),
-    ("OPTIONS", f"/{local_s3.BUCKET}/run/object", b""), ("OPTIONS", "/", b"")]
+    ("POST", "/2015-03-31/functions", FUNCTION),
+    ("POST", "/", b"Action=ListUsers&Version=2010-05-08"),
+    ("OPTIONS", f"/{local_s3.BUCKET}/run/object", b""), ("OPTIONS", "/", b"")
+]
 
 
 @pytest.mark.parametrize(("method", "path", "body"), OF_STRANGERS)
 @pytest.mark.usefixtures("data")
 def test_a_stranger_gets_nothing(method: str, path: str, body: bytes) -> None:
-    """Without the run's credentials: unsigned, as a web page, with credentials that ministack believes by itself, and with
-    the right name but another secret. No answer has a word for browsers, and what was kept is as it was.
+    """Without the run's credentials: unsigned, as a web page, with credentials that ministack
+    believes by itself, and with the right name but another secret. No answer has a word for
+    browsers, and what was kept is as it was.
     """
     answers = [asked(method, path, {}, body), asked(method, path, PAGE, body)]
     for key in ("test", "000000000000", os.environ["AWS_ACCESS_KEY_ID"]):
@@ -105,8 +119,10 @@ def test_a_stranger_opens_no_websocket() -> None:
     assert asked("GET", "/mqtt", upgrade).status == 403
 
 
-@pytest.mark.parametrize(("service", "path"), [("lambda", "/2015-03-31/functions"), ("s3", "/2015-03-31/functions"),
-                                               ("s3", "/_ministack/reset"), ("s3", "/another-bucket"),
+@pytest.mark.parametrize(("service", "path"), [("lambda", "/2015-03-31/functions"),
+                                               ("s3", "/2015-03-31/functions"),
+                                               ("s3", "/_ministack/reset"),
+                                               ("s3", "/another-bucket"),
                                                ("lambda", f"/{local_s3.BUCKET}/run/object")])
 @pytest.mark.usefixtures("data")
 def test_the_run_itself_gets_only_its_bucket(service: str, path: str) -> None:
@@ -114,7 +130,9 @@ def test_the_run_itself_gets_only_its_bucket(service: str, path: str) -> None:
     key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
     signer = S3SigV4Auth if service == "s3" else SigV4Auth
     assert signed("POST", path, key, secret, service, FUNCTION, signer).status == 403
-    client = boto3.client("lambda", endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"], region_name=local_s3.REGION,
+    client = boto3.client("lambda",
+                          endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"],
+                          region_name=local_s3.REGION,
                           config=Config(retries={"total_max_attempts": 1}))
     with pytest.raises(client.exceptions.ClientError):
         client.list_functions()
@@ -129,26 +147,39 @@ def test_a_signature_holds_for_what_was_signed() -> None:
     S3SigV4Auth(Credentials(key, secret), "s3", local_s3.REGION).add_auth(request)
     headers = dict(request.headers)
     assert asked("GET", path, headers).status == 200
-    for method, other in (("DELETE", path), ("GET", path + "?acl"), ("GET", f"/{local_s3.BUCKET}/run/other")):
+    for method, other in (("DELETE", path), ("GET", path + "?acl"),
+                          ("GET", f"/{local_s3.BUCKET}/run/other")):
         assert asked(method, other, headers).status == 403
     assert asked("GET", path, headers | {"X-Amz-Date": "20200101T000000Z"}).status == 403
 
 
 def test_another_user_finds_no_door(data: Path) -> None:
-    """One socket, on loopback; no credential where other users can look; its files are its user's alone; and it was not
-    given what else is in the user's environment.
+    """One socket, on loopback; no credential where other users can look; its files are its user's
+    alone; and it was not given what else is in the user's environment.
     """
     server, secret = the_server(), os.environ["AWS_SECRET_ACCESS_KEY"]
-    listening = {connection.laddr for connection in server.net_connections("all") if connection.status == "LISTEN"}
+    listening = {
+        connection.laddr
+        for connection in server.net_connections("all") if connection.status == "LISTEN"
+    }
     assert [where.ip for where in listening] == ["127.0.0.1"]
-    assert not [word for word in server.cmdline() if secret in word or os.environ["AWS_ACCESS_KEY_ID"] in word]
+    assert not [
+        word
+        for word in server.cmdline() if secret in word or os.environ["AWS_ACCESS_KEY_ID"] in word
+    ]
     assert not {"NOT_ITS_BUSINESS", "AWS_SESSION_TOKEN"} & server.environ().keys()
     assert "AWS_SESSION_TOKEN" not in os.environ
     assert [path for path in (data, *data.rglob("*")) if path.stat().st_mode & 0o077] == []
-    assert not [path for path in data.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert not [
+        path for path in data.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+    ]
     if os.geteuid() == 0:
         look = f"cat /proc/{server.pid}/environ || ls {data}"
-        done = subprocess.run(["sh", "-c", look], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True)
+        done = subprocess.run(["sh", "-c", look],
+                              user=NOBODY,
+                              group=NOBODY,
+                              extra_groups=[],
+                              capture_output=True)
         assert done.returncode != 0 and done.stdout == b""
 
 
@@ -156,8 +187,12 @@ def test_another_user_finds_no_door(data: Path) -> None:
 def test_it_answers_while_strangers_hold_connections() -> None:
     """Idle ones, halves of a request, and a body that is announced and does not come."""
     address = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"])
-    words = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"PUT /x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
-    held = [socket.create_connection((str(address.hostname), int(address.port or 0)), 10) for _ in range(90)]
+    words = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n",
+             b"PUT /x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+    held = [
+        socket.create_connection((str(address.hostname), int(address.port or 0)), 10)
+        for _ in range(90)
+    ]
     for number, connection in enumerate(held):
         connection.sendall(words[number % len(words)])
     assert S3Store(STORE).get("object") == BODY

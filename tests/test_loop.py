@@ -1,7 +1,7 @@
 """Training alone, in this process: what a step is made of, what it leaves, and where it goes on.
 
-The yardstick is `by_hand`: the same steps in plain PyTorch, each with one big batch. `Seat` puts several trainers into
-one world of threads, so that sharing a step needs no network.
+The yardstick is `by_hand`: the same steps in plain PyTorch, each with one big batch. `Seat` puts
+several trainers into one world of threads, so that sharing a step needs no network.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ INPUT = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(1))
 TARGET = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(2))
 DATA = TensorDataset(INPUT, TARGET)
 NUMBERS: dict[str, Any] = {"global_batch": 8, "shards": 4, "epochs": 2, "seed": 3}
-SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)  # 3 steps an epoch; the last has 6 samples, in shards of 1, 2, 1, 2
+# 3 steps an epoch; the last has 6 samples, in shards of 1, 2, 1, 2.
+SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)
 
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
@@ -74,7 +75,8 @@ def mse(model: Model, batch: Any) -> torch.Tensor:
 def built(*middle: Model, seed: int = 0) -> torch.nn.Sequential:
     """A small model, always with the same weights."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), *middle, torch.nn.Linear(8, 3))
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), *middle,
+                               torch.nn.Linear(8, 3))
 
 
 def sgd(model: Model) -> Optimizer:
@@ -85,8 +87,12 @@ def adamw(model: Model) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def trained(model: Model, optimizer: Optimizer | None = None, dataset: Any = DATA, **changes: Any) -> Result:
-    return train(model, optimizer or sgd(model), dataset, **({"loss": mse, "progress": False} | NUMBERS | changes))
+def trained(model: Model,
+            optimizer: Optimizer | None = None,
+            dataset: Any = DATA,
+            **changes: Any) -> Result:
+    return train(model, optimizer or sgd(model), dataset,
+                 **({"loss": mse, "progress": False} | NUMBERS | changes))
 
 
 def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None,
@@ -106,8 +112,11 @@ def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = Non
 
 
 def assert_close(model: Model, other: Model, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=rtol, atol=atol), f"{name} is off by {(mine - theirs).abs().max()}"
+    for (name, mine), theirs in zip(model.state_dict().items(),
+                                    other.state_dict().values(),
+                                    strict=True):
+        assert torch.allclose(mine, theirs, rtol=rtol,
+                              atol=atol), f"{name} is off by {(mine - theirs).abs().max()}"
 
 
 class Ears:
@@ -123,12 +132,15 @@ class Ears:
         return [facts for name, facts in self.heard if name == event]
 
 
-# --- the same as one big batch --------------------------------------------------------------------------------------
+# --- the same as one big batch --------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("shards", [1, 3, 4, 8])
-def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_shards(reduce: str, shards: int) -> None:
-    """Also the short last one of an epoch, where shards are unequal or empty: every sample weighs the same."""
+def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_shards(reduce: str,
+                                                                    shards: int) -> None:
+    """Also the short last one of an epoch, where shards are unequal or empty: every sample weighs
+    the same."""
     model, reference = built(), built()
     result = trained(model, shards=shards, reduce=reduce)
     assert_close(model, by_hand(reference, sgd(reference)))
@@ -143,8 +155,10 @@ def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_shards(reduce: str,
     (sgd, None, cosine(warmup_steps=2, total_steps=6)),
     (adamw, 0.05, cosine(warmup_steps=2, total_steps=6)),
 ])
-def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Callable[[Model], Optimizer],
-                                                                   clip_norm: float | None, rate: Any) -> None:
+def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Callable[[Model],
+                                                                                       Optimizer],
+                                                                   clip_norm: float | None,
+                                                                   rate: Any) -> None:
     """The norm is that of the whole gradient, and the rate follows the step, not the shards."""
     model, reference, ears = built(), built(), Ears()
     used = optimizer(model)
@@ -165,22 +179,26 @@ def test_the_weights_are_the_same_when_it_is_done_twice() -> None:
 def test_the_hash_is_anothers_when_one_bit_of_the_weights_is() -> None:
     """It tells any two models apart: after a step of almost nothing it has changed."""
     still, moved = built(), built()
-    hashes = {trained(model, torch.optim.SGD(model.parameters(), lr=rate), max_steps=1).weights_sha256
-              for model, rate in ((still, 0.0), (moved, 1e-6))}
+    hashes = {
+        trained(model, torch.optim.SGD(model.parameters(), lr=rate), max_steps=1).weights_sha256
+        for model, rate in ((still, 0.0), (moved, 1e-6))
+    }
     assert len(hashes) == 2
 
 
-def test_nothing_is_written_when_there_is_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_when_there_is_no_run_folder(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """`python my_train.py` alone leaves no files."""
     monkeypatch.chdir(tmp_path)
     trained(built(), checkpoint_every=1)
     assert list(tmp_path.iterdir()) == []
 
 
-# --- kinds of models ------------------------------------------------------------------------------------------------
+# --- kinds of models ------------------------------------------------------------------------------
 
 def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_norm() -> None:
-    """Each shard starts from the step's first values; the step's last are their mean, and it counts as one batch."""
+    """Each shard starts from the step's first values; the step's last are their mean, and it counts
+    as one batch."""
     norm, reference = (torch.nn.BatchNorm1d(5, affine=False) for _ in range(2))
     trained(torch.nn.Sequential(norm, built()), max_steps=2)
     for step in range(2):
@@ -201,46 +219,58 @@ def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size: int) -> None:
-    """Its 6 samples are 3 shards of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for every world."""
+    """Its 6 samples are 3 shards of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for
+    every world."""
     alone = trained(built(torch.nn.BatchNorm1d(8)))
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)
     assert alone.steps == schedule.steps
-    for result in in_a_world(size, lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
+    for result in in_a_world(size,
+                             lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
 
 
 def test_the_user_is_told_at_the_start_when_the_smallest_shard_cannot_be_computed() -> None:
-    """And not at the end of the first epoch: how small it is, what was raised, and what to change."""
+    """And not at the end of the first epoch: how small it is, what was raised, and what to
+    change."""
     lines, steps = torch.utils.data.Subset(DATA, range(17)), list[int]()
-    with pytest.raises(ConfigError, match="last step of each epoch has 1 samples, its smallest shard 1.*"
-                                          "Expected more than 1 value per channel.*drop_last=True") as raised:
+    with pytest.raises(ConfigError,
+                       match="last step of each epoch has 1 samples, its smallest shard 1.*"
+                       "Expected more than 1 value per channel.*drop_last=True") as raised:
         trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, after_step=steps.append)
     assert not steps and isinstance(raised.value.__cause__, ValueError)
     result = trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, drop_last=True)
     assert (result.steps, result.samples) == (4, 32)
-    assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, max_steps=2).steps == 2  # it does not come to that step
+    # It does not come to that step.
+    assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, max_steps=2).steps == 2
 
 
 def test_a_shard_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
-    """The rule is the job's: without BatchNorm, or where full shards have one sample, it is what it was."""
-    plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_shard_samples"] for schedule in (
-        SCHEDULE, Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)))
+    """The rule is the job's: without BatchNorm, or where full shards have one sample, it is what it
+    was."""
+    plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_shard_samples"]
+                    for schedule in (SCHEDULE,
+                                     Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)))
     assert (plain, other) == (1, 2)
     norm = torch.nn.BatchNorm2d(3)
-    assert [fewest_samples(model, 8, shards) for model, shards in ((built(), 4), (norm, 4), (norm, 8))] == [1, 2, 1]
+    assert [
+        fewest_samples(model, 8, shards) for model, shards in ((built(), 4), (norm, 4), (norm, 8))
+    ] == [1, 2, 1]
     assert trained(built(), max_steps=2).steps == 2
     with pytest.raises(LayoutError, match="min_shard_samples"):
         trained(built(), min_shard_samples=2)  # its steps are others
 
 
-def test_what_is_left_out_is_told_when_the_last_batch_is_dropped(run_dir: Path,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
-    """On stderr, in the event log, and by verify, which proves that each other sample counted once."""
+def test_what_is_left_out_is_told_when_the_last_batch_is_dropped(
+        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, in the event log, and by verify, which proves that each other sample counted
+    once."""
     assert trained(built(), drop_last=True).steps == 4
     assert capsys.readouterr().err.count("drop_last leaves 6 of 22 samples out of each epoch") == 1
-    assert [e["samples"] for e in read_events(run_dir) if e["event"] == "job.samples_dropped"] == [6]
+    assert [e["samples"] for e in read_events(run_dir)
+            if e["event"] == "job.samples_dropped"] == [6]
     (described,) = [e for e in read_events(run_dir) if e["event"] == "job.described"]
-    assert (described["drop_last"], described["dropped_samples"], described["steps"]) == (True, 6, 4)
+    assert (described["drop_last"], described["dropped_samples"], described["steps"]) == (True, 6,
+                                                                                          4)
     verdict = verify(run_dir)
     assert (verdict.violations, verdict.whole_epochs, verdict.samples) == ((), 2, 32)
     assert any("leaves out 6 samples" in note for note in verdict.notes)
@@ -290,7 +320,8 @@ def test_a_flag_is_set_when_the_model_sets_it_in_every_shard() -> None:
 
 
 class Centred(Model):
-    """Keeps a running mean, in place or (as `self.mean = …` does) by a new tensor in the buffer's place."""
+    """Keeps a running mean, in place or (as `self.mean = …` does) by a new tensor in the buffer's
+    place."""
 
     mean: torch.Tensor
 
@@ -310,7 +341,8 @@ class Centred(Model):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
-    """Neither the warm-up's nor another shard's values remain, whoever has no shard has the same in the end."""
+    """Neither the warm-up's nor another shard's values remain, whoever has no shard has the same in
+    the end."""
     in_place = trained(built(Centred(False)))
     models = [built(Centred(True)) for _ in range(size)]
     results = in_a_world(size, lambda rank: job(models[rank]))
@@ -320,7 +352,8 @@ def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(si
 
 
 def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
-    """An optimizer that rounds by chance, or `after_step`, draws the same on every worker, whatever its shards drew."""
+    """An optimizer that rounds by chance, or `after_step`, draws the same on every worker, whatever
+    its shards drew."""
     told: list[list[tuple[float, ...]]] = []
     for more in (0, 1):
         drawn = list[tuple[float, ...]]()
@@ -380,14 +413,19 @@ def test_training_goes_on_when_a_parameter_is_not_used(reduce: str) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3),
                                                   (torch.float64, 1e-6)])
 def test_parameters_of_any_precision_train(dtype: torch.dtype, tolerance: float) -> None:
-    """16-bit gradients are summed in 32; the parameters keep their type and follow the 32-bit ones."""
+    """16-bit gradients are summed in 32; the parameters keep their type and follow the 32-bit
+    ones."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(model(batch[0].to(dtype)).to(torch.float64), batch[1].to(torch.float64))
+        return torch.nn.functional.mse_loss(
+            model(batch[0].to(dtype)).to(torch.float64), batch[1].to(torch.float64))
 
     model, reference = built().to(dtype), built()
     trained(model, loss=loss)
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert_close(model.to(torch.float32), by_hand(reference, sgd(reference)), rtol=tolerance, atol=tolerance)
+    assert_close(model.to(torch.float32),
+                 by_hand(reference, sgd(reference)),
+                 rtol=tolerance,
+                 atol=tolerance)
 
 
 def test_nothing_is_counted_twice_when_two_layers_share_their_weight() -> None:
@@ -403,11 +441,12 @@ def test_nothing_is_counted_twice_when_two_layers_share_their_weight() -> None:
     assert_close(model, by_hand(reference, sgd(reference)))
 
 
-# --- the gradient scaler --------------------------------------------------------------------------------------------
+# --- the gradient scaler --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_no_bit_is_another_when_a_scaler_scales_by_powers_of_two(reduce: str) -> None:
-    """The gradient is unscaled before it is clipped, and the scale grows once in `growth_interval` steps."""
+    """The gradient is unscaled before it is clipped, and the scale grows once in `growth_interval`
+    steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scaled = trained(built(), scaler=scaler, clip_norm=0.5, reduce=reduce)
     assert scaled.weights_sha256 == trained(built(), clip_norm=0.5, reduce=reduce).weights_sha256
@@ -418,12 +457,13 @@ def test_the_weights_stay_and_the_scale_falls_when_a_gradient_overflows() -> Non
     """The step counts, as it does in plain PyTorch."""
     scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**127), built()
     result = trained(model, scaler=scaler, max_steps=1, loss=lambda m, b: mse(m, b) * 1e4)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), built().parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), built().parameters(), strict=True))
     assert scaler.get_scale() == 2.0**126
     assert (result.steps, result.samples) == (1, 8)
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 class OneByOne(Dataset[Any]):
     """Gives samples one at a time; `make` shapes them."""
@@ -453,11 +493,17 @@ Sample = collections.namedtuple("Sample", ["x", "y"])
 
 
 @pytest.mark.parametrize("dataset", [
-    OneByOne(), ManyAtOnce(), OneByOne(lambda x, y: [x, y]), OneByOne(lambda x, y: {0: x, 1: y, "name": "z"}),
+    OneByOne(),
+    ManyAtOnce(),
+    OneByOne(lambda x, y: [x, y]),
+    OneByOne(lambda x, y: {0: x, 1: y, "name": "z"}),
     OneByOne(Sample),
-], ids=["one by one", "many at once", "lists", "dicts", "named tuples"])
-def test_the_weights_are_the_same_when_the_same_samples_come_in_another_form(dataset: Dataset[Any]) -> None:
-    """A dataset is `len` and `[i]`, or `__getitems__`; batches are what torch's own collate makes."""
+],
+                         ids=["one by one", "many at once", "lists", "dicts", "named tuples"])
+def test_the_weights_are_the_same_when_the_same_samples_come_in_another_form(
+        dataset: Dataset[Any]) -> None:
+    """A dataset is `len` and `[i]`, or `__getitems__`; batches are what torch's own collate
+    makes."""
     assert trained(built(), dataset=dataset).weights_sha256 == trained(built()).weights_sha256
 
 
@@ -467,7 +513,8 @@ def test_a_loss_may_take_its_batch_apart() -> None:
         return mse(model, [batch.pop("x"), batch.pop("y")])
 
     dataset = OneByOne(lambda x, y: {"x": x, "y": y})
-    assert trained(built(), dataset=dataset, loss=loss).weights_sha256 == trained(built()).weights_sha256
+    assert trained(built(), dataset=dataset,
+                   loss=loss).weights_sha256 == trained(built()).weights_sha256
 
 
 def negated(samples: list[Any]) -> Any:
@@ -479,7 +526,8 @@ def negated(samples: list[Any]) -> Any:
 def test_the_users_collate_makes_the_batches_when_it_is_given(dataset: Dataset[Any]) -> None:
     """Whatever the dataset is."""
     reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
-    assert trained(built(), dataset=dataset, collate=negated).weights_sha256 == reference.weights_sha256
+    assert trained(built(), dataset=dataset,
+                   collate=negated).weights_sha256 == reference.weights_sha256
 
 
 class Negated(TensorDataset):
@@ -493,18 +541,19 @@ class Negated(TensorDataset):
 def test_samples_are_what_the_dataset_gives_when_it_extends_tensor_dataset() -> None:
     """Its own `[i]` is asked."""
     reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
-    assert trained(built(), dataset=Negated(INPUT, TARGET)).weights_sha256 == reference.weights_sha256
+    assert trained(built(), dataset=Negated(INPUT,
+                                            TARGET)).weights_sha256 == reference.weights_sha256
 
 
-# --- random numbers -------------------------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 def draws() -> tuple[float, ...]:
     return (*torch.rand(2).tolist(), random.random(), float(numpy.random.rand()))
 
 
 def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() -> None:
-    """Who runs it, when, and after what makes no difference: the seed is that of step and shard (torch, random,
-    numpy)."""
+    """Who runs it, when, and after what makes no difference: the seed is that of step and shard
+    (torch, random, numpy)."""
     drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -522,7 +571,7 @@ def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() 
     assert len({numbers for _, numbers in expected}) == len(expected)
 
 
-# --- a world of threads ---------------------------------------------------------------------------------------------
+# --- a world of threads ---------------------------------------------------------------------------
 
 class OneGeneration(Generations):
     """The life of one generation that never breaks."""
@@ -555,7 +604,9 @@ class Trainer(Loop):
 
 def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
-    moves = rehearse(whole, Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False).warm_up)
+    moves = rehearse(
+        whole,
+        Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False).warm_up)
     for shard in moves:
         shard.backward(whole.loss(whole.model, shard.batch))
 
@@ -563,9 +614,9 @@ def rehearse_alone(whole: JobOfTrain) -> None:
 def job(model: Model, **changes: Any) -> JobOfTrain:
     whole: dict[str, Any] = {
         "model": model, "optimizer": sgd(model), "dataset": DATA, "loss": mse, "schedule": SCHEDULE,
-        "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate, "extras": {},
-        "after_step": lambda step: None,
-        "device": torch.device("cpu")}
+        "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate,
+        "extras": {}, "after_step": lambda step: None, "device": torch.device("cpu")
+    }
     return JobOfTrain(**(whole | changes))
 
 
@@ -574,7 +625,8 @@ class Odd(Exception):
 
 
 def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> list[Any]:
-    """Train in a world of threads; returns each rank's Result, or what the user's code made it raise."""
+    """Train in a world of threads; returns each rank's Result, or what the user's code made it
+    raise."""
     hub, ended, broken = Hub(size), dict[int, Any](), list[BaseException]()
     torch.set_num_threads(1)
 
@@ -591,7 +643,8 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     for rank in range(size):
         trainer = Trainer(make(rank), Launch(), Alone(), Events(None, attempt=1), reduce, False)
         trainer.world = Member(hub, rank)
-        trainer.generations = OneGeneration(Launch(), Alone(), trainer.events, trainer.hooks(), trainer.world)
+        trainer.generations = OneGeneration(Launch(), Alone(), trainer.events, trainer.hooks(),
+                                            trainer.world)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:
         thread.start()
@@ -607,7 +660,8 @@ def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -
     """Bit for bit those of one process, on every worker, also when some have no shard to run."""
     alone = trained(built(torch.nn.LayerNorm(8)))
     for result in in_a_world(size, lambda rank: job(built(torch.nn.LayerNorm(8)))):
-        assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256, alone.loss, alone.samples)
+        assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256,
+                                                                        alone.loss, alone.samples)
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -615,12 +669,14 @@ def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size:
     """BatchNorm's buffers follow the same rule as the gradient."""
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2)
     alone = trained(built(torch.nn.BatchNorm1d(8)), max_steps=2)
-    for result in in_a_world(size, lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
+    for result in in_a_world(size,
+                             lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
 
 
 class Checkpointed(Model):
-    """Uses one layer in two parts whose backward passes are runs of their own (use_reentrant=True)."""
+    """Uses one layer in two parts whose backward passes are runs of their own
+    (use_reentrant=True)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,7 +685,9 @@ class Checkpointed(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            x = torch.utils.checkpoint.checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
+            x = torch.utils.checkpoint.checkpoint(self.shared,
+                                                  x.requires_grad_(),
+                                                  use_reentrant=True)
         return self.last(x)
 
 
@@ -639,10 +697,13 @@ def checkpointed() -> Model:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(size: int) -> None:
-    """Two shards then share no buffer: its sum would have the order of the passes, not that of the tree."""
+def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(
+        size: int) -> None:
+    """Two shards then share no buffer: its sum would have the order of the passes, not that of the
+    tree."""
     def loud(model: Model, batch: Any) -> torch.Tensor:
-        return 1e3 * mse(model, batch)  # so that the step is not lost in the rounding of the weights
+        # So that the step is not lost in the rounding of the weights.
+        return 1e3 * mse(model, batch)
 
     alone = trained(checkpointed(), loss=loud, max_steps=1)
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=1)
@@ -677,12 +738,15 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[Base
     reference = built()
     trained(reference, max_steps=1)
     for model in models:
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size: int) -> None:
-    """Found by the vote of the next step. Of three the odd one leaves; of two nobody knows who is right."""
+    """Found by the vote of the next step. Of three the odd one leaves; of two nobody knows who is
+    right."""
     models = [built() for _ in range(size)]
 
     def after_step(step: int) -> None:
@@ -697,10 +761,13 @@ def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size:
     assert "0.weight" in str(ended[1]) or size == 2
     reference = built()
     trained(reference, max_steps=2)
-    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(models[0].parameters(), reference.parameters(), strict=True))
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(("changes", "named"), [
     ({"reduce": "mean"}, "reduce is 'mean'"),
@@ -716,7 +783,8 @@ def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size:
     ({"clip_norm": -1.0}, "clip_norm is -1"),
     ({"dataset": TensorDataset(torch.empty(0, 5), torch.empty(0, 3))}, "dataset_size is 0"),
 ])
-def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(changes: dict[str, Any], named: str) -> None:
+def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(
+        changes: dict[str, Any], named: str) -> None:
     """A ConfigError names the key and its value."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         raise AssertionError("it has run")
@@ -727,7 +795,8 @@ def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(changes: 
 
 def test_the_user_is_told_when_the_optimizer_is_another_models() -> None:
     """It would step weights that nobody trains."""
-    with pytest.raises(ConfigError, match=r"4 parameters that are not the model's.*model\.parameters"):
+    with pytest.raises(ConfigError,
+                       match=r"4 parameters that are not the model's.*model\.parameters"):
         trained(built(), sgd(built()))
 
 
@@ -754,7 +823,8 @@ def test_the_user_is_told_when_nothing_can_be_trained() -> None:
 
 
 def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> None:
-    """Nothing of the step remains: weights, statistics and counters are those of the last finished one."""
+    """Nothing of the step remains: weights, statistics and counters are those of the last finished
+    one."""
     ears, calls = Ears(), []
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -777,7 +847,8 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
 
 @pytest.mark.parametrize("where", ["loss", "schedule", "after_step"])
 def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> None:
-    """sys.exit() in the user's code is no dead host, whose worker would be started again for ever."""
+    """sys.exit() in the user's code is no dead host, whose worker would be started again for
+    ever."""
     ears = Ears()
 
     def exits(*arguments: Any) -> Any:
@@ -791,7 +862,8 @@ def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> Non
 
 def test_the_run_goes_on_when_a_listener_raises(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told with its traceback, the 1st and the 10th time, and stays called; the others hear everything."""
+    """It is told with its traceback, the 1st and the 10th time, and stays called; the others hear
+    everything."""
     heard, ears = list[str](), Ears()
 
     def metrics(event: str, facts: dict[str, Any]) -> None:
@@ -803,7 +875,8 @@ def test_the_run_goes_on_when_a_listener_raises(run_dir: Path, monkeypatch: pyte
     told = ears.facts("worker.listener_failed")
     assert [e["failures"] for e in told] == [1, 10] and "metrics" in told[0]["listener"]
     assert "ConnectionError: no server, as planned" in told[0]["error"]
-    assert [e for e in read_events(run_dir) if e["event"] == "worker.listener_failed"][0]["heard"] == heard[0]
+    assert [e for e in read_events(run_dir)
+            if e["event"] == "worker.listener_failed"][0]["heard"] == heard[0]
     assert capsys.readouterr().err.count("ConnectionError: no server, as planned") == 2
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
     assert result.weights_sha256 == trained(built()).weights_sha256
@@ -811,7 +884,8 @@ def test_the_run_goes_on_when_a_listener_raises(run_dir: Path, monkeypatch: pyte
 
 def test_the_exit_code_says_that_it_was_the_users_code_when_a_worker_has_not_stood_ready(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback is shown."""
+    """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback
+    is shown."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         raise Odd("as planned")
 
@@ -858,28 +932,37 @@ def test_the_user_is_told_which_holds_when_the_epochs_have_fewer_steps_than_max_
     assert "max_steps is 30, but epochs=2 has only 6 steps" in line and "Leave epochs out" in line
 
 
-# --- going on -------------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
-    """Train a model with everything that a step can change; returns also its scale, and what was heard."""
+    """Train a model with everything that a step can change; returns also its scale, and what was
+    heard."""
     model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), seed=seed)
     scaler, ears = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2), Ears()
-    result = trained(model, adamw(model), scaler=scaler, clip_norm=0.5, schedule=cosine(warmup_steps=2, total_steps=6),
-                     listeners=[ears], **({"shards": 2} | changes))
+    result = trained(model,
+                     adamw(model),
+                     scaler=scaler,
+                     clip_norm=0.5,
+                     schedule=cosine(warmup_steps=2, total_steps=6),
+                     listeners=[ears],
+                     **({"shards": 2} | changes))
     return result, scaler.get_scale(), ears
 
 
 def assert_same(resumed: tuple[Result, float, Ears], straight: tuple[Result, float, Ears]) -> None:
     values = [result.model.state_dict().values() for result, _, _ in (resumed, straight)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*values, strict=True))
-    facts = [(r.weights_sha256, r.steps, r.samples, r.loss, scale) for r, scale, _ in (resumed, straight)]
+    facts = [(r.weights_sha256, r.steps, r.samples, r.loss, scale)
+             for r, scale, _ in (resumed, straight)]
     assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
+def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch,
                                                                  stop: int) -> None:
-    """Weights, moments, statistics, scale, rate and random numbers go on, whatever the model was built with."""
+    """Weights, moments, statistics, scale, rate and random numbers go on, whatever the model was
+    built with."""
     rich(max_steps=stop)
     resumed = rich(seed=99)
     (started,) = resumed[2].facts("worker.generation_started")
@@ -889,19 +972,26 @@ def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, 
     assert_same(resumed, rich())
 
 
-def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(run_dir: Path,
-                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ended with an exception goes on from its last checkpoint."""
     def published(event: str, facts: dict[str, Any]) -> None:
         if event == "step.applied":
             for thread in threading.enumerate():
-                if thread.name in ("checkpoint", "publisher"):  # up by step 1's end, published by step 3's
+                # Up by step 1's end, published by step 3's.
+                if thread.name in ("checkpoint", "publisher"):
                     thread.join()
 
     model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
     with pytest.raises(Odd):
-        trained(model, adamw(model), shards=2, checkpoint_every=1, clip_norm=0.5, listeners=[published],
-                after_step=raises_after(4), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2),
+        trained(model,
+                adamw(model),
+                shards=2,
+                checkpoint_every=1,
+                clip_norm=0.5,
+                listeners=[published],
+                after_step=raises_after(4),
+                scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2),
                 schedule=cosine(warmup_steps=2, total_steps=6))
     resumed = rich(seed=99)
     assert resumed[2].facts("worker.generation_started")[0]["source"] == "checkpoint"
@@ -929,16 +1019,18 @@ class ToldToStop(Alone):
         return self.step + 1 >= self.after
 
 
-def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(run_dir: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker leaves at the end of a step, after its checkpoint, and the next attempt goes on there."""
+def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker leaves at the end of a step, after its checkpoint, and the next attempt goes on
+    there."""
     model = built()
     launch = Launch(run_dir=run_dir, run="run")
     events = Events(run_dir, run="run", attempt=1)
     with pytest.raises(RunOver) as over:
         Trainer(job(model), launch, ToldToStop(4), events, "exact", False).run()
     assert over.value.verdict == "interrupted"
-    assert [e["step"] for e in read_events(run_dir) if e["event"] == "state.checkpoint_published"] == [4]
+    assert [e["step"] for e in read_events(run_dir)
+            if e["event"] == "state.checkpoint_published"] == [4]
     resumed = trained(built(seed=99))
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
     assert resumed.weights_sha256 == trained(built()).weights_sha256
@@ -951,25 +1043,29 @@ def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_d
         trained(built(torch.nn.LayerNorm(8)))
 
 
-def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later the store has been usable: the next generation asks again, and the diary says so. But who starts it by hand
-    is told.
+def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later the store has been usable: the next generation asks again, and the diary says so. But
+    who starts it by hand is told.
     """
     def refuse(*_: Any, insist: bool) -> None:
         raise StoreRefused(f"not allowed, as planned, insist {insist}")
 
     monkeypatch.setattr("elastic_trainer.training.checkpointing.RESTORE_PAUSE_S", 0.0)
-    for attempt, driver, ends in ((1, "there:1", ConfigError), (2, "there:1", PeersLost), (3, None, ConfigError)):
-        launch, events = Launch(run_dir=run_dir, attempt=attempt, driver=driver), Events(run_dir, attempt=attempt)
+    for attempt, driver, ends in ((1, "there:1", ConfigError), (2, "there:1", PeersLost),
+                                  (3, None, ConfigError)):
+        launch, events = Launch(run_dir=run_dir, attempt=attempt,
+                                driver=driver), Events(run_dir, attempt=attempt)
         trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
         monkeypatch.setattr(trainer.checkpointing.checkpoints, "restore", refuse)
         with pytest.raises(ends, match=f"insist {attempt == 2}"):
             trainer._restore()
-    assert [e["attempt"] for e in read_events(run_dir) if e["event"] == "state.store_unavailable"] == [2]
+    assert [e["attempt"] for e in read_events(run_dir)
+            if e["event"] == "state.store_unavailable"] == [2]
 
 
-def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_dir: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never arrives must not silence the alarm; and the wait for a place raises none."""
     ears = Ears()
     events = Events(None, attempt=1)
@@ -993,10 +1089,16 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(run_di
 
 
 @pytest.mark.parametrize("changes", [
-    {"global_batch": 4}, {"seed": 4}, {"dataset": TensorDataset(INPUT[:20], TARGET[:20])}, {"reduce": "ring"},
-], ids=["global_batch", "seed", "dataset", "reduce"])
-def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path, changes: dict[str, Any]) -> None:
-    """The step alone says which samples are done, so under another schedule some would be lost and some repeated."""
+    {"global_batch": 4},
+    {"seed": 4},
+    {"dataset": TensorDataset(INPUT[:20], TARGET[:20])},
+    {"reduce": "ring"},
+],
+                         ids=["global_batch", "seed", "dataset", "reduce"])
+def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path,
+                                                                   changes: dict[str, Any]) -> None:
+    """The step alone says which samples are done, so under another schedule some would be lost and
+    some repeated."""
     trained(built(), max_steps=2)
     with pytest.raises((ConfigError, LayoutError)):
         trained(built(), **changes)
@@ -1014,7 +1116,10 @@ def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> 
     """In order, with the samples that the schedule says; a line that is written again says so."""
     trained(built(), max_steps=2)
     trained(built())
-    told = [e for e in read_events(run_dir) if e["event"] == "worker.step_committed" and not e.get("repeated")]
+    told = [
+        e for e in read_events(run_dir)
+        if e["event"] == "worker.step_committed" and not e.get("repeated")
+    ]
     assert [(e["step"], e["samples"], e["digest"]) for e in told] == [
         (step, SCHEDULE.batch_size(step), SCHEDULE.batch_digest(step)) for step in range(6)]
 
@@ -1036,8 +1141,10 @@ def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> 
     assert summarize(night)["books"]["training_s"] < 1_000
 
 
-def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_steps(run_dir: Path) -> None:
-    """What has stopped half-way never shows the weights of before; and it is proved, as is its end."""
+def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_steps(
+        run_dir: Path) -> None:
+    """What has stopped half-way never shows the weights of before; and it is proved, as is its
+    end."""
     trained(built(), max_steps=2)
     assert json.loads((run_dir / "result.json").read_text())["steps"] == 2
     found: list[bool] = []
@@ -1053,7 +1160,8 @@ def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_step
     assert (result["finished"], result["steps"], result["weights_sha256"]) == (False, 4, None)
     assert verify(run_dir).violations == ()
     trained(built())
-    assert json.loads((run_dir / "result.json").read_text())["finished"] and verify(run_dir).violations == ()
+    assert json.loads(
+        (run_dir / "result.json").read_text())["finished"] and verify(run_dir).violations == ()
 
 
 def raises_after(step: int) -> Callable[[int], None]:
@@ -1067,15 +1175,18 @@ def raises_after(step: int) -> Callable[[int], None]:
     return after_step
 
 
-def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Which GPU is mine; 0 when nobody launched it."""
     assert local_rank() == 0
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "3")
     assert local_rank() == 3
 
 
-def test_no_bit_is_another_when_a_standby_has_rehearsed_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running statistics, gradients and everybody's next random number are as if it had not been."""
+def test_no_bit_is_another_when_a_standby_has_rehearsed_a_step(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running statistics, gradients and everybody's next random number are as if it had not
+    been."""
     def draw_and_train(is_standby: bool) -> tuple[str, list[float]]:
         model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
         seed_everything(5)
@@ -1107,10 +1218,12 @@ class Wanting(Alone):
 
 
 def test_a_change_waits_for_the_shares_that_go_up() -> None:
-    """For so long and no longer, and not when this worker itself was told to go: then it has seconds."""
+    """For so long and no longer, and not when this worker itself was told to go: then it has
+    seconds."""
     driver = Wanting()
     saving = [False]
-    generations = Generations(Launch(), driver, Events(None, attempt=1), Hooks(is_saving=lambda: saving[0]))
+    generations = Generations(Launch(), driver, Events(None, attempt=1),
+                              Hooks(is_saving=lambda: saving[0]))
     assert generations.take_wishes(100.0).change
     saving[0] = True
     assert not generations.take_wishes(101.0).change
@@ -1124,14 +1237,20 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     assert generations.take_wishes(131.0).change
 
 
-@pytest.mark.parametrize(("ranks", "told"), [
-    ([(13, 13, False), (13, 14, True), (13, 13, True)], [13]),  # rank 0 is a newcomer, or has revived itself
-    ([(13, 14, True), (13, 14, True), (0, 0, False)], [13]),
-    ([(12, 13, True), (13, 14, True), (12, 13, True)], [13]),  # only one has seen the vote pass, and went on
-    ([(12, 13, True), (13, 13, True), (12, 13, True)], []),
-    ([(13, 13, True), (13, 13, True), (0, 0, False)], [])])
-def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tuple[int, int, bool]], told: list[int],
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([(13, 13, False), (13, 14, True),
+          (13, 13, True)], [13]),  # rank 0 is a newcomer, or has revived itself
+        ([(13, 14, True), (13, 14, True), (0, 0, False)], [13]),
+        ([(12, 13, True), (13, 14, True),
+          (12, 13, True)], [13]),  # only one has seen the vote pass, and went on
+        ([(12, 13, True), (13, 13, True), (12, 13, True)], []),
+        ([(13, 13, True), (13, 13, True), (0, 0, False)], [])
+    ])
+def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(
+        ranks: list[tuple[int, int,
+                          bool]], told: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by rank 0, also when the reconcile itself breaks and is entered again."""
     heard = []
     events = Events(None, attempt=1)
@@ -1146,7 +1265,9 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(ranks: list[tupl
     for _ in range(2):
         state.committed, state.begun, state.has_state = ranks[0]
         state.prepared = state.begun
-        list(generations._reconcile(state, lambda: "", lambda *vote: state.commit(*vote), lambda: iter(())))
+        list(
+            generations._reconcile(state, lambda: "", lambda *vote: state.commit(*vote),
+                                   lambda: iter(())))
         ranks[0] = state.committed, state.begun, state.has_state
     assert [step for event, step in heard if event == "worker.step_redone"] == told
 
@@ -1155,7 +1276,8 @@ class Ordered:
     """An extra whose tensors come in an order of its own, and with a number of its own."""
 
     def __init__(self, names: str, number: float):
-        self.values: dict[str, Any] = {name: torch.full((2,), float(ord(name))) for name in names} | {"number": number}
+        self.values: dict[str, Any] = {name: torch.full((2, ), float(ord(name)))
+                                       for name in names} | {"number": number}
 
     def state_dict(self) -> dict[str, Any]:
         return self.values
@@ -1166,26 +1288,31 @@ class Ordered:
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: str) -> None:
-    """Each gives a share of the bytes: of the same tensors, in the same order, or all are told. Numbers are one's."""
+    """Each gives a share of the bytes: of the same tensors, in the same order, or all are told.
+    Numbers are one's."""
     hub = Hub(3)
 
     def member(rank: int) -> dict[str, Any]:
         model = built()
         state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
-        state.has_state, state.extras = rank < 2, {"mine": Ordered("ab" if rank == 0 else order, 10.0**rank)}
-        Transfer(Member(hub, rank), Events(None, attempt=1), list, lambda *_: None).move(state, [0, 1])
+        state.has_state, state.extras = rank < 2, {
+            "mine": Ordered("ab" if rank == 0 else order, 10.0**rank)
+        }
+        Transfer(Member(hub, rank), Events(None, attempt=1), list,
+                 lambda *_: None).move(state, [0, 1])
         return state.extras["mine"].values
 
     with ThreadPoolExecutor(3) as pool:
         got = [pool.submit(member, rank) for rank in range(3)]
     if order == "ba":
-        assert all("the tensors of rank 1 differ from rank 0's" in str(one.exception()) for one in got)
+        assert all("the tensors of rank 1 differ from rank 0's" in str(one.exception())
+                   for one in got)
     else:
         assert repr(got[2].result()) == repr(Ordered("ab", 1.0).values)
 
 
-def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vote tells everybody, also those who have not heard of the change."""
     rested = threading.Event()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *_: rested.set() or 600.0)
@@ -1207,14 +1334,16 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(run_dir: 
 
     plan = Plan(every=Cadence(steps=1), part_bytes=100)
     launch, events = Launch(run_dir=run_dir), Events(None, attempt=1)
-    trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False, plan)
+    trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False,
+                      plan)
     assert trainer.run().steps == SCHEDULE.steps
     assert uploaders
 
 
 @pytest.mark.parametrize("what", ["nothing", "weights", "loss", "program"])
 def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on each worker of a kind. A loss that is not the same twice says nothing, and weights are no processor."""
+    """The same on each worker of a kind. A loss that is not the same twice says nothing, and
+    weights are no processor."""
     own = torch.Generator()
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -1237,9 +1366,11 @@ def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.M
 
 
 def test_a_standby_computes_as_a_worker_that_was_none() -> None:
-    """Its rehearsal leaves nothing in weights, buffers, rates or random numbers: else it would be refused."""
+    """Its rehearsal leaves nothing in weights, buffers, rates or random numbers: else it would be
+    refused."""
     def said(rehearses: bool) -> Arithmetic:
-        whole = job(built(torch.nn.BatchNorm1d(8), torch.nn.Dropout()), rate=cosine(warmup_steps=2, total_steps=6),
+        whole = job(built(torch.nn.BatchNorm1d(8), torch.nn.Dropout()),
+                    rate=cosine(warmup_steps=2, total_steps=6),
                     schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
         if rehearses:
             rehearse_alone(whole)
@@ -1253,20 +1384,24 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
     assert said(True).result
 
 
-def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint's record says how its writers computed."""
     ears = Ears()
     trained(built(), max_steps=3, run_dir=run_dir, listeners=[ears])
     trained(built(), max_steps=4, run_dir=run_dir, listeners=[ears])
     assert not ears.facts("worker.arithmetic_differs")
     monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
-    monkeypatch.setattr("elastic_trainer.training.probe.facts", lambda device: (("cpu", "another"),))
+    monkeypatch.setattr("elastic_trainer.training.probe.facts", lambda device:
+                        (("cpu", "another"), ))
     trained(built(), max_steps=5, run_dir=run_dir, listeners=[ears])
     [told] = ears.facts("worker.arithmetic_differs")
     assert told["differs"]["cpu"][0] == "another" and not told["refused"]
 
 
-def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that chooses its GPU by it boots up to there."""
-    monkeypatch.setattr(standby, "wait_for_place", lambda: monkeypatch.setenv("ELASTIC_TRAINER_SLOT", "3"))
+    monkeypatch.setattr(standby, "wait_for_place",
+                        lambda: monkeypatch.setenv("ELASTIC_TRAINER_SLOT", "3"))
     assert local_rank() == 3

@@ -1,4 +1,5 @@
-"""Losses that are not finite: said at once, and the run ends, leaves the step out, or goes on, on all workers alike."""
+"""Losses that are not finite: said at once, and the run ends, leaves the step out, or goes on, on
+all workers alike."""
 
 from __future__ import annotations
 
@@ -8,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import INPUT, SCHEDULE, SIZE, TARGET, Centred, Ears, built, in_a_world, job, mse, trained
+from test_loop import (
+    INPUT,
+    SCHEDULE,
+    SIZE,
+    TARGET,
+    Centred,
+    Ears,
+    built,
+    in_a_world,
+    job,
+    mse,
+    trained,
+)
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
@@ -17,8 +30,12 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.verify import verify
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
-BAD = int(SCHEDULE.shard_samples(1, 2)[0])  # in shard 2 of step 1, and once more in the second epoch
-BAD_STEPS = [step for step in range(SCHEDULE.steps) for shard in range(4) if BAD in SCHEDULE.shard_samples(step, shard)]
+# In shard 2 of step 1, and once more in the second epoch.
+BAD = int(SCHEDULE.shard_samples(1, 2)[0])
+BAD_STEPS = [
+    step for step in range(SCHEDULE.steps) for shard in range(4)
+    if BAD in SCHEDULE.shard_samples(step, shard)
+]
 SPOILED = INPUT.clone()
 SPOILED[BAD, 0] = float("nan")
 DATA = TensorDataset(SPOILED, TARGET)
@@ -26,7 +43,8 @@ SHARD = SCHEDULE.shard_samples(1, 2).tolist()
 
 
 def model() -> torch.nn.Sequential:
-    return built(Centred(False))  # no dropout: the threads of a simulated world share their random numbers
+    # No dropout: the threads of a simulated world share their random numbers.
+    return built(Centred(False))
 
 
 def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +53,8 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: str) -> None:
-    """With step, shard and samples in the error and in an event; weights and buffers are the last finished step's."""
+    """With step, shard and samples in the error and in an event; weights and buffers are the last
+    finished step's."""
     spoiled, reference, ears = model(), model(), Ears()
     named = rf"the loss of step 1 is nan.* shard 2 \(samples {SHARD[0]}, {SHARD[1]}\).*skip"
     with pytest.raises(LossNotFinite, match=named):
@@ -44,7 +63,8 @@ def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: st
     assert all(torch.equal(a, b) for a, b in
                zip(spoiled.state_dict().values(), reference.state_dict().values(), strict=True))
     (said,) = ears.facts("worker.loss_not_finite")
-    assert (said["step"], said["shards"], said["samples"], said["on_nan"]) == (1, [2], [SHARD], "raise")
+    assert (said["step"], said["shards"], said["samples"], said["on_nan"]) == (1, [2], [SHARD],
+                                                                               "raise")
     assert [facts["step"] for facts in ears.facts("worker.step_committed")] == [0]
 
 
@@ -53,17 +73,22 @@ def test_all_workers_name_the_samples_when_one_of_them_has_run_the_shard(size: i
     """And none of them has applied the step."""
     models = [model() for _ in range(size)]
     results = in_a_world(size, lambda rank: job(models[rank], dataset=DATA))
-    assert all(isinstance(one, LossNotFinite) and f"shard 2 (samples {SHARD[0]}" in str(one) for one in results)
+    assert all(
+        isinstance(one, LossNotFinite) and f"shard 2 (samples {SHARD[0]}" in str(one)
+        for one in results)
     reference = model()
     trained(reference, dataset=DATA, max_steps=1)
-    assert all(torch.equal(p, q) for one in models for p, q in zip(one.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for one in models
+        for p, q in zip(one.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind", [float("inf"), float("-inf")])
 def test_an_infinite_loss_is_not_finite_either(kind: float) -> None:
     """Of either sign."""
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return mse(model, batch) + (kind if any(torch.equal(x, INPUT[BAD]) for x in batch[0]) else 0.0)
+        return mse(model, batch) + (kind if any(torch.equal(x, INPUT[BAD])
+                                                for x in batch[0]) else 0.0)
 
     with pytest.raises(LossNotFinite, match=f"step 1 is {kind}.*shard 2"):
         trained(built(), loss=loss)
@@ -71,8 +96,8 @@ def test_an_infinite_loss_is_not_finite_either(kind: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_a_step_is_left_out_on_all_workers_when_it_is_to_be_skipped(size: int) -> None:
-    """It is finished and counts its samples; weights, momentum and buffers are as if it had not been. The rates follow
-    the number of the step."""
+    """It is finished and counts its samples; weights, momentum and buffers are as if it had not
+    been. The rates follow the number of the step."""
     def skipping(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, StepLR]:
         optimizer = momentum(model)
         return optimizer, StepLR(optimizer, 2, gamma=0.5)
@@ -94,9 +119,12 @@ def test_a_step_is_left_out_on_all_workers_when_it_is_to_be_skipped(size: int) -
                     optimizer.state.pop(parameter, None)
                 else:
                     optimizer.state[parameter]["momentum_buffer"].copy_(kept)
-        taken.append(({k: v.clone() for k, v in reference.state_dict().items()},
-                      [optimizer.state[p]["momentum_buffer"].clone() if p in optimizer.state else None
-                       for p in reference.parameters()]))
+        taken.append(
+            ({k: v.clone()
+              for k, v in reference.state_dict().items()}, [
+                  optimizer.state[p]["momentum_buffer"].clone() if p in optimizer.state else None
+                  for p in reference.parameters()
+              ]))
 
     put_back(-1)
     trained(reference, optimizer, schedule=scheduler, after_step=put_back)

@@ -30,11 +30,16 @@ def caught(*errors: BaseException) -> BaseException:
     (OSError(errno.ESTALE, "Stale file handle", "/data/7"), "ESTALE"),
     (OSError(errno.ENOSPC, "No space left on device"), "ENOSPC"),
     (MemoryError(), "MemoryError"),
-    (RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. "), "a loader process was killed"),
-    (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), "a loader process was killed"),
-    (BrokenProcessPool("A process in the process pool was terminated abruptly"), "a loader process was killed"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "ENOMEM"),
-    (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be …"), "a GPU has failed"),
+    (RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. "),
+     "a loader process was killed"),
+    (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+     "a loader process was killed"),
+    (BrokenProcessPool("A process in the process pool was terminated abruptly"),
+     "a loader process was killed"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+     "ENOMEM"),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be …"),
+     "a GPU has failed"),
 ])
 def test_what_a_machine_does_is_its_fault(error: BaseException, kind: str) -> None:
     """Alone, as the cause of another error, or what was handled when the other one was raised."""
@@ -44,10 +49,17 @@ def test_what_a_machine_does_is_its_fault(error: BaseException, kind: str) -> No
 
 
 @pytest.mark.parametrize("error", [
-    ValueError("a bad sample"), FileNotFoundError(errno.ENOENT, "No such file"), PermissionError(errno.EACCES, "denied"),
-    IndexError(7), ConnectionResetError(errno.ECONNRESET, "reset"), OSError("no number"), KeyboardInterrupt(),
-    RuntimeError("mat1 and mat2 shapes cannot be multiplied"), torch.OutOfMemoryError("CUDA out of memory."),
-    RuntimeError("CUDA error: device-side assert triggered"), RuntimeError("CUDA error: an illegal memory access"),
+    ValueError("a bad sample"),
+    FileNotFoundError(errno.ENOENT, "No such file"),
+    PermissionError(errno.EACCES, "denied"),
+    IndexError(7),
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    OSError("no number"),
+    KeyboardInterrupt(),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: an illegal memory access"),
     ValueError("it says: uncorrectable ECC error encountered"),
 ])
 def test_what_the_code_or_the_data_does_is_not(error: BaseException) -> None:

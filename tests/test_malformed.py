@@ -1,4 +1,5 @@
-"""What a worker sends is data to be checked: no event and no heartbeat stops a run, its driver or a reader of its log."""
+"""What a worker sends is data to be checked: no event and no heartbeat stops a run, its driver or a
+reader of its log."""
 
 from __future__ import annotations
 
@@ -56,22 +57,30 @@ MALFORMED = {
     "a step that is not whole": json.dumps(NO_STEP | {"step": 1.5}),
     "a step that is too large for 64 bits": json.dumps(NO_STEP | {"step": 10**30}),
     "a step that is infinite": json.dumps(NO_STEP | {"step": float("inf")}),
-    "a step of ten thousand digits": json.dumps(NO_STEP).replace("}", f', "step": {"9" * 10_000}}}'),
-    "a committed step without its samples": '{"time": 1.0, "event": "worker.step_committed", "attempt": 1, "step": 3}',
+    "a step of ten thousand digits": json.dumps(NO_STEP).replace("}",
+                                                                 f', "step": {"9" * 10_000}}}'),
+    "a committed step without its "
+    "samples": '{"time": 1.0, "event": "worker.step_committed", "attempt": 1, "step": 3}',
     "a time that is a text": json.dumps(NO_STEP | {"step": 1, "time": "now"}),
     "a time after the last day": json.dumps(NO_STEP | {"step": 1, "time": 1e300}),
     "a time that is none": json.dumps(NO_STEP | {"step": 1, "time": float("nan")}),
     "no time": '{"event": "attempt.started", "attempt": 2}',
     "an attempt that is a list": '{"time": 1.0, "event": "attempt.started", "attempt": []}',
-    "an attempt that is too large": json.dumps({"time": 1.0, "event": "worker.left", "attempt": 10**12}),
+    "an attempt that is too large": json.dumps(
+        {"time": 1.0, "event": "worker.left", "attempt": 10**12}),
     "a name that is a number": '{"time": 1.0, "event": 7}',
     "lists in lists": "[" * 200_000 + "]" * 200_000,
-    "lists in lists of an event": '{"time": 1.0, "event": "worker.left", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "lists in lists of an event": '{"time": 1.0, "event": "worker.left", "x": ' + "[" * 100_000 +
+    "]" * 100_000 + "}",
     "no text": b"\xff\xfe\x00".decode("latin-1"),
-    "a host that is an option of ssh": json.dumps({"time": 1.0, "event": "driver.worker_started", "worker": "a/0/1",
-                                                   "attempt": 1, "pid": 1, "host": "-oProxyCommand=id"}),
-    "a process id that means all processes": json.dumps({"time": 1.0, "event": "driver.worker_started", "pid": -1,
-                                                         "worker": "a/0/1", "attempt": 1, "host": "a"}),
+    "a host that is an option of ssh": json.dumps({
+        "time": 1.0, "event": "driver.worker_started", "worker": "a/0/1", "attempt": 1, "pid": 1,
+        "host": "-oProxyCommand=id"
+    }),
+    "a process id that means all processes": json.dumps({
+        "time": 1.0, "event": "driver.worker_started", "pid": -1, "worker": "a/0/1", "attempt": 1,
+        "host": "a"
+    }),
 }
 
 
@@ -84,8 +93,10 @@ def log_of(run_dir: Path, events: list[Event], *others: str) -> Path:
 
 
 @pytest.mark.parametrize("line", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Path, line: str) -> None:
-    """The supervisor starts, result.json is written, and both say what they say without that line."""
+def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Path,
+                                                                   line: str) -> None:
+    """The supervisor starts, result.json is written, and both say what they say without that
+    line."""
     events = [e | {"slots": 1} if e["event"] == "driver.host_added" else e for e in eventful()]
     clean = summarize_log(log_of(tmp_path / "clean", events))
     run_dir = log_of(tmp_path / "run", events, line)
@@ -98,10 +109,12 @@ def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Pat
     for event in timeline.through(log.events()):
         status = fold(status, event)
     assert log.malformed == 1 and status.is_over
-    proves_nothing = line.startswith("{") and ('"worker.left"' in line or '"driver.worker' in line) and "[[[" not in line
+    proves_nothing = line.startswith("{") and ('"worker.left"' in line
+                                               or '"driver.worker' in line) and "[[[" not in line
     verdict = verify(run_dir)
     assert verdict.is_proved == proves_nothing
-    assert proves_nothing == any("1 malformed event of kinds that prove nothing" in note for note in verdict.notes)
+    assert proves_nothing == any("1 malformed event of kinds that prove nothing" in note
+                                 for note in verdict.notes)
 
 
 def test_a_line_without_an_end_costs_its_reader_bounded_memory(tmp_path: Path) -> None:
@@ -117,26 +130,40 @@ def test_a_line_without_an_end_costs_its_reader_bounded_memory(tmp_path: Path) -
 
 
 def test_the_event_that_is_glued_to_a_torn_line_is_read(tmp_path: Path) -> None:
-    """A writer that was killed in its line has not ended it; the next event may be the end of the attempt."""
+    """A writer that was killed in its line has not ended it; the next event may be the end of the
+    attempt."""
     events = eventful()
     torn = json.dumps(events[3])[:30] + json.dumps(events[4])
     assert read_events(log_of(tmp_path, events, torn)) == [*events[:9], events[4], *events[9:]]
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-2, 60) | st.floats() | st.text(max_size=8)
-    | st.sampled_from([10**400, 2**63, -(2**63), 1e308, "finished", "memory", "a", "\x1b[31m", "[/x]"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=5)
-NAMES = sorted({e["event"] for e in eventful()} | {
-    "driver.host_added", "driver.worker_started", "driver.worker_ready", "driver.worker_evicted", "driver.step_reached",
-    "driver.clock_differs", "worker.pause_ended", "worker.steps_slower", "state.checkpoint_failed", "standby.booted"})
-FIELDS = sorted({key for e in eventful() for key in e} | {
-    "worker", "pid", "host", "slots", "boot_s", "duration_s", "over_ssh", "steps", "checkpoint", "off_s", "error"})
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 60) | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(
+        [10**400, 2**63, -(2**63), 1e308, "finished", "memory", "a", "\x1b[31m", "[/x]"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.text(max_size=4), inner, max_size=3),
+    max_leaves=5)
+NAMES = sorted(
+    {e["event"]
+     for e in eventful()} | {
+         "driver.host_added", "driver.worker_started", "driver.worker_ready",
+         "driver.worker_evicted", "driver.step_reached", "driver.clock_differs",
+         "worker.pause_ended", "worker.steps_slower", "state.checkpoint_failed", "standby.booted"
+     })
+FIELDS = sorted({key
+                 for e in eventful()
+                 for key in e} | {
+                     "worker", "pid", "host", "slots", "boot_s", "duration_s", "over_ssh", "steps",
+                     "checkpoint", "off_s", "error"
+                 })
 
 
 @st.composite
 def harmed(draw: st.DrawFn) -> list[str]:
-    """An honest run's lines, some with other values in some fields, and some that nobody has written."""
+    """An honest run's lines, some with other values in some fields, and some that nobody has
+    written."""
     chance = random.Random(draw(st.integers(0, 2**32)))
     lines = []
     for event in eventful():
@@ -173,45 +200,63 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
         verify(run_dir).sentences()
 
 
-# --- what the supervisor decides on -----------------------------------------------------------------------------------
+# --- what the supervisor decides on ---------------------------------------------------------------
 
 def test_the_supervisor_believes_driver_and_supervisor_only() -> None:
     """A worker that claims steps, checkpoints, attempts and deaths changes nothing."""
     events = [e | COUNTED_BY if e["event"] == "attempt.started" else e for e in eventful()]
-    lies = [{"time": 9e8 * number, "attempt": 7, "worker": "a/0/1"} | lie for number, lie in enumerate([
-        {"event": "state.checkpoint_published", "step": 10**15}, {"event": "worker.left"},
-        {"event": "worker.step_committed", "step": 10**15, "generation": 1, "size": 1, "samples": 1, "digest": 1,
-         "loss": 0.0}])]
+    lies = [
+        {"time": 9e8 * number, "attempt": 7, "worker": "a/0/1"} | lie for number, lie in enumerate(
+            [{"event": "state.checkpoint_published", "step": 10**15}, {"event": "worker.left"}, {
+                "event": "worker.step_committed", "step": 10**15, "generation": 1, "size": 1,
+                "samples": 1, "digest": 1, "loss": 0.0
+            }])
+    ]
     assert [flaw(lie) for lie in lies] == [""] * 3
     assert past_of([*events, *lies]) == past_of(events)
 
 
 def test_the_supervisor_reads_the_log_of_an_older_version() -> None:
-    """Where no driver counts steps (also in plain horovodrun) the workers' lines do, until an attempt that is counted."""
+    """Where no driver counts steps (also in plain horovodrun) the workers' lines do, until an
+    attempt that is counted."""
     events = eventful()
     past = past_of(events)
     published = [e["step"] for e in events if e["event"] == "state.checkpoint_published"]
     committed = [e["step"] for e in events if e["event"] == "worker.step_committed"]
     assert (past.newest_checkpoint, past.newest_step) == (max(published), max(committed) + 1)
-    assert past.trained == sorted({e["attempt"] for e in events if e["event"] == "worker.step_committed"})
+    assert past.trained == sorted(
+        {e["attempt"]
+         for e in events if e["event"] == "worker.step_committed"})
     started = {"time": 5000.0, "event": "attempt.started", "attempt": past.attempt + 1} | COUNTED_BY
-    late = {"time": 5001.0, "event": "state.checkpoint_published", "attempt": past.attempt, "step": 10**9}
-    reached = {"time": 5002.0, "event": "driver.step_reached", "attempt": past.attempt + 1, "steps": 99, "checkpoint": 0}
+    late = {
+        "time": 5001.0, "event": "state.checkpoint_published", "attempt": past.attempt,
+        "step": 10**9
+    }
+    reached = {
+        "time": 5002.0, "event": "driver.step_reached", "attempt": past.attempt + 1, "steps": 99,
+        "checkpoint": 0
+    }
     longer = past_of([*events, started, late, late | {"attempt": past.attempt + 1}, reached])
     assert (longer.newest_checkpoint, longer.newest_step) == (max(published), 99)
 
 
 def test_the_supervisor_hears_from_the_driver_how_far_the_run_has_come() -> None:
     """Also after attempts that dropped steps: the furthest counts."""
-    reached = [{"time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps, "checkpoint": checkpoint}
-               for attempt, steps, checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0))]
+    reached = [{
+        "time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps,
+        "checkpoint": checkpoint
+    } for attempt, steps, checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0))]
     past = past_of(reached)
-    assert (past.newest_step, past.newest_checkpoint, past.trained, past.attempt) == (50, 45, [1, 2], 3)
+    assert (past.newest_step, past.newest_checkpoint, past.trained, past.attempt) == (50, 45,
+                                                                                      [1, 2], 3)
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(0, 10**18), st.integers(0, 8))
-def test_one_worker_cannot_say_for_all_how_far_the_run_has_come(steps: list[int], lie: int, who: int) -> None:
-    """More than half of them have finished so many steps; in a world of 3 or more one that says less counts for nothing."""
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(0, 10**18),
+       st.integers(0, 8))
+def test_one_worker_cannot_say_for_all_how_far_the_run_has_come(steps: list[int], lie: int,
+                                                                who: int) -> None:
+    """More than half of them have finished so many steps; in a world of 3 or more one that says
+    less counts for nothing."""
     said = of_most(steps)
     assert sum(step >= said for step in steps) > len(steps) / 2
     others = steps[: who % len(steps)] + steps[who % len(steps) + 1 :]
@@ -230,7 +275,8 @@ def test_the_driver_tells_at_once_when_the_run_has_come_further_than_ever() -> N
         reached.hear(30 + second, 30 if second < 25 else 45)
         if news := reached.news(float(second)):
             told.append((second, news["steps"], news["checkpoint"]))
-    assert told == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45), (35, 65, 45)] and TELL_S == 10
+    assert told == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45),
+                    (35, 65, 45)] and TELL_S == 10
     assert reached.news(39.0, is_last=True) == {"steps": 69, "checkpoint": 45}
     assert reached.news(99.0, is_last=True) is None
 
@@ -239,7 +285,13 @@ def test_what_the_dead_have_said_counts_when_all_are_dead() -> None:
     """The newest step that most have finished does not depend on who lives on."""
     members = Membership(first_workers=1, min_workers=1, max_workers=None)
     for number, (step, published) in enumerate([(7, 5), (8, 5), (10**12, 10**12)]):
-        members.workers[f"w{number}"] = Worker(f"w{number}", "a", number, 0.0, 0.0, phase=Phase.TRAINING, step=step,
+        members.workers[f"w{number}"] = Worker(f"w{number}",
+                                               "a",
+                                               number,
+                                               0.0,
+                                               0.0,
+                                               phase=Phase.TRAINING,
+                                               step=step,
                                                published=published)
     members.roster.members = ("w0", "w1", "w2")
     assert members.reached() == (8, 5)
@@ -248,22 +300,31 @@ def test_what_the_dead_have_said_counts_when_all_are_dead() -> None:
     assert members.reached() == (0, -1)
 
 
-# --- what arrives at the driver ---------------------------------------------------------------------------------------
+# --- what arrives at the driver -------------------------------------------------------------------
 
-COMMITTED = {"time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1, "step": 0, "generation": 1,
-             "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
-WORD = {"worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False, "published": -1,
-        "phase": "training", "generation": 1, "accepted": 0, "holds_state": True, "drains": False, "step": 3, "door": 9,
-        "unreachable": None, "hold_s": 0.25, "seen": "", "arithmetic": {"program": 1, "inputs": 2, "result": 3,
-                                                                       "facts": {"torch": "2"}, "is_exact": True}}
+COMMITTED = {
+    "time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1, "step": 0,
+    "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5
+}
+WORD = {
+    "worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False,
+    "published": -1, "phase": "training", "generation": 1, "accepted": 0, "holds_state": True,
+    "drains": False, "step": 3, "door": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
+    "arithmetic": {
+        "program": 1, "inputs": 2, "result": 3, "facts": {"torch": "2"}, "is_exact": True
+    }
+}
 
 
 def carried(desk: Desk, number: int, line: str, courier: str = "x", worker: str = "a/0/1") -> None:
     desk.take({"worker": worker, "courier": courier, "number": number, "line": line})
 
 
-@pytest.mark.parametrize("line", [*MALFORMED.values(), json.dumps(COMMITTED | {"x": "y" * MAX_LINE_BYTES}),
-                                  json.dumps(COMMITTED | {"x": "ä"}, ensure_ascii=False)])
+@pytest.mark.parametrize("line", [
+    *MALFORMED.values(),
+    json.dumps(COMMITTED | {"x": "y" * MAX_LINE_BYTES}),
+    json.dumps(COMMITTED | {"x": "ä"}, ensure_ascii=False)
+])
 def test_the_driver_writes_no_malformed_event(line: str) -> None:
     """It is refused with a sentence that says nothing of the value."""
     lines: list[str] = []
@@ -277,7 +338,8 @@ def test_the_driver_writes_no_malformed_event(line: str) -> None:
 
 
 def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
-    """So many lines and bytes a second, with a burst; the others are refused, and other workers are heard."""
+    """So many lines and bytes a second, with a burst; the others are refused, and other workers are
+    heard."""
     lines, now = list[str](), [0.0]
     desk = Desk(lines.append, 1, clock=lambda: now[0])
 
@@ -295,13 +357,15 @@ def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
     line = json.dumps(COMMITTED)
     assert flood(line, 60) <= (60 + BURST_S) * LINES_PER_S + 1
     now[0] += 1000.0
-    assert flood(json.dumps(COMMITTED | {"x": "y" * 100_000}), 60) * 100_000 <= (60 + BURST_S) * BYTES_PER_S + 100_500
+    assert flood(json.dumps(COMMITTED | {"x": "y" * 100_000}),
+                 60) * 100_000 <= (60 + BURST_S) * BYTES_PER_S + 100_500
     carried(desk, 1, line.replace("a/0/1", "b/0/1"), worker="b/0/1")
     assert "b/0/1" in lines[-1]
 
 
 def test_the_driver_remembers_few_couriers_of_a_worker() -> None:
-    """One that names a new one with each line costs no memory, and the newest is still heard once."""
+    """One that names a new one with each line costs no memory, and the newest is still heard
+    once."""
     lines: list[str] = []
     desk = Desk(lines.append, 1)
     for number in range(1000):
@@ -316,35 +380,51 @@ def test_an_honest_word_is_taken() -> None:
     """As our_driver.py sends them, and those of older workers."""
     assert flaw_of_words(WORD) == ""
     assert flaw_of_words({"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
-    assert flaw_of_words(WORD | {"machine": {"step": -1, "shard": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
+    assert flaw_of_words(
+        WORD
+        | {"machine": {"step": -1, "shard": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
     assert flaw_of_words({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("phase", "bogus"), ("phase", []), ("step", "7"), ("step", -1), ("step", 2**64), ("generation", None),
-    ("generation", 1.0), ("count", "1"), ("pid", -1), ("door", 70_000), ("accepted", {}), ("unreachable", "all"),
-    ("unreachable", [1]), ("unreachable", ["x"] * 5000), ("arithmetic", [1]), ("arithmetic", {"program": 1}),
-    ("time", float("nan")), ("time", "now"), ("error", "x" * 60_000), ("error", ["x"]), ("machine", {"step": 1}),
-    ("machine", {"step": 1, "shard": 0, "kind": "x", "text": "y", "host": "another"}), ("published", 10**30),
-    ("holds_state", 1), ("seen", ["x"]), ("hold_s", "1"), ("worker", 7), ("step", None), ("accepted", None),
-    ("published", None), ("error", None), ("door", None), ("time", None), ("saves", None)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("phase", "bogus"), ("phase", []), ("step", "7"), ("step", -1), ("step", 2**64),
+     ("generation", None), ("generation", 1.0), ("count", "1"), ("pid", -1), ("door", 70_000),
+     ("accepted", {}), ("unreachable", "all"), ("unreachable", [1]), ("unreachable", ["x"] * 5000),
+     ("arithmetic", [1]), ("arithmetic", {"program": 1}), ("time", float("nan")), ("time", "now"),
+     ("error", "x" * 60_000), ("error", ["x"]), ("machine", {"step": 1}),
+     ("machine", {"step": 1, "shard": 0, "kind": "x", "text": "y", "host": "another"}),
+     ("published", 10**30), ("holds_state", 1), ("seen", ["x"]), ("hold_s", "1"), ("worker", 7),
+     ("step", None), ("accepted", None), ("published", None), ("error", None), ("door", None),
+     ("time", None), ("saves", None)])
 def test_a_malformed_word_changes_nothing_at_the_driver(field: str, value: Any) -> None:
-    """Its main thread decides on what workers say: a text where a number belongs would end the attempt."""
+    """Its main thread decides on what workers say: a text where a number belongs would end the
+    attempt."""
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], Events(None))
     driver.membership.hosts_listed({"a": 1})
-    driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.TRAINING, generation=1)
+    driver.membership.workers["a/0/1"] = Worker("a/0/1",
+                                                "a",
+                                                0,
+                                                0.0,
+                                                0.0,
+                                                phase=Phase.TRAINING,
+                                                generation=1)
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
     with pytest.raises(WordRefused, match="a malformed message"):
-        driver.desk.take(WORD | {field: value, "hold_s": 0} if field != "hold_s" else WORD | {field: value}, "127.0.0.1")
+        driver.desk.take(
+            WORD | {field: value, "hold_s": 0} if field != "hold_s" else WORD | {field: value},
+            "127.0.0.1")
     assert repr(vars(driver.membership.workers["a/0/1"])) == before
     driver.desk.take(WORD | {"hold_s": 0}, "127.0.0.1")
     assert driver.membership.workers["a/0/1"].step == 3
 
 
-def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver says why, the courier says it on stderr and goes on; a line that is too early is sent again."""
+def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver says why, the courier says it on stderr and goes on; a line that is too early is
+    sent again."""
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     lines, told = list[str](), list[tuple[str, Event]]()
     events = Events(None, attempt=1)
@@ -362,8 +442,11 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(cap
     driver.desk.lines.take = too_early_at_first  # type: ignore[method-assign]
     server = WordServer("127.0.0.1", KEY, driver.desk.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    courier = Courier(Launch(driver=f"127.0.0.1:{server.server_port}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
-                             limits=Limits(driver_lost_s=60.0)))
+    courier = Courier(
+        Launch(driver=f"127.0.0.1:{server.server_port}",
+               key=worker_key(KEY, "a/0/1"),
+               worker="a/0/1",
+               limits=Limits(driver_lost_s=60.0)))
     courier.take(json.dumps(COMMITTED | {"step": "one"}))
     courier.take(json.dumps(COMMITTED))
     assert courier.flush()
@@ -378,16 +461,24 @@ HEALTH = {"state": "ready", "why": "", "deadline": None, "for_good": False, "lif
           "rebalance": False, "refused": 0, "workers": [{"doing": "step 7"}], "standby": 0}
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("deadline", "soon"), ("deadline", float("inf")), ("deadline", [1]), ("refused", float("inf")), ("refused", "many"),
-    ("workers", 7), ("workers", [{}]), ("workers", ["step 7"]), ("time", "now"), ("time", None), ("standby", {}),
-    ("state", None)])
-def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("field", "value"), [("deadline", "soon"), ("deadline", float("inf")),
+                                              ("deadline", [1]), ("refused", float("inf")),
+                                              ("refused", "many"), ("workers", 7),
+                                              ("workers", [{}]), ("workers", ["step 7"]),
+                                              ("time", "now"), ("time", None), ("standby", {}),
+                                              ("state", None)])
+def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller decides by the deadline, and `hosts` shows it; a long reason is cut."""
-    well = HEALTH | {"time": time.time()}        # Now: an agent whose clock is a minute off is refused for that.
-    says = well | {field: value} if field != "state" else {k: v for k, v in well.items() if k != "state"}
+    # Now: an agent whose clock is a minute off is refused for that.
+    well = HEALTH | {"time": time.time()}
+    says = well | {field: value} if field != "state" else {
+        k: v
+        for k, v in well.items() if k != "state"
+    }
 
-    def get(address: str, key: bytes, nonce: str, timeout_s: float) -> tuple[int, dict[str, str], bytes]:
+    def get(address: str, key: bytes, nonce: str,
+            timeout_s: float) -> tuple[int, dict[str, str], bytes]:
         body = json.dumps(says).encode()
         return 200, {SIGNATURE: seal(key, Kind.HEALTH, nonce.encode(), body)}, body
 
@@ -395,28 +486,41 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any, monkeyp
     with pytest.raises(client.AgentUnreachable):
         client.ask("a:1", KEY, 1.0)
     says = well | {"why": "x" * 50_000, "deadline": 1.9e9}
-    assert client.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(client.ask("a:1", KEY, 1.0).why) == client.MAX_TEXT
+    assert client.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(client.ask(
+        "a:1", KEY, 1.0).why) == client.MAX_TEXT
 
 
-# --- what we write ourselves ------------------------------------------------------------------------------------------
+# --- what we write ourselves ----------------------------------------------------------------------
 
-def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path, made_up_events: None) -> None:
-    """A NaN loss in a batch of a million samples names them all: its line would be refused, and the run would wait."""
+
+def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path,
+                                                       made_up_events: None) -> None:
+    """A NaN loss in a batch of a million samples names them all: its line would be refused, and the
+    run would wait."""
     events, heard = Events(tmp_path), list[Event]()
     events.listeners.append(lambda event, facts: heard.append(facts))
     samples, error = [[*range(300_000)]], "ä" * 200_000 + "the end"
-    events.emit("worker.loss_not_finite", attempt=1, step=7, samples=samples, shards=[*range(300_000)], error=error)
+    events.emit("worker.loss_not_finite",
+                attempt=1,
+                step=7,
+                samples=samples,
+                shards=[*range(300_000)],
+                error=error)
     [line] = Reader(tmp_path).lines()
     told = parse(line)
     assert len(line) <= MAX_LINE_BYTES and told and told["shortened"] is True
-    assert told["step"] == 7 and told["shards"] == [*range(100)] and told["error"].endswith("the end")
+    assert told["step"] == 7 and told["shards"] == [*range(100)
+                                                    ] and told["error"].endswith("the end")
     assert heard[0]["samples"] is samples and heard[0]["error"] is error
 
 
-def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path, made_up_events: None) -> None:
+def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path,
+                                                                 made_up_events: None) -> None:
     """Also a hundred tracebacks of characters that JSON writes as twelve."""
     events = Events(tmp_path)
-    events.emit("worker.failed", **{f"error_{number}": "\U0001f600" * 50_000 for number in range(100)})
+    events.emit("worker.failed",
+                **{f"error_{number}": "\U0001f600" * 50_000
+                   for number in range(100)})
     [line] = Reader(tmp_path).lines()
     assert len(line) <= MAX_LINE_BYTES and parse(line)
 
@@ -431,9 +535,11 @@ def test_a_line_of_an_event_fits_into_a_word_to_the_driver() -> None:
 
 def test_the_largest_honest_values_are_no_flaw() -> None:
     """A seed of 64 bits, a batch of the largest size, a loss that is NaN."""
-    job = {"time": 1.7e9, "event": "job.described", "attempt": 1, "dataset_size": MAX_DATASET_SIZE,
-           "steps": 2**48, "global_batch": MAX_GLOBAL_BATCH, "shards": MAX_GLOBAL_BATCH, "seed": 2**64 - 1,
-           "epochs": None, "max_steps": None, "reduce": "exact", "drop_last": False}
+    job = {
+        "time": 1.7e9, "event": "job.described", "attempt": 1, "dataset_size": MAX_DATASET_SIZE,
+        "steps": 2**48, "global_batch": MAX_GLOBAL_BATCH, "shards": MAX_GLOBAL_BATCH,
+        "seed": 2**64 - 1, "epochs": None, "max_steps": None, "reduce": "exact", "drop_last": False
+    }
     assert flaw(job) == ""
     schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, shards=1, seed=2**64 - 1)
     digest = schedule.batch_digests(range(1))[0]

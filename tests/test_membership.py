@@ -78,12 +78,17 @@ class Fleet:
                 self.state.add(name)
                 if self.entered.get(name) != worker.generation:
                     self.entered[name] = worker.generation
-                    self.steps[name] = max(self.steps.get(member, 0) for member in self.membership.roster.members)
+                    self.steps[name] = max(
+                        self.steps.get(member, 0) for member in self.membership.roster.members)
                 self.say(name, "waiting" if news.notice or news.dead else "training")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
                 tried = self.membership.peers_of(name)
-                cut_off = tuple(n for n in tried if frozenset((n.split("/")[0], worker.host)) in self.cut)
-                self.say(name, worker.phase.value, accepted=news.offer, unreachable=cut_off if tried else None)
+                cut_off = tuple(n for n in tried
+                                if frozenset((n.split("/")[0], worker.host)) in self.cut)
+                self.say(name,
+                         worker.phase.value,
+                         accepted=news.offer,
+                         unreachable=cut_off if tried else None)
         self.turn(0)
 
     def run(self, rounds: int = 12, seconds: float = 0.0) -> None:
@@ -95,10 +100,15 @@ class Fleet:
                 if self.membership.workers[m].phase is not Phase.GONE]
 
     def worker_on(self, host: str) -> str:
-        return next(n for n, w in self.membership.workers.items() if w.host == host and w.phase is not Phase.GONE)
+        return next(n for n, w in self.membership.workers.items()
+                    if w.host == host and w.phase is not Phase.GONE)
 
 
-def fleet(hosts: str = "abcd", *, first: int | None = None, least: int = 1, most: int | None = None) -> Fleet:
+def fleet(hosts: str = "abcd",
+          *,
+          first: int | None = None,
+          least: int = 1,
+          most: int | None = None) -> Fleet:
     membership = Membership(first_workers=first or len(hosts), min_workers=least, max_workers=most)
     membership.hosts_listed({h: 1 for h in hosts})
     return Fleet(membership)
@@ -128,8 +138,10 @@ def test_forms_nothing_when_one_member_does_not_accept() -> None:
 
 @pytest.mark.parametrize("phase", ["booting", "standby"])
 @pytest.mark.parametrize("says", [True, False])
-def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(phase: str, says: bool) -> None:
-    """Its host shuts down, its data vanishes and its code raises: that is no error of the user's."""
+def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(
+        phase: str, says: bool) -> None:
+    """Its host shuts down, its data vanishes and its code raises: that is no error of the
+    user's."""
     f = fleet()
     f.run()
     f.boots = False
@@ -160,7 +172,8 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
     victim = f.worker_on("c")
     f.fails("c", machine())
     f.turn()
-    assert [a for a in f.acted if isinstance(a, Stop)] == [Stop(victim, "machine_failed", at_once=True)]
+    assert [a for a in f.acted
+            if isinstance(a, Stop)] == [Stop(victim, "machine_failed", at_once=True)]
     assert f.membership.exited(victim, 71, f.now) == "machine_failed"
     f.run(8)
     assert f.world() == ["a", "b", "d"]
@@ -169,7 +182,8 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
 
 
 def test_a_run_goes_on_when_a_machine_fails_before_the_others_have_said_that_they_train() -> None:
-    """Their last heartbeat is from before their first step: it does not mean that the state is gone."""
+    """Their last heartbeat is from before their first step: it does not mean that the state is
+    gone."""
     f = fleet()
     while not f.world():
         f.live()
@@ -224,7 +238,8 @@ def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
 
 
 @pytest.mark.parametrize(("hosts", "ends"), [({"a": 3}, True), ({"a": 3, "b": 1}, False)])
-def test_the_second_time_on_one_host_is_the_users_error_when_there_is_no_other(hosts: dict[str, int], ends: bool) -> None:
+def test_the_second_time_on_one_host_is_the_users_error_when_there_is_no_other(
+        hosts: dict[str, int], ends: bool) -> None:
     """Its slots share what has failed; with other hosts in the run one of those is asked first."""
     f = fleet("a")
     f.membership.rounds.first_workers = sum(hosts.values())
@@ -250,7 +265,8 @@ def dies_everywhere(f: Fleet, place: str = IN_INIT, code: int = -11, but: str = 
     f.turn(70.0)
 
 
-def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_in_one_place() -> None:
+def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_in_one_place(
+) -> None:
     """Before the first step: it is no machine's fault, and no other attempt would end otherwise."""
     f = fleet()
     f.boots = False
@@ -263,18 +279,25 @@ def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_i
 
 @pytest.mark.parametrize("other", ["place", "signal", "unknown", "survivor", "trained"])
 def test_the_run_goes_on_when_workers_die_otherwise_or_elsewhere_or_not_all(other: str) -> None:
-    """Two places, two signals, a place that nobody knows, one worker that lives, or a run that has trained: no verdict."""
+    """Two places, two signals, a place that nobody knows, one worker that lives, or a run that has
+    trained: no verdict."""
     f = fleet()
     f.boots, f.membership.blame.has_trained = False, other == "trained"
-    dies_everywhere(f, "" if other == "unknown" else IN_INIT, but="b" if other == "survivor" else "")
+    dies_everywhere(f,
+                    "" if other == "unknown" else IN_INIT,
+                    but="b" if other == "survivor" else "")
     place = {"place": "forward (model.py:3)", "unknown": ""}.get(other, IN_INIT)
-    dies_everywhere(f, place, -6 if other == "signal" else -11, but="b" if other == "survivor" else "")
+    dies_everywhere(f,
+                    place,
+                    -6 if other == "signal" else -11,
+                    but="b" if other == "survivor" else "")
     assert f.membership.verdict is None
 
 
 @pytest.mark.parametrize("cut", ["ab", "bd", "ad"])
 def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
-    """Both reach the driver, and neither is silent; without this they would break every generation."""
+    """Both reach the driver, and neither is silent; without this they would break every
+    generation."""
     f = fleet()
     f.run()
     f.cut.add(frozenset(cut))
@@ -283,9 +306,11 @@ def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
     f.run()
     younger = max(cut)
     assert f.world() == [h for h in "abcd" if h != younger]
-    assert [(a.worker[0], a.reason) for a in f.acted if isinstance(a, Stop)] == [(younger, "cut_off")]
+    assert [(a.worker[0], a.reason) for a in f.acted
+            if isinstance(a, Stop)] == [(younger, "cut_off")]
     f.run(seconds=60.0)
-    assert f.membership.roster.generation == 2  # a new worker there tries first, and costs nobody anything
+    # A new worker there tries first, and costs nobody anything.
+    assert f.membership.roster.generation == 2
     f.cut.clear()
     f.run(seconds=30.0)
     assert sorted(f.world()) == list("abcd")
@@ -324,11 +349,13 @@ def test_goes_on_without_the_dead_when_a_member_exits() -> None:
 
 
 def test_a_host_whose_replica_differs_again_stays_out() -> None:
-    """The first time it gets a new worker as after any death; later it is the host: ten minutes, and longer each time."""
+    """The first time it gets a new worker as after any death; later it is the host: ten minutes,
+    and longer each time."""
     f, out = fleet(), list[float]()
     f.run()
     for step in range(12):
-        f.now = max(f.now, f.membership.roster.hosts["b"].not_before) + 60  # it has worked for a while
+        # It has worked for a while.
+        f.now = max(f.now, f.membership.roster.hosts["b"].not_before) + 60
         f.run(20)
         f.steps = dict.fromkeys(f.membership.roster.members, step + 1)
         assert f.world() == (["a", "c", "d", "b"] if out else ["a", "b", "c", "d"])
@@ -347,7 +374,8 @@ OTHER = {"program": replace(PLAIN, program=7, facts=(("cpu", "Xeon"), ("threads"
 
 @pytest.mark.parametrize("how", list(OTHER))
 def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
-    """It is told with what differs, nobody leaves its step for it, and its host is tried again, later each time."""
+    """It is told with what differs, nobody leaves its step for it, and its host is tried again,
+    later each time."""
     f = fleet("abc")
     f.computes = dict.fromkeys("abc", PLAIN) | {"d": OTHER[how]}
     f.run()
@@ -361,7 +389,8 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["warn", "ring"])
-def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promised(policy: str) -> None:
+def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promised(
+        policy: str) -> None:
     """With --mixed-hardware warn, and with the reducer ring; it is told once."""
     f = fleet("abc")
     f.membership.rounds.refuses_mixed = policy != "warn"
@@ -376,7 +405,8 @@ def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promi
 
 @pytest.mark.parametrize(("odd", "world"), [("a", "bcd"), ("cd", "ab"), ("bcd", "bcd")])
 def test_the_first_world_is_of_those_who_compute_as_most_do(odd: str, world: str) -> None:
-    """Of as many, those of the first host. It begins without the others, and does not wait for them."""
+    """Of as many, those of the first host. It begins without the others, and does not wait for
+    them."""
     f = fleet("abcd")
     f.computes = {h: OTHER["gradient"] if h in odd else PLAIN for h in "abcd"}
     f.run(20)
@@ -386,12 +416,14 @@ def test_the_first_world_is_of_those_who_compute_as_most_do(odd: str, world: str
 @pytest.mark.parametrize("other", [replace(PLAIN, inputs=9, result=9), replace(PLAIN, result=0),
                                    replace(PLAIN, facts=(("cpu", "Xeon"),))])
 def test_everybody_enters_when_nothing_says_that_the_bits_differ(other: Arithmetic) -> None:
-    """Weights built without a seed, a loss that draws by itself, a processor of another name: all are allowed."""
+    """Weights built without a seed, a loss that draws by itself, a processor of another name: all
+    are allowed."""
     f = fleet("abcd")
     f.computes = dict.fromkeys("abc", PLAIN) | {"d": other}
     f.run(20)
     assert f.world() == ["a", "b", "c", "d"]
-    assert [a.is_arithmetic for a in f.acted if isinstance(a, Differ)] == [False] * (other.inputs == 9)
+    assert [a.is_arithmetic for a in f.acted
+            if isinstance(a, Differ)] == [False] * (other.inputs == 9)
 
 
 def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:
@@ -463,7 +495,8 @@ def test_waits_with_the_state_when_the_list_is_empty() -> None:
 
 
 def test_one_writes_the_state_down_when_all_who_wait_with_it_may_go() -> None:
-    """The first that has it, and another one when that is gone; nobody while one of them is wanted."""
+    """The first that has it, and another one when that is gone; nobody while one of them is
+    wanted."""
     f = fleet(least=3)
     f.run()
     a, b, c, d = f.membership.roster.members
@@ -498,11 +531,15 @@ def test_hands_the_state_over_when_the_whole_list_is_swapped() -> None:
 
 
 def one_ahead(least: int = 1) -> tuple[Fleet, tuple[str, ...]]:
-    """Return a fleet of four whose rank 0 has died, and the others: of them one has seen the last vote pass, rank 2."""
+    """Return a fleet of four whose rank 0 has died, and the others: of them one has seen the last
+    vote pass, rank 2."""
     f = fleet(least=least)
     f.run()
     dead, *others = f.membership.roster.members
-    f.steps = {name: 13 if rank == 2 else 12 for rank, name in enumerate(f.membership.roster.members)}
+    f.steps = {
+        name: 13 if rank == 2 else 12
+        for rank, name in enumerate(f.membership.roster.members)
+    }
     f.membership.exited(dead, -9, f.now)
     return f, tuple(others)
 
@@ -584,7 +621,8 @@ def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
 
 
 def test_begins_again_when_all_die_before_anybody_had_values() -> None:
-    """While the first generation restores, say: whoever stands ready later has nobody to reach, and is not kept waiting."""
+    """While the first generation restores, say: whoever stands ready later has nobody to reach, and
+    is not kept waiting."""
     f = fleet("ab", first=1)
     f.membership.hosts_listed({"a": 1})
     f.turn()
@@ -601,7 +639,8 @@ def test_begins_again_when_all_die_before_anybody_had_values() -> None:
 
 
 def test_ends_as_user_error_when_the_script_crashes_everywhere_at_the_start() -> None:
-    """Exit code 1 before train(), on every host, in an attempt that has not begun: nothing to retry."""
+    """Exit code 1 before train(), on every host, in an attempt that has not begun: nothing to
+    retry."""
     f = fleet("ab")
     f.turn()
     for name in list(f.membership.workers):
@@ -683,13 +722,16 @@ def test_ends_when_no_generation_finishes_a_step() -> None:
         for host in "ab":
             f.say(f.worker_on(host), "reviving") if f.membership.verdict is None else None
         f.run(4)
-    assert isinstance(f.membership.verdict, End) and "finished no step" in f.membership.verdict.detail
+    assert isinstance(f.membership.verdict,
+                      End) and "finished no step" in f.membership.verdict.detail
 
 
 @pytest.mark.parametrize("code", [1, 2, 70, 127])
 @pytest.mark.parametrize("hosts", ["a", "ab"])
-def test_goes_on_trying_when_no_worker_boots_in_a_run_that_has_trained(hosts: str, code: int) -> None:
-    """A new host whose mount is not there yet is the world's fault: with back-off, until the attempt is over."""
+def test_goes_on_trying_when_no_worker_boots_in_a_run_that_has_trained(hosts: str,
+                                                                       code: int) -> None:
+    """A new host whose mount is not there yet is the world's fault: with back-off, until the
+    attempt is over."""
     f = fleet(hosts)
     f.membership.blame.has_trained = True
     f.boots = False
@@ -734,8 +776,10 @@ def test_goes_on_trying_when_the_command_fails_where_it_has_worked_once() -> Non
     assert f.world()
 
 
-def test_ends_as_user_error_after_one_try_when_the_users_code_raises_before_anybody_stands_ready() -> None:
-    """Each slot once, and not before: a host without the data must not end what the others can do."""
+def test_ends_as_user_error_after_one_try_when_the_users_code_raises_before_anybody_stands_ready(
+) -> None:
+    """Each slot once, and not before: a host without the data must not end what the others can
+    do."""
     f = fleet("abcd")
     f.turn()
     for host in "abc":
@@ -747,7 +791,8 @@ def test_ends_as_user_error_after_one_try_when_the_users_code_raises_before_anyb
 
 @pytest.mark.parametrize("code", [1, 70])
 def test_the_run_goes_on_when_a_newcomers_code_raises(code: int) -> None:
-    """What raises before a worker stands ready may be its host's fault, also when it says that it was the user's code."""
+    """What raises before a worker stands ready may be its host's fault, also when it says that it
+    was the user's code."""
     f = fleet("abc")
     f.run()
     f.boots = False
@@ -773,14 +818,17 @@ def test_ends_as_user_error_when_every_host_fails_again_and_again_before_train(c
 
 @pytest.mark.parametrize("seed", range(150))
 def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
-    """Random deaths, freezes, joins, leaves and lost words: as long as one holder of the state lives, a world with
-    it forms again, and two generations never overlap."""
+    """Random deaths, freezes, joins, leaves and lost words: as long as one holder of the state
+    lives, a world with it forms again, and two generations never overlap."""
     chance = random.Random(seed)
     f = fleet("abcd", least=1)
     f.run()
     hosts = set("abcd")
     for _ in range(30):
-        alive = [n for n in f.membership.roster.members if f.membership.workers[n].phase is not Phase.GONE]
+        alive = [
+            n for n in f.membership.roster.members
+            if f.membership.workers[n].phase is not Phase.GONE
+        ]
         match chance.randrange(5):
             case 0 if len(alive) > 1:
                 f.membership.exited(chance.choice(alive), chance.choice([-9, -6, 1]), f.now)
@@ -810,7 +858,8 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
 
 
 def breaks_at_its_begin(f: Fleet) -> None:
-    """The newest generation of a fleet breaks before anybody has received anything, and nobody dies."""
+    """The newest generation of a fleet breaks before anybody has received anything, and nobody
+    dies."""
     generation = f.membership.roster.generation
     for name in f.membership.roster.members:
         f.say(name, "waiting")
@@ -851,14 +900,16 @@ def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
     breaks_at_its_begin(f)
     assert set(f.membership.roster.members) == old | {newcomer}
     breaks_at_its_begin(f)
-    assert [(a.worker, a.reason) for a in f.acted if isinstance(a, Stop)] == [(newcomer, "join_failed")]
+    assert [(a.worker, a.reason) for a in f.acted
+            if isinstance(a, Stop)] == [(newcomer, "join_failed")]
     assert set(f.membership.roster.members) == old
 
 
-# --- what the driver's cost rests on ----------------------------------------------------------------------------------
+# --- what the driver's cost rests on --------------------------------------------------------------
 
 def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None:
-    """So nobody has to decide, and nobody has to be woken: the step, and when it came, are no news."""
+    """So nobody has to decide, and nobody has to be woken: the step, and when it came, are no
+    news."""
     f = fleet("abcd")
     f.run()
     before = f.membership.basis(f.membership.notice(f.now))
@@ -871,7 +922,8 @@ def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None
 
 
 def test_no_worker_is_kept_when_it_has_been_gone_for_a_generation() -> None:
-    """A run of weeks loses thousands of them; what they have shown about their hosts and the command is kept."""
+    """A run of weeks loses thousands of them; what they have shown about their hosts and the
+    command is kept."""
     f = fleet("ab", least=1)
     f.run(20)
     for number in range(30):
@@ -894,17 +946,24 @@ def test_no_host_is_kept_when_it_left_the_list_long_ago() -> None:
         f.run(10)
         f.now += 400.0
     assert len(f.membership.roster.hosts) < 20
-    assert len({host.order for host in f.membership.roster.hosts.values()}) == len(f.membership.roster.hosts)
+    assert len({host.order
+                for host in f.membership.roster.hosts.values()}) == len(f.membership.roster.hosts)
 
 
-@pytest.mark.parametrize(("size", "hold_s"), [(1, 0.25), (16, 0.25), (31, 0.3125), (64, 1.0), (512, 1.0)])
+@pytest.mark.parametrize(("size", "hold_s"), [(1, 0.25), (16, 0.25), (31, 0.3125), (64, 1.0),
+                                              (512, 1.0)])
 def test_a_large_world_has_fewer_heartbeats_and_as_much_patience(size: int, hold_s: float) -> None:
-    """The driver takes some 50 a second of up to 64 workers and one a second of each of more. A worker may lose as many
-    seconds in a large world as in a small one."""
+    """The driver takes some 50 a second of up to 64 workers and one a second of each of more. A
+    worker may lose as many seconds in a large world as in a small one."""
     membership = Membership(first_workers=size + 1, min_workers=1, max_workers=None)
     membership.hosts_listed({"a": size})
-    membership.roster.workers = {str(n): Worker(str(n), "a", n, 0.0, 0.0, phase=Phase.STANDBY) for n in range(size)}
+    membership.roster.workers = {
+        str(n): Worker(str(n), "a", n, 0.0, 0.0, phase=Phase.STANDBY)
+        for n in range(size)
+    }
     assert membership.hold_s() == hold_s
     limit_s = membership.limits.silence_s - membership.limits.beat_s + hold_s
-    assert not any(isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))
-    assert len([action for action in membership.decide(limit_s + 0.01) if isinstance(action, Stop)]) == size
+    assert not any(
+        isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))
+    assert len([action for action in membership.decide(limit_s + 0.01)
+                if isinstance(action, Stop)]) == size

@@ -31,7 +31,8 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def written(run_dir: Path, store: Path) -> dict[str, int]:
-    """Write what the processes of a run write; returns the mode of each file and folder, by its path."""
+    """Write what the processes of a run write; returns the mode of each file and folder, by its
+    path."""
     list_hosts(run_dir, {"a": 1})
     cloud = cast(Any, None)  # it is not asked
     poller = Poller(cloud, run_dir / "fleet", Policy(), events_file=run_dir / "events.jsonl")
@@ -54,7 +55,8 @@ def written(run_dir: Path, store: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("store", ["run/checkpoints", "elsewhere/run"])
 def test_what_a_run_writes_is_its_users_alone(tmp_path: Path, umask: int, store: str) -> None:
-    """Whatever the umask is: checkpoints are the model, and the event log names hosts and commands."""
+    """Whatever the umask is: checkpoints are the model, and the event log names hosts and
+    commands."""
     tmp_path.chmod(0o755)
     modes = written(tmp_path / "runs" / "run", tmp_path / store)
     assert len(modes) > 12
@@ -63,7 +65,8 @@ def test_what_a_run_writes_is_its_users_alone(tmp_path: Path, umask: int, store:
 
 @pytest.mark.parametrize("store", ["run/checkpoints", "elsewhere/run"])
 def test_a_group_is_asked_in_by_its_folder(tmp_path: Path, umask: int, store: str) -> None:
-    """One that is group-writable with the setgid bit: then its members write there, too, and nobody else."""
+    """One that is group-writable with the setgid bit: then its members write there, too, and nobody
+    else."""
     tmp_path.chmod(0o755)
     for name in ("runs", "elsewhere", "run"):
         (tmp_path / name).mkdir()
@@ -81,7 +84,8 @@ def test_a_group_is_asked_in_by_its_folder(tmp_path: Path, umask: int, store: st
 def test_a_folder_that_others_may_read_asks_nobody_in(
     tmp_path: Path, umask: int, mode: int
 ) -> None:
-    """`mkdir` makes such ones. What is there keeps its mode, and what is made in it is its user's alone."""
+    """`mkdir` makes such ones. What is there keeps its mode, and what is made in it is its user's
+    alone."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)

@@ -1,6 +1,8 @@
-"""Real hosts, as far as one machine can have them: every worker is reached by ssh, and hosts end as clouds end them.
+"""Real hosts, as far as one machine can have them: every worker is reached by ssh, and hosts end as
+clouds end them.
 
-Each test is a real run that ends proved, with the undisturbed twin's bits and no victim but the planned ones.
+Each test is a real run that ends proved, with the undisturbed twin's bits and no victim but the
+planned ones.
 """
 
 from __future__ import annotations
@@ -38,12 +40,19 @@ def store(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
-    """No RST, no FIN: the beats' silence ends it, be it a worker's host, rank 0's, or rank 0's that its peers still hear;
-    when it is back it joins again, and may go again. No step was voted on before the last one's line was kept, so at most
-    one is told again. A full disk of a worker's host is nothing to it: it keeps nothing there.
+def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
+                                                       twin_of: Twin) -> None:
+    """No RST, no FIN: the beats' silence ends it, be it a worker's host, rank 0's, or rank 0's that
+    its peers still hear; when it is back it joins again, and may go again. No step was voted on
+    before the last one's line was kept, so at most one is told again. A full disk of a worker's
+    host is nothing to it: it keeps nothing there.
     """
-    fleet = Fleet(lab, tmp_path, FOUR, job=JOB, own_disks=True, options=["--store", str(tmp_path / "store")])
+    fleet = Fleet(lab,
+                  tmp_path,
+                  FOUR,
+                  job=JOB,
+                  own_disks=True,
+                  options=["--store", str(tmp_path / "store")])
     lab.boot(COORDINATOR, *FOUR)
     for folder in (tmp_path / "runs", "/run/disk"):
         lab.fill("h4", folder)
@@ -57,10 +66,14 @@ def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
         fleet.wait_for("eviction", lambda: fleet.evicted()[1:])
         names = [e["event"] for e in fleet.events()]
         second = [at for at, name in enumerate(names) if name == "driver.worker_evicted"][1]
-        told = [e["step"] for e in fleet.events()[:second] if e["event"] == "worker.step_committed"][-1]
+        told = [
+            e["step"] for e in fleet.events()[:second] if e["event"] == "worker.step_committed"
+        ][-1]
         lab.mend("h1", COORDINATOR)
         generation = fleet.wait_for_world(4, after=generation)
-        begun = [e for e in fleet.events("worker.generation_started") if e["worker"].startswith("h2/")]
+        begun = [
+            e for e in fleet.events("worker.generation_started") if e["worker"].startswith("h2/")
+        ]
         assert begun[0]["step"] - (told + 1) in (0, 1), fleet.story()
         assert len(fleet.events("worker.step_redone")) <= 2, fleet.story()
         assert begun[-1]["generation"] == generation  # rank 0 writes that
@@ -70,16 +83,19 @@ def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
         fleet.wait_for_world(2, after=generation)
         assert fleet.finish() == 0
         result = fleet.assert_nothing_lost(twin_of(*JOB), victims=4)
-        assert fleet.evicted() == [("h3", "frozen"), ("h1", "frozen"), ("h2", "frozen"), ("h3", "frozen")]
+        assert fleet.evicted() == [("h3", "frozen"), ("h1", "frozen"), ("h2", "frozen"),
+                                   ("h3", "frozen")]
         print(fleet.story())
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 4
 
 
-def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
-    """Half of the fleet is gone between two instructions, rank 0's host with it: the others go on. All are: the next
-    attempt goes on from the checkpoint in S3 when there are hosts again, under other names and with empty disks. The
-    coordinator is: workers leave with a checkpoint, and none of them is left when the next coordinator calls the same run.
+def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_path: Path,
+                                                                twin_of: Twin) -> None:
+    """Half of the fleet is gone between two instructions, rank 0's host with it: the others go on.
+    All are: the next attempt goes on from the checkpoint in S3 when there are hosts again, under
+    other names and with empty disks. The coordinator is: workers leave with a checkpoint, and none
+    of them is left when the next coordinator calls the same run.
     """
     others = ["h5", "h6", "h7", "h8"]
     fleet = Fleet(lab, tmp_path, FOUR, job=JOB, own_disks=True, options=["--store", STORE])
@@ -102,14 +118,17 @@ def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_pa
         lab.power_cut(COORDINATOR)
         lab.boot(COORDINATOR)
         fleet.start()
-        fleet.wait_for("restart", lambda: [e for e in fleet.events("state.checkpoint_restored") if e["attempt"] == 3])
+        fleet.wait_for(
+            "restart",
+            lambda: [e for e in fleet.events("state.checkpoint_restored") if e["attempt"] == 3])
         assert fleet.finish() == 0
         result = fleet.assert_nothing_lost(twin_of(*JOB), victims=4)
         print(fleet.story())
     assert result["attempts"] == 3
 
 
-def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Path,
+                                                          twin_of: Twin) -> None:
     """Both still reach the driver; the younger one goes, and comes back when the line is mended."""
     lab.boot(COORDINATOR, *THREE)
     with Fleet(lab, tmp_path, THREE, job=JOB) as fleet:
@@ -139,11 +158,13 @@ def open_ports(lab: Lab, name: str) -> list[int]:
                    if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
 
 
-def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
-    """One host does not reach the store: no checkpoint, and the training goes on; then its line is slow; then it comes and
-    goes within the time limits. Another's clock is wrong by minutes. A stranger says rubbish, a pickle, and a worker's own
-    words at every open port: refused and told. Nobody is evicted for any of these, and the training does not even pause;
-    each is told all the same.
+def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tmp_path: Path,
+                                                                    twin_of: Twin) -> None:
+    """One host does not reach the store: no checkpoint, and the training goes on; then its line is
+    slow; then it comes and goes within the time limits. Another's clock is wrong by minutes. A
+    stranger says rubbish, a pickle, and a worker's own words at every open port: refused and told.
+    Nobody is evicted for any of these, and the training does not even pause; each is told all the
+    same.
     """
     lab.clocks["h1"] = -240
     lab.boot(COORDINATOR, *THREE, "h8", "h9")
@@ -168,20 +189,25 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         knocked = knock_everywhere(lab, "h9", [COORDINATOR, *THREE], tmp_path / "executed")
         fleet.wait_for("word", lambda: told("state.upload_stalled", "h3"))
         fleet.wait_for_step(step + 12)  # one checkpoint may have been whole before the cut
-        assert max(e["step"] for e in fleet.events("state.checkpoint_published")) <= step + 6, fleet.story()
+        assert max(e["step"]
+                   for e in fleet.events("state.checkpoint_published")) <= step + 6, fleet.story()
         assert all(lab.health(name).refused >= WORDS for name in THREE)
         assert re.fullmatch("its clock is -2[0-9]{2} s off", lab.health("h1").why)
         assert [lab.health(name).state for name in ("h2", "h3")] == ["ready", "ready"]
         lab.mend("h3", "h8")
-        fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
-        fleet.wait_for("steady pace", lambda: [e["event"] for e in fleet.events() if e["event"].startswith(
-            "worker.steps_")][-1:] != ["worker.steps_slower"])  # the machine has other work too
+        fleet.wait_for("checkpoint",
+                       lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
+        fleet.wait_for(
+            "steady pace",
+            lambda: [e["event"] for e in fleet.events() if e["event"].startswith("worker.steps_")][
+                -1:] != ["worker.steps_slower"])  # the machine has other work too
         before = fleet.newest_step()
         lab.slow("h2", 4000)
         slower = fleet.wait_for("word", lambda: later("worker.steps_slower", before))[0]
         lab.slow("h2", 0)
         fleet.wait_for("word", lambda: later("worker.steps_as_before", slower["step"]))
-        while len(told("driver.worker_heard_again", "h3")) < 3:  # a driver that stands still itself has not missed it
+        # A driver that stands still itself has not missed it.
+        while len(told("driver.worker_heard_again", "h3")) < 3:
             lab.unplug("h3")
             with lab.network_of(COORDINATOR), pytest.raises(OSError):
                 socket.create_connection((lab.address("h3"), 22), timeout=1.0)
@@ -191,12 +217,19 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
         result = fleet.assert_nothing_lost(twin_of(*job), victims=0)
         print(fleet.story())
         [differs] = fleet.events("driver.clock_differs")
-        (formed,), (started,) = fleet.events("driver.generation_formed"), fleet.events("worker.generation_started")
-        refused = {reason for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")
-                   for reason in e["reason"].split("; ")}
-    assert knocked >= 12 * WORDS  # sshd, the agent and the worker's door on each host, sshd and two ports of the driver's
-    assert {"signature does not match", "a word that was said before", "not a member of this generation",
-            "bytes that are no word"} <= refused
+        (formed, ), (started, ) = fleet.events("driver.generation_formed"), fleet.events(
+            "worker.generation_started")
+        refused = {
+            reason
+            for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")
+            for reason in e["reason"].split("; ")
+        }
+    # Sshd, the agent and the worker's door on each host, sshd and two ports of the driver's.
+    assert knocked >= 12 * WORDS
+    assert {
+        "signature does not match", "a word that was said before",
+        "not a member of this generation", "bytes that are no word"
+    } <= refused
     assert not (tmp_path / "executed").exists()
     assert slower["waited_s"] > slower["step_s"] / 2
     assert differs["host"] == "h1" and -300 < differs["off_s"] < -180
@@ -205,13 +238,15 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
 
 
 def knock_everywhere(lab: Lab, stranger: str, names: list[str], executed: Path) -> int:
-    """Say words to all open ports of hosts: what they answer must be no consent. Returns how often one was listened to."""
+    """Say words to all open ports of hosts: what they answer must be no consent. Returns how often
+    one was listened to."""
     pickled = pickle.dumps(Pickled(f"touch {executed}"))
     words = [RUBBISH, pickled, overheard(lab, COORDINATOR, b"POST /word"),
              *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
                for line in (b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"))]
     assert len(words) == WORDS
-    return sum(knock(lab, stranger, name, port, words) for name in names for port in open_ports(lab, name))
+    return sum(
+        knock(lab, stranger, name, port, words) for name in names for port in open_ports(lab, name))
 
 
 HOLDER = """
@@ -229,8 +264,12 @@ def test_a_lab_vanishes_with_its_test_and_no_other_lab_with_it(lab: Lab, tmp_pat
     """However the test dies; the other one has hosts of the same names and addresses."""
     lab.boot("h1", "h2")
     (tmp_path / "other").mkdir()
-    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "other")], stdout=subprocess.PIPE, text=True,
-                             cwd=Path(__file__).parent, start_new_session=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "other")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+        start_new_session=True)
     try:
         assert other.stdout
         processes = [Path(f"/proc/{pid}") for pid in other.stdout.readline().split()]

@@ -16,12 +16,18 @@ MILLISECONDS = st.integers(0, 10**6)
 
 
 @given(MILLISECONDS, MILLISECONDS, MILLISECONDS, SECONDS, SECONDS, SECONDS)
-def test_a_pause_is_the_time_between_two_steps_less_a_normal_one(since_step: int, left: int, normal: int, forming_s: float,
-                                                                 transfer_s: float, step_s: float) -> None:
-    """It is the sum of its parts, none of them is negative, and a step that takes its normal time costs nothing."""
+def test_a_pause_is_the_time_between_two_steps_less_a_normal_one(since_step: int, left: int,
+                                                                 normal: int, forming_s: float,
+                                                                 transfer_s: float,
+                                                                 step_s: float) -> None:
+    """It is the sum of its parts, none of them is negative, and a step that takes its normal time
+    costs nothing."""
     forming_s = min(forming_s, min(left, since_step) / 1000)
     left = min(left, since_step)
-    parts = parts_of([Survivor(since_step, left, normal)], forming_s=forming_s, transfer_s=transfer_s, step_s=step_s)
+    parts = parts_of([Survivor(since_step, left, normal)],
+                     forming_s=forming_s,
+                     transfer_s=transfer_s,
+                     step_s=step_s)
     between_s = since_step / 1000 + transfer_s + step_s
     planned_for = min(normal / 1000, (since_step - left) / 1000 + step_s)
     assert parts.duration_s == pytest.approx(between_s - planned_for, abs=1e-6)
@@ -29,10 +35,15 @@ def test_a_pause_is_the_time_between_two_steps_less_a_normal_one(since_step: int
 
 
 def test_all_that_was_waited_for_a_frozen_worker_is_noticing() -> None:
-    """Five seconds of silence after a step of 0.2 s; then 0.3 s for the places, 0.4 to form, 0.1 for the state."""
-    parts = parts_of([Survivor(5900, 700, 200), Survivor(5898, 699, 200)], forming_s=0.4, transfer_s=0.1, step_s=0.25)
-    assert vars(parts) == pytest.approx(
-        {"noticing_s": 5.0, "deciding_s": 0.3, "forming_s": 0.4, "transfer_s": 0.1, "redoing_s": 0.25})
+    """Five seconds of silence after a step of 0.2 s; then 0.3 s for the places, 0.4 to form, 0.1
+    for the state."""
+    parts = parts_of([Survivor(5900, 700, 200), Survivor(5898, 699, 200)],
+                     forming_s=0.4,
+                     transfer_s=0.1,
+                     step_s=0.25)
+    assert vars(parts) == pytest.approx({
+        "noticing_s": 5.0, "deciding_s": 0.3, "forming_s": 0.4, "transfer_s": 0.1, "redoing_s": 0.25
+    })
 
 
 def test_a_planned_change_costs_no_noticing_and_its_next_step_is_no_pause() -> None:
@@ -48,8 +59,10 @@ def test_what_was_done_of_a_step_that_broke_is_redoing() -> None:
     assert parts.noticing_s == 0.0 and parts.redoing_s == pytest.approx(0.15)
 
 
-def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once, with all of its time, and none of it is told when no member has held the state."""
+def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, with all of its time, and none of it is told when no member has held the
+    state."""
     now = [0.0]
     monkeypatch.setattr("elastic_trainer.world.pauses.time.monotonic", lambda: now[0])
     pauses = Pauses()
@@ -71,7 +84,11 @@ def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(mo
     now[0] += 1.0
     parts = pauses.step(1.0)
     assert parts and vars(parts) == pytest.approx(
-        {"noticing_s": 5.0, "deciding_s": 7.5, "forming_s": 3.0, "transfer_s": 0.5, "redoing_s": 1.0}, abs=0.01)
+        {
+            "noticing_s": 5.0, "deciding_s": 7.5, "forming_s": 3.0, "transfer_s": 0.5,
+            "redoing_s": 1.0
+        },
+        abs=0.01)
     assert pauses.step(1.0) is None
 
 
@@ -82,15 +99,30 @@ def event(time: float, name: str, **facts: Any) -> dict[str, Any]:
 def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker() -> None:
     """From 0.2 s after the last step: not from where the next generation says that it was left."""
     def step(time: float, number: int, **more: Any) -> dict[str, Any]:
-        return event(time, "worker.step_committed", step=number, samples=8, loss=1.0, step_s=0.2, **more)
+        return event(time,
+                     "worker.step_committed",
+                     step=number,
+                     samples=8,
+                     loss=1.0,
+                     step_s=0.2,
+                     **more)
 
     def generation(time: float, number: int, pause_s: float, at: int) -> dict[str, Any]:
         facts = {"generation": number, "size": 4, "step": at, "pause_s": pause_s}
         return event(time, "worker.generation_started", source="memory", **facts)
 
-    told = [event(0.0, "run.started"), event(0.0, "attempt.started"), generation(1.0, 1, 0.0, 0), step(1.2, 0),
-            event(6.4, "worker.generation_broken"), generation(7.0, 2, 0.6, 1), step(7.0, 0, repeated=True)]
-    parts = {"noticing_s": 5.0, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.1, "redoing_s": 0.2}
+    told = [
+        event(0.0, "run.started"),
+        event(0.0, "attempt.started"),
+        generation(1.0, 1, 0.0, 0),
+        step(1.2, 0),
+        event(6.4, "worker.generation_broken"),
+        generation(7.0, 2, 0.6, 1),
+        step(7.0, 0, repeated=True)
+    ]
+    parts = {
+        "noticing_s": 5.0, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.1, "redoing_s": 0.2
+    }
     whole = [*told, event(7.2, "worker.pause_ended", step=1, duration_s=5.8, **parts), step(7.2, 1),
              event(7.2, "run.finished", steps=2, samples=16, loss=1.0, weights_sha256="5a")]
     result = summarize(whole)
@@ -98,4 +130,5 @@ def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker
     assert result["books"]["training_s"] == pytest.approx(0.4)
     assert sum(result["books"].values()) == pytest.approx(result["wall_s"])
     older = summarize([line for line in whole if line["event"] != "worker.pause_ended"])
-    assert older["pauses"] == [0.6] and sum(older["books"].values()) == pytest.approx(older["wall_s"])
+    assert older["pauses"] == [0.6] and sum(older["books"].values()) == pytest.approx(
+        older["wall_s"])

@@ -16,7 +16,9 @@ def draw(events: list[dict[str, Any]], columns: int = 72) -> list[str]:
 
 
 def step(time: float, step_s: float = 1.0, samples: int = 8, **more: Any) -> dict[str, Any]:
-    return {"event": "worker.step_committed", "time": time, "step_s": step_s, "samples": samples, **more}
+    return {
+        "event": "worker.step_committed", "time": time, "step_s": step_s, "samples": samples, **more
+    }
 
 
 def generation(time: float, size: int) -> dict[str, Any]:
@@ -36,10 +38,18 @@ def test_an_even_run_is_an_even_field() -> None:
 
 def test_a_pause_is_a_gap_and_deaths_and_worlds_are_marked() -> None:
     """A loss, the smaller world after it, and a larger one stand under the time they came."""
-    events = [generation(0.0, 4), step(1.0), step(2.0),
-              {"event": "driver.worker_gone", "time": 2.5, "reason": "crashed"},
-              {"event": "driver.worker_gone", "time": 2.6, "reason": "host_left"}, generation(3.5, 3), step(5.0), step(6.0),
-              generation(6.5, 4), step(8.0), step(8.0, repeated=True)]
+    events = [
+        generation(0.0, 4),
+        step(1.0),
+        step(2.0), {"event": "driver.worker_gone", "time": 2.5, "reason": "crashed"},
+        {"event": "driver.worker_gone", "time": 2.6, "reason": "host_left"},
+        generation(3.5, 3),
+        step(5.0),
+        step(6.0),
+        generation(6.5, 4),
+        step(8.0),
+        step(8.0, repeated=True)
+    ]
     _, *chart, marks, _ = draw(events, columns=8)
     assert chart[-1] == "██  ██ █" and marks == "  x-  +"
 

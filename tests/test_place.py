@@ -1,4 +1,5 @@
-"""A worker's place: our driver's client against a real server whose answers follow a script, and nobody's."""
+"""A worker's place: our driver's client against a real server whose answers follow a script, and
+nobody's."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ Words = dict[str, Any]
 
 
 class Script:
-    """A driver that answers what the test says; `news` may be a value or a function of the worker's words."""
+    """A driver that answers what the test says; `news` may be a value or a function of the worker's
+    words."""
 
     def __init__(self) -> None:
         self.heard: list[Words] = []
@@ -55,7 +57,8 @@ class Script:
         with self.changed:
             self.heard.append(words)
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self.told(words)["version"] != words["seen"], words["hold_s"])
+            self.changed.wait_for(lambda: self.told(words)["version"] != words["seen"],
+                                  words["hold_s"])
             return self.told(words)
 
     def told(self, words: Words) -> Words:
@@ -70,12 +73,13 @@ class Script:
     def wait_for(self, seen: Callable[[Words], Any]) -> Words:
         """Wait until a word has come that fits, and return it."""
         with self.changed:
-            assert self.changed.wait_for(lambda: any(seen(w) for w in self.heard), DEADLINE_S), self.heard[-5:]
+            assert self.changed.wait_for(lambda: any(seen(w) for w in self.heard),
+                                         DEADLINE_S), self.heard[-5:]
             return next(w for w in self.heard if seen(w))
 
     def stop(self) -> None:
-        """Go; our port stays ours. Beats ask it a little longer, and may else ask another test's Gloo, which takes us for a
-        peer.
+        """Go; our port stays ours. Beats ask it a little longer, and may else ask another test's
+        Gloo, which takes us for a peer.
         """
         self.server.shutdown()
         self.server.server_close()
@@ -97,7 +101,9 @@ def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
     made = []
 
     def make(**changes: Any) -> OurDriver:
-        driver = OurDriver(Launch(driver=script.address, key=KEY, worker="a/0/1", **({"limits": LIMITS} | changes)))
+        driver = OurDriver(
+            Launch(driver=script.address, key=KEY, worker="a/0/1",
+                   **({"limits": LIMITS} | changes)))
         made.append(driver)
         return driver
 
@@ -122,17 +128,23 @@ def place(generation: int, rank: int = 0, size: int = 2, **news: Any) -> Words:
 
 def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
     """Offer a place in round 7, and give it to who accepts that round."""
-    return lambda words: place(generation, rank=1, size=3) if words["accepted"] == 7 else {"offer": 7}
+    return lambda words: place(generation, rank=1, size=3) if words["accepted"
+                                                                    ] == 7 else {"offer": 7}
 
 
-# --- a place --------------------------------------------------------------------------------------------------------
+# --- a place --------------------------------------------------------------------------------------
 
-def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script,
-                                                               worker: Callable[..., OurDriver]) -> None:
+
+def test_a_worker_has_its_place_when_it_has_accepted_the_offer(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """It says that it stands by, hears the offer, accepts it, and is told its seat."""
     script.say(placed_when_accepted(1))
     driver = worker()
-    assert driver.next_place(False, 0) == Place(generation=1, rank=1, size=3, local_rank=0, local_size=1,
+    assert driver.next_place(False, 0) == Place(generation=1,
+                                                rank=1,
+                                                size=3,
+                                                local_rank=0,
+                                                local_size=1,
                                                 rendezvous=("127.0.0.1", 4711))
     assert [(w["phase"], w["accepted"], w["holds_state"]) for w in script.heard] == [
         ("standby", 0, False), ("standby", 7, False)]
@@ -141,7 +153,8 @@ def test_a_worker_has_its_place_when_it_has_accepted_the_offer(script: Script,
 
 @pytest.fixture
 def deaf() -> Iterator[socket.socket]:
-    """A listener whose queue is full: the kernel drops further SYNs without a word, as a cut line does."""
+    """A listener whose queue is full: the kernel drops further SYNs without a word, as a cut line
+    does."""
     full = [socket.create_server(("127.0.0.1", 0), backlog=0)]
     while len(full) < 10:
         more = socket.socket()
@@ -156,15 +169,20 @@ def deaf() -> Iterator[socket.socket]:
 def test_only_silence_is_no_way_through(deaf: socket.socket) -> None:
     """Who answers, or refuses since its process is gone, is reached."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        peers = {"a/0/1": ["127.0.0.1", listening.getsockname()[1]], "b/0/2": ["127.0.0.1", free_port()],
-                 "c/0/3": ["127.0.0.1", deaf.getsockname()[1]]}
+        peers = {
+            "a/0/1": ["127.0.0.1", listening.getsockname()[1]], "b/0/2": ["127.0.0.1",
+                                                                          free_port()],
+            "c/0/3": ["127.0.0.1", deaf.getsockname()[1]]
+        }
         assert unreachable(peers, 0.1) == ["c/0/3"]
         assert unreachable({}, 0.1) == []
 
 
-def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, worker: Callable[..., OurDriver],
+def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
+                                                               worker: Callable[..., OurDriver],
                                                                deaf: socket.socket) -> None:
-    """With the word that accepts the driver hears who is out of reach; before that nothing is claimed."""
+    """With the word that accepts the driver hears who is out of reach; before that nothing is
+    claimed."""
     reach = {"b/0/2": ["127.0.0.1", deaf.getsockname()[1]]}
     script.say(lambda words: place(1) if words["accepted"] == 7 else {"offer": 7, "reach": reach})
     driver = worker()
@@ -172,7 +190,8 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, w
     assert [(w["accepted"], w["unreachable"]) for w in script.heard] == [(0, None), (7, ["b/0/2"])]
 
 
-def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[...,
+                                                                              OurDriver]) -> None:
     """Any number of times: whoever knocks is let go at once."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -184,7 +203,8 @@ def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..
 
 
 def test_a_door_lets_all_go_who_can_wait_there() -> None:
-    """At each beat: a queue that strangers keep full would make this worker unreachable for its peers."""
+    """At each beat: a queue that strangers keep full would make this worker unreachable for its
+    peers."""
     with ExitStack() as stack:
         door = stack.enter_context(open_door("127.0.0.1:1"))
         knocks = [stack.enter_context(socket.create_connection(door.getsockname(), DEADLINE_S))
@@ -195,8 +215,8 @@ def test_a_door_lets_all_go_who_can_wait_there() -> None:
             assert knock.recv(1) == b""
 
 
-def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(script: Script,
-                                                                      worker: Callable[..., OurDriver]) -> None:
+def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """The place that it had is no answer, however often it is told; it says what it holds."""
     driver = worker()
     script.say(place(1))
@@ -214,14 +234,16 @@ def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(script: Sc
 
 
 @pytest.mark.parametrize("news", [{"evicted": True}, {"leave": True}, {"finished": True}])
-def test_a_newcomer_leaves_when_it_is_not_wanted(script: Script, worker: Callable[..., OurDriver], news: Words) -> None:
+def test_a_newcomer_leaves_when_it_is_not_wanted(script: Script, worker: Callable[..., OurDriver],
+                                                 news: Words) -> None:
     """Evicted, let go, or too late."""
     script.say(news)
     with pytest.raises(Dismissed):
         worker().next_place(False, 0)
 
 
-def test_a_member_is_over_when_the_others_have_finished(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_member_is_over_when_the_others_have_finished(script: Script,
+                                                        worker: Callable[..., OurDriver]) -> None:
     """It had a place, so it holds the last step or can say that it does not."""
     script.say(place(1))
     driver = worker()
@@ -232,8 +254,8 @@ def test_a_member_is_over_when_the_others_have_finished(script: Script, worker: 
     assert over.value.verdict == "finished"
 
 
-def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(script: Script,
-                                                                    worker: Callable[..., OurDriver]) -> None:
+def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """Before anything else that the driver says."""
     script.say({"over": "user_error", "detail": "rank 2 raised ValueError", "evicted": True})
     with pytest.raises(RunOver) as over:
@@ -241,8 +263,10 @@ def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(script: Scri
     assert (over.value.verdict, over.value.detail) == ("user_error", "rank 2 raised ValueError")
 
 
-def test_writes_while_it_waits_when_the_driver_says_so(script: Script, worker: Callable[..., OurDriver]) -> None:
-    """It goes on waiting, and says so; after the end of the attempt it is asked once more who writes."""
+def test_writes_while_it_waits_when_the_driver_says_so(script: Script,
+                                                       worker: Callable[..., OurDriver]) -> None:
+    """It goes on waiting, and says so; after the end of the attempt it is asked once more who
+    writes."""
     script.say(place(1))
     driver, written = worker(), threading.Event()
     driver.start(DriverHooks(write_alone=written.set), False, 0)
@@ -261,13 +285,15 @@ def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
     """It asks for `driver_lost_s`, no shorter."""
     address, started = f"127.0.0.1:{free_port()}", time.monotonic()
     with pytest.raises(RunOver, match="driver lost"):
-        OurDriver(Launch(driver=address, key=KEY, worker="a/0/1", limits=SOON_LOST)).next_place(False, 0)
+        OurDriver(Launch(driver=address, key=KEY, worker="a/0/1",
+                         limits=SOON_LOST)).next_place(False, 0)
     assert time.monotonic() - started >= SOON_LOST.driver_lost_s
 
 
 def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> None:
     """Its time has begun when the driver was heard last, not when the step ended."""
-    driver = OurDriver(Launch(driver=f"127.0.0.1:{free_port()}", key=KEY, worker="a/0/1", limits=LIMITS))
+    driver = OurDriver(
+        Launch(driver=f"127.0.0.1:{free_port()}", key=KEY, worker="a/0/1", limits=LIMITS))
     driver._heard_at -= LIMITS.driver_lost_s
     started = time.monotonic()
     with pytest.raises(RunOver, match="driver lost"):
@@ -279,13 +305,16 @@ def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
     """A driver that takes words and never answers is lost, too."""
     limits = Limits(beat_s=0.02, driver_lost_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}", key=KEY, worker="a/0/1", limits=limits)
+        launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}",
+                        key=KEY,
+                        worker="a/0/1",
+                        limits=limits)
         with pytest.raises(RunOver, match="driver lost"):
             OurDriver(launch).next_place(False, 0)
 
 
-def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script,
-                                                                worker: Callable[..., OurDriver]) -> None:
+def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """A word that fails is said again."""
     failures = iter([True, True, True])
 
@@ -298,20 +327,21 @@ def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(script: Script,
     assert worker().next_place(False, 0).generation == 1
 
 
-# --- beats ----------------------------------------------------------------------------------------------------------
+# --- beats ----------------------------------------------------------------------------------------
 
 def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     """Bring a worker into generation 1, and return where its `on_broken` is noted."""
     broken: list[str] = []
     script.say(place(1, **news))
-    driver.start(DriverHooks(on_broken=lambda: broken.append(threading.current_thread().name)), False, 0)
+    driver.start(DriverHooks(on_broken=lambda: broken.append(threading.current_thread().name)),
+                 False, 0)
     driver.next_place(False, 0)
     driver.note("training", 3)
     return broken
 
 
-def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(script: Script,
-                                                                  worker: Callable[..., OurDriver]) -> None:
+def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """Beats come by themselves, from the start, and say what was noted last."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -322,8 +352,8 @@ def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(script: Scrip
     assert (word["phase"], word["holds_state"]) == ("training", True)
 
 
-def test_no_two_words_have_one_number_when_beats_and_questions_mix(script: Script,
-                                                                  worker: Callable[..., OurDriver]) -> None:
+def test_no_two_words_have_one_number_when_beats_and_questions_mix(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """So the driver can tell an old word from a new one."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -334,7 +364,8 @@ def test_no_two_words_have_one_number_when_beats_and_questions_mix(script: Scrip
     assert driver.count >= max(counts)
 
 
-def test_the_sockets_are_closed_when_a_member_is_dead(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_the_sockets_are_closed_when_a_member_is_dead(script: Script,
+                                                      worker: Callable[..., OurDriver]) -> None:
     """`on_broken` runs in the beats' thread, while the main thread sits in a collective."""
     driver = worker()
     broken = training(script, driver)
@@ -345,8 +376,8 @@ def test_the_sockets_are_closed_when_a_member_is_dead(script: Script, worker: Ca
     assert driver.is_broken()
 
 
-def test_nothing_is_closed_when_the_dead_are_of_another_generation(script: Script,
-                                                                  worker: Callable[..., OurDriver]) -> None:
+def test_nothing_is_closed_when_the_dead_are_of_another_generation(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """Late news of an earlier generation breaks no later one."""
     driver = worker()
     broken = training(script, driver)
@@ -358,7 +389,8 @@ def test_nothing_is_closed_when_the_dead_are_of_another_generation(script: Scrip
     assert not broken and not driver.is_broken()
 
 
-def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_nothing_is_closed_when_a_worker_is_not_training(script: Script,
+                                                         worker: Callable[..., OurDriver]) -> None:
     """Without a place there are no peers."""
     driver, broken = worker(), list[int]()
     script.say(place(1, dead=[1]))
@@ -367,8 +399,8 @@ def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker:
     assert not broken
 
 
-def test_the_sockets_are_closed_when_the_driver_has_evicted_us(script: Script,
-                                                               worker: Callable[..., OurDriver]) -> None:
+def test_the_sockets_are_closed_when_the_driver_has_evicted_us(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """For the others we are dead already."""
     driver = worker()
     broken = training(script, driver)
@@ -376,7 +408,8 @@ def test_the_sockets_are_closed_when_the_driver_has_evicted_us(script: Script,
     until(lambda: broken and driver.is_broken())
 
 
-def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script,
+                                                         worker: Callable[..., OurDriver]) -> None:
     """And no stop with it."""
     driver = worker()
     training(script, driver)
@@ -386,7 +419,8 @@ def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script, worker:
     assert not driver.wants_stop()
 
 
-def test_a_change_is_wanted_when_this_worker_drains(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_change_is_wanted_when_this_worker_drains(script: Script,
+                                                    worker: Callable[..., OurDriver]) -> None:
     """At once, and the driver hears it with the next beat."""
     driver = worker()
     training(script, driver)
@@ -395,7 +429,8 @@ def test_a_change_is_wanted_when_this_worker_drains(script: Script, worker: Call
     script.wait_for(lambda w: w["drains"])
 
 
-def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script,
+                                                   worker: Callable[..., OurDriver]) -> None:
     """The worker leaves at its next step."""
     driver = worker()
     training(script, driver)
@@ -404,7 +439,8 @@ def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script, worker: Calla
     until(driver.wants_stop)
 
 
-def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
+                                                  worker: Callable[..., OurDriver]) -> None:
     """A worker without a driver does not train on as a zombie."""
     driver = worker(limits=SOON_LOST)
     training(script, driver)
@@ -418,10 +454,11 @@ def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script, worker: Callab
     until(lambda: not driver.wants_stop())
 
 
-# --- what a worker says ---------------------------------------------------------------------------------------------
+# --- what a worker says ---------------------------------------------------------------------------
 
-def test_the_driver_hears_of_the_error_when_the_users_code_fails(script: Script,
-                                                                 worker: Callable[..., OurDriver]) -> None:
+
+def test_the_driver_hears_of_the_error_when_the_users_code_fails(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """Its whole text, before the worker ends."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -429,28 +466,29 @@ def test_the_driver_hears_of_the_error_when_the_users_code_fails(script: Script,
     assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
 
 
-def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(script: Script,
-                                                                     worker: Callable[..., OurDriver]) -> None:
+def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """What fails while it boots may be its host's fault, so it ends nobody else's run."""
     worker().fail("a traceback")
     assert script.heard == []
 
 
-def test_the_driver_hears_that_the_last_vote_has_passed(script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_the_driver_hears_that_the_last_vote_has_passed(script: Script,
+                                                        worker: Callable[..., OurDriver]) -> None:
     """With the number of steps."""
     worker().finish(12)
     assert (script.heard[-1]["phase"], script.heard[-1]["step"]) == ("finished", 12)
 
 
-def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(script: Script,
-                                                                   worker: Callable[..., OurDriver]) -> None:
+def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """From whatever thread notices."""
     worker().revive_soon()
     script.wait_for(lambda w: w["phase"] == "reviving")
 
 
-def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script,
-                                                                worker: Callable[..., OurDriver]) -> None:
+def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """What is said last must not hide the error that it tells."""
     driver = worker(limits=SOON_LOST)
     driver.start(DriverHooks(), False, 0)
@@ -460,8 +498,8 @@ def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(script: Script,
     driver.revive_soon()
 
 
-def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(script: Script,
-                                                                worker: Callable[..., OurDriver]) -> None:
+def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """It waits, in its generation, counts on from its last word, and takes only a later place."""
     driver = worker(revived_generation=3, revived_count=50)
     script.say(place(3))
@@ -479,14 +517,21 @@ def test_there_is_one_place_when_nobody_started_us() -> None:
     alone.note("training", 3)
     alone.fail("a traceback")
     alone.finish(3)
-    assert alone.next_place(True, 3) == Place(generation=1, rank=0, size=1, local_rank=0, local_size=1, rendezvous=None)
-    assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken() or alone.is_finished())
+    assert alone.next_place(True, 3) == Place(generation=1,
+                                              rank=0,
+                                              size=1,
+                                              local_rank=0,
+                                              local_size=1,
+                                              rendezvous=None)
+    assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken()
+                or alone.is_finished())
 
 
-# --- plain horovodrun -----------------------------------------------------------------------------------------------
+# --- plain horovodrun -----------------------------------------------------------------------------
 
 class Horovodrun:
-    """Horovod's driver, as far as a worker asks it: a key-value store over HTTP, and a seat for who asks for one."""
+    """Horovod's driver, as far as a worker asks it: a key-value store over HTTP, and a seat for who
+    asks for one."""
 
     def __init__(self, on_seat: Callable[[], None] = lambda: None):
         self.store: dict[str, bytes] = {}
@@ -497,7 +542,8 @@ class Horovodrun:
                 if "rank_and_size" in self.path:
                     on_seat()
                     told.store.clear()  # as Horovod's does with each round
-                value = b"0,1,0,1,0,1" if "rank_and_size" in self.path else told.store.get(self.path)
+                value = b"0,1,0,1,0,1" if "rank_and_size" in self.path else told.store.get(
+                    self.path)
                 self.send_response(404 if value is None else 200)
                 self.end_headers()
                 self.wfile.write(value or b"")
@@ -511,10 +557,16 @@ class Horovodrun:
                 """Say nothing."""
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever,
+                         kwargs={"poll_interval": 0.01},
+                         daemon=True).start()
 
-    def worker(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int, attempt: int) -> PlainDriver:
-        seat = {"RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size}
+    def worker(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int,
+               attempt: int) -> PlainDriver:
+        seat = {
+            "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank,
+            "CROSS_SIZE": size
+        }
         for name, value in {**seat, "HOSTNAME": "a", "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
                             "GLOO_RENDEZVOUS_PORT": self.server.server_port}.items():
             monkeypatch.setenv(f"HOROVOD_{name}", str(value))
@@ -525,7 +577,8 @@ def test_a_host_is_not_forgotten_when_it_is_announced_while_plain_horovodrun_mak
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says it again; a notice from before is settled by the new round."""
     during: list[PlainDriver] = []
-    horovodrun = Horovodrun(on_seat=lambda: [driver.on_hosts_updated(1, None) for driver in during] and None)
+    horovodrun = Horovodrun(
+        on_seat=lambda: [driver.on_hosts_updated(1, None) for driver in during] and None)
     driver = horovodrun.worker(monkeypatch, 0, 1, attempt=1)
     driver.next_place(False, 0)
     driver.on_hosts_updated(0, None)
@@ -537,11 +590,13 @@ def test_a_host_is_not_forgotten_when_it_is_announced_while_plain_horovodrun_mak
     horovodrun.server.shutdown()
 
 
-def test_all_count_as_rank_0_does_when_plain_horovodrun_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_count_as_rank_0_does_when_plain_horovodrun_has_started_them(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer has found other lines in the diary, and was in no generation yet."""
     horovodrun = Horovodrun()
     first = horovodrun.worker(monkeypatch, 0, 1, attempt=3)
-    assert [(p.attempt, p.generation) for p in (first.next_place(False, 0), first.next_place(True, 1))] == [(3, 1), (3, 2)]
+    assert [(p.attempt, p.generation)
+            for p in (first.next_place(False, 0), first.next_place(True, 1))] == [(3, 1), (3, 2)]
     newcomer = horovodrun.worker(monkeypatch, 1, 2, attempt=4)
     place = newcomer.next_place(False, 0)
     assert (place.attempt, place.generation, place.rank) == (3, 2, 1)
@@ -550,7 +605,8 @@ def test_all_count_as_rank_0_does_when_plain_horovodrun_has_started_them(monkeyp
 
 def test_a_worker_leaves_at_a_step_boundary_when_it_is_terminated_under_plain_horovodrun(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wants the world to change, and asks for no place in the next one: its exit says the rest to horovodrun."""
+    """It wants the world to change, and asks for no place in the next one: its exit says the rest
+    to horovodrun."""
     asked = list[bool]()
     horovodrun = Horovodrun(on_seat=lambda: asked.append(True))
     driver = horovodrun.worker(monkeypatch, 0, 1, attempt=1)
@@ -564,22 +620,34 @@ def test_a_worker_leaves_at_a_step_boundary_when_it_is_terminated_under_plain_ho
     horovodrun.server.shutdown()
 
 
-# --- how a worker was launched --------------------------------------------------------------------------------------
+# --- how a worker was launched --------------------------------------------------------------------
 
 def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:
     """All of it is read in one place."""
     launch = Launch.from_environment({
-        "ELASTIC_TRAINER_RUN_DIR": "/runs/x", "ELASTIC_TRAINER_ATTEMPT": "3", "ELASTIC_TRAINER_DRIVER": "10.0.0.1:99",
-        "ELASTIC_TRAINER_KEY": KEY.hex(), "ELASTIC_TRAINER_WORKER": "a/1/4", "HOROVOD_HOSTNAME": "a",
-        "HOROVOD_LOCAL_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"})
-    assert launch == Launch(run_dir=Path("/runs/x"), run="x", attempt=3, driver="10.0.0.1:99", key=KEY, worker="a/1/4",
-                            host="a", slot=1, horovod=True, reduce="ring", reduce_asked="ring")
+        "ELASTIC_TRAINER_RUN_DIR": "/runs/x", "ELASTIC_TRAINER_ATTEMPT": "3",
+        "ELASTIC_TRAINER_DRIVER": "10.0.0.1:99", "ELASTIC_TRAINER_KEY": KEY.hex(),
+        "ELASTIC_TRAINER_WORKER": "a/1/4", "HOROVOD_HOSTNAME": "a", "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"
+    })
+    assert launch == Launch(run_dir=Path("/runs/x"),
+                            run="x",
+                            attempt=3,
+                            driver="10.0.0.1:99",
+                            key=KEY,
+                            worker="a/1/4",
+                            host="a",
+                            slot=1,
+                            horovod=True,
+                            reduce="ring",
+                            reduce_asked="ring")
 
 
 def test_a_worker_is_alone_when_the_environment_is_empty() -> None:
     """No driver, no Horovod, nothing written."""
     launch = Launch.from_environment({})
-    assert (launch.driver, launch.horovod, launch.run_dir, launch.reduce) == (None, False, None, "exact")
+    assert (launch.driver, launch.horovod, launch.run_dir, launch.reduce) == (None, False, None,
+                                                                              "exact")
 
 
 def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
@@ -591,7 +659,8 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
 @pytest.mark.parametrize("limits", ["beat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
 def test_the_user_is_told_when_heartbeats_are_too_rare_for_their_limits(limits: str) -> None:
     """A worker would take its driver for lost, or be taken for frozen, between two heartbeats."""
-    with pytest.raises(ConfigError, match="beat_s is .* Set beat_s to at most .* in ELASTIC_TRAINER_LIMITS"):
+    with pytest.raises(ConfigError,
+                       match="beat_s is .* Set beat_s to at most .* in ELASTIC_TRAINER_LIMITS"):
         Limits.from_environment({"ELASTIC_TRAINER_LIMITS": limits})
 
 

@@ -1,6 +1,7 @@
 """The same script without our driver: plain horovodrun, and nobody at all.
 
-Plain horovodrun keeps its own limits (README); what the worker can do from inside must hold: the same bits.
+Plain horovodrun keeps its own limits (README); what the worker can do from inside must hold: the
+same bits.
 """
 
 from __future__ import annotations
@@ -31,48 +32,69 @@ STEPS = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "10")
 
 
 @pytest.mark.usefixtures("turn")
-def test_leaves_at_a_step_boundary_when_terminated_under_plain_horovodrun(tmp_path: Path,
-                                                                          twin_of: Callable[..., str]) -> None:
-    """SIGTERM is a wish to leave there, too: no step breaks, the others go on, and the bits are the same."""
+def test_leaves_at_a_step_boundary_when_terminated_under_plain_horovodrun(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """SIGTERM is a wish to leave there, too: no step breaks, the others go on, and the bits are the
+    same."""
     job = ("--steps", "40", "--step-s", "0.1")
     plan = Plan().add("terminate", host="127.1", at="step.prepared", step=12)
     env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
                         "ELASTIC_TRAINER_RUN_DIR": str(tmp_path / "run")}
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "horovodrun"), "-np", "3", "--min-np", "1", "--network-interfaces", "lo",
-         "--host-discovery-script", "echo localhost:1; echo 127.0.0.1:1; echo 127.1:1", *JOB, *job], env=env, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    done = subprocess.run([
+        str(Path(sys.executable).parent / "horovodrun"), "-np", "3", "--min-np", "1",
+        "--network-interfaces", "lo", "--host-discovery-script",
+        "echo localhost:1; echo 127.0.0.1:1; echo 127.1:1", *JOB, *job
+    ],
+                          env=env,
+                          cwd=tmp_path,
+                          stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          text=True,
+                          timeout=200)
     assert (tmp_path / "fired-0").exists(), done.stdout
     told = read_events(tmp_path / "run")
     assert [e["worker"] for e in told if e["event"] == "worker.left"] == ["127.1"], done.stdout
     assert not [e for e in told if e["event"] == "worker.generation_broken"], done.stdout
-    assert [e["size"] for e in told if e["event"] == "worker.generation_started" and e["rank"] == 0] == [3, 2]
+    assert [
+        e["size"] for e in told if e["event"] == "worker.generation_started" and e["rank"] == 0
+    ] == [3, 2]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["weights_sha256"] == twin_of(*job), done.stdout
 
 
 @pytest.mark.usefixtures("turn")
-def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_path: Path,
-                                                                           twin_of: Callable[..., str]) -> None:
-    """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four, another host with a standby: the same bits.
+def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """Stock `horovodrun --host-discovery-script`, a SIGKILL of one of four, another host with a
+    standby: the same bits.
 
-    Every worker's command stands behind the shim; the first four find no standby, and are what they are without it.
+    Every worker's command stands behind the shim; the first four find no standby, and are what they
+    are without it.
     """
     hosts, run = tmp_path / "hosts", tmp_path / "run"
     plan = Plan().kill(host="127.1", at="step.prepared", step=12)
     job = [*JOB, *STEPS]
     with tempfile.TemporaryDirectory(prefix="standby-") as sockets, ExitStack() as stack:
-        env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
-                            "ELASTIC_TRAINER_RUN_DIR": str(run), FOLDER_VARIABLE: sockets}
+        env = os.environ | {
+            "ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
+            "ELASTIC_TRAINER_RUN_DIR": str(run), FOLDER_VARIABLE: sockets
+        }
 
         def start(*command: str) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+            process = subprocess.Popen(command,
+                                       env=env,
+                                       stdout=output,
+                                       stderr=subprocess.STDOUT,
+                                       cwd=tmp_path)
             stack.callback(process.wait)
             stack.callback(process.kill)
             return process
 
         def wait_for(event: str, **facts: object) -> dict[str, Any]:
-            while not (found := [e for e in read_events(run) if e["event"] == event and facts.items() <= e.items()]):
+            while not (found := [
+                    e
+                    for e in read_events(run) if e["event"] == event and facts.items() <= e.items()
+            ]):
                 assert time.monotonic() < deadline and horovodrun.poll() is None, (event, said())
                 time.sleep(0.1)
             return found[-1]
@@ -87,9 +109,10 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_pa
         deadline = time.monotonic() + 400
         output = stack.enter_context(open(tmp_path / "output", "w"))
         write_hosts(HOSTS)
-        horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np", "2",
-                           "--network-interfaces", "lo", "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {hosts}",
-                           sys.executable, "-m", "elastic_trainer.standby.shim", *job)
+        horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np",
+                           "2", "--network-interfaces", "lo", "--host-discovery-script",
+                           f"{TESTS / 'print_hosts.sh'} {hosts}", sys.executable, "-m",
+                           "elastic_trainer.standby.shim", *job)
         wait_for("worker.step_committed")
         start(sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(run), "--", *job)
         wait_for("worker.generation_started", size=3)
@@ -107,20 +130,32 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(tmp_pa
 
 @pytest.mark.usefixtures("turn")
 @pytest.mark.parametrize("size", [4, 2])
-def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(tmp_path: Path, twin_of: Callable[..., str],
-                                                                        size: int) -> None:
-    """Of four the odd worker leaves, as if its host had died; of two both go back to a checkpoint, in their processes."""
-    run, plan = tmp_path / "run", Plan().add("flip_weight", host="127.0.0.1", at="step.prepared", step=25)
+def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(
+        tmp_path: Path, twin_of: Callable[..., str], size: int) -> None:
+    """Of four the odd worker leaves, as if its host had died; of two both go back to a checkpoint,
+    in their processes."""
+    run, plan = tmp_path / "run", Plan().add("flip_weight",
+                                             host="127.0.0.1",
+                                             at="step.prepared",
+                                             step=25)
     env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
                         "ELASTIC_TRAINER_RUN_DIR": str(run)}
     (tmp_path / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:size]))
     job = [*JOB, "--steps", "40", "--checkpoint-every", "10"]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "horovodrun"), "-np", str(size), "--min-np", "2", "--network-interfaces", "lo",
-         "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *job],
-        env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    done = subprocess.run([
+        str(Path(sys.executable).parent / "horovodrun"), "-np",
+        str(size), "--min-np", "2", "--network-interfaces", "lo", "--host-discovery-script",
+        f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *job
+    ],
+                          env=env,
+                          cwd=tmp_path,
+                          stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          text=True,
+                          timeout=400)
     events = read_events(run)
-    # Sorted: which host has rank 0 is random (new hosts come out of a set, horovod/runner/elastic/discovery.py:242).
+    # Sorted: which host has rank 0 is random (new hosts come out of a set,
+    # horovod/runner/elastic/discovery.py:242).
     differs = sorted(e["host"] for e in events if e["event"] == "worker.replica_differs")
     assert differs == (["127.0.0.1"] if size == 4 else sorted(HOSTS[:2])), done.stdout
     result = json.loads((run / "result.json").read_text())
@@ -132,16 +167,24 @@ def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(tmp_path
 
 @pytest.mark.usefixtures("turn")
 def test_other_arithmetic_is_told_under_plain_horovodrun(tmp_path: Path) -> None:
-    """Nobody can be refused there: the first rank tells who computes other bits, once a generation."""
+    """Nobody can be refused there: the first rank tells who computes other bits, once a
+    generation."""
     run = tmp_path / "run"
     (tmp_path / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:2]))
     env = os.environ | {"ELASTIC_TEST_PLAN": "[]", "ELASTIC_TEST_FOLDER": str(tmp_path),
                         "ELASTIC_TRAINER_RUN_DIR": str(run)}
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--network-interfaces", "lo",
-         "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *JOB, "--steps", "8",
-         "--odd-host", "127.0.0.1"],
-        env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    done = subprocess.run([
+        str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--network-interfaces", "lo",
+        "--host-discovery-script", f"{TESTS / 'print_hosts.sh'} {tmp_path / 'hosts'}", *JOB,
+        "--steps", "8", "--odd-host", "127.0.0.1"
+    ],
+                          env=env,
+                          cwd=tmp_path,
+                          stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          text=True,
+                          timeout=400)
     told = [e for e in read_events(run) if e["event"] == "worker.arithmetic_differs"]
-    assert len(told) == 1 and {told[0]["host"], told[0]["other_host"]} == set(HOSTS[:2]), done.stdout
+    assert len(told) == 1 and {told[0]["host"], told[0]["other_host"]} == set(
+        HOSTS[:2]), done.stdout
     assert json.loads((run / "result.json").read_text())["finished"]

@@ -59,23 +59,29 @@ class TimedAgent(Agent):
 
 
 class Story:
-    """A fleet on 127.0.0.1 … 127.0.0.N, each with a real agent, and a poller with a clock that the test moves."""
+    """A fleet on 127.0.0.1 … 127.0.0.N, each with a real agent, and a poller with a clock that the
+    test moves."""
 
     def __init__(self, folder: Path, size: int, **how: Any):
         self.folder, self.hosts, self.diary = folder, folder / "hosts", folder / "events.jsonl"
-        self.fleet = [Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n)) for n in range(1, size + 1)]
+        self.fleet = [
+            Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n)) for n in range(1, size + 1)
+        ]
         self.cloud, self.now, self.boot, self.jump_s = Cloud(list(self.fleet)), 100.0, 0.0, 0.0
         self.port, self.servers = free_port(), dict[int, AgentServer]()
         for number in range(1, size + 1):
             self.start_agent(number)
-        self.how: dict[str, Any] = {"policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
-                                    "events_file": self.diary, "patience_s": 20.0,
-                                    "agent_timeout_s": 20.0, "agents_patience_s": 20.0} | how
+        self.how: dict[str, Any] = {
+            "policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
+            "events_file": self.diary, "patience_s": 20.0, "agent_timeout_s": 20.0,
+            "agents_patience_s": 20.0
+        } | how
         self.pool = ThreadPoolExecutor(4)
         self.restart()
 
     def start_agent(self, number: int) -> None:
-        self.servers[number] = server = AgentServer(f"127.0.0.{number}", self.port, KEY, TimedAgent(self))
+        self.servers[number] = server = AgentServer(f"127.0.0.{number}", self.port, KEY,
+                                                    TimedAgent(self))
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def stop_agent(self, number: int) -> None:
@@ -86,7 +92,8 @@ class Story:
         return self.servers[number].agent
 
     def restart(self, boot: float = 0.0) -> None:
-        """Let another poller take over, which knows the files only; `boot` moves the origin of its clock."""
+        """Let another poller take over, which knows the files only; `boot` moves the origin of its
+        clock."""
         self.boot += boot
         self.poller = Poller(self.cloud, self.hosts, clock=lambda: self.now + self.boot,
                              wall=lambda: NOW + self.now + self.jump_s, **self.how)
@@ -98,13 +105,17 @@ class Story:
         return self.listed()
 
     def listed(self) -> list[int]:
-        return [int(line.removeprefix("127.0.0.").partition(":")[0]) for line in self.hosts.read_text().splitlines()]
+        return [
+            int(line.removeprefix("127.0.0.").partition(":")[0])
+            for line in self.hosts.read_text().splitlines()
+        ]
 
     def age_s(self) -> float:
         return NOW + self.now + self.jump_s - self.hosts.stat().st_mtime
 
     def told(self, *names: str) -> list[dict[str, Any]]:
-        events = [json.loads(line) for line in self.diary.read_text().splitlines()] if self.diary.exists() else []
+        events = [json.loads(line)
+                  for line in self.diary.read_text().splitlines()] if self.diary.exists() else []
         return [e for e in events if e["event"].partition(".")[2] in names]
 
     def end(self) -> None:
@@ -126,12 +137,13 @@ def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
         yield make
 
 
-# --- its own end ------------------------------------------------------------------------------------------------------
+# --- its own end ----------------------------------------------------------------------------------
 
 
 def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_last_one_knew(
         story: Callable[..., Story]) -> None:
-    """Who is listed, who is doomed, whom to ask; a lost question costs nobody the place, and a notice is heard."""
+    """Who is listed, who is doomed, whom to ask; a lost question costs nobody the place, and a
+    notice is heard."""
     s = story(4)
     assert s.poll() == [1, 2, 3, 4]
     s.agent(3).drain("terminate", None)
@@ -143,11 +155,13 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_las
     s.start_agent(3)  # it says ready: it has forgotten
     s.now += 30.0  # in which no poller runs
     s.restart(boot=-1000.0)
-    assert s.poll() == [1, 2, 4] and s.age_s() == 31  # this poller has not heard the second one's agent
+    # This poller has not heard the second one's agent.
+    assert s.poll() == [1, 2, 4] and s.age_s() == 31
     s.start_agent(2)
     s.agent(1).drain("terminate", None)
     assert s.poll() == [2, 4] and s.age_s() == 0
-    assert [(e["id"], e["why"]) for e in s.told("host_out")] == [("i-3", "notice: terminate"), ("i-1", "notice: terminate")]
+    assert [(e["id"], e["why"]) for e in s.told("host_out")] == [("i-3", "notice: terminate"),
+                                                                 ("i-1", "notice: terminate")]
 
 
 def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[..., Story]) -> None:
@@ -162,13 +176,16 @@ def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[...,
         (i.name, "the cloud does not know it any more") for i in s.fleet]
 
 
-def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: Callable[..., Story]) -> None:
+def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(
+        story: Callable[..., Story]) -> None:
     """Flaps, holds, dooms, doubts, silence: list by list and event by event."""
     ends = []
     for is_restarted in (False, True):
         s, lists = story(4, interval_s=0.0), []
         for turn in range(60):
-            s.cloud.answer = [i for i in s.fleet if i.id != "i-2" or turn // 5 % 2 == 0 or turn > 30]
+            s.cloud.answer = [
+                i for i in s.fleet if i.id != "i-2" or turn // 5 % 2 == 0 or turn > 30
+            ]
             match turn:
                 case 12:
                     s.agent(3).drain("terminate", None)
@@ -183,8 +200,10 @@ def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: C
             lists.append(s.poll())
             if is_restarted:
                 s.restart(boot=1000.0 * (turn % 3 - 1))
-        ends.append((lists, [{k: v for k, v in e.items() if k not in ("time", "failures")} for e in s.told(
-            "host_in", "host_out", "host_held_back", "hosts_changed")]))
+        ends.append(
+            (lists, [{k: v
+                      for k, v in e.items() if k not in ("time", "failures")}
+                     for e in s.told("host_in", "host_out", "host_held_back", "hosts_changed")]))
     assert ends[0] == ends[1]
     assert [ends[0][0][turn] for turn in (0, 6, 11, 13, 16, 21, 33, 44, 50)] == [
         [1, 2, 3, 4], [1, 3, 4], [1, 3, 4, 2], [1, 4, 2], [1, 4], [1, 4], [1, 4], [1], []]
@@ -207,7 +226,8 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], kind: str,
                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    """The next poller says so and begins anew: while the cloud is silent the list is not touched."""
+    """The next poller says so and begins anew: while the cloud is silent the list is not
+    touched."""
     s = story(2)
     s.poll()
     memory = s.folder / "hosts.memory"
@@ -222,7 +242,7 @@ def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], k
     assert s.poll(100.0) == [1]
 
 
-# --- what must not end it ---------------------------------------------------------------------------------------------
+# --- what must not end it -------------------------------------------------------------------------
 
 
 def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -> None:
@@ -256,8 +276,8 @@ def test_a_cloud_that_fails_is_asked_ever_more_seldom(story: Callable[..., Story
     assert pauses(69, s.fleet) == [60.0, 5.0, 5.0, 5.0]
 
 
-def test_a_notice_reaches_the_file_when_the_diary_cannot_be_written(story: Callable[..., Story],
-                                                                    capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_reaches_the_file_when_the_diary_cannot_be_written(
+        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
     """A full disk."""
     s = story(2, events_file=Path("/dev/full"))
     assert s.poll() == [1, 2]
@@ -287,7 +307,8 @@ def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story
 
 
 def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., Story]) -> None:
-    """The question waits in a thread of its own; its answer counts when it comes, and one that never comes is given up."""
+    """The question waits in a thread of its own; its answer counts when it comes, and one that
+    never comes is given up."""
     s, released, asked = story(3), threading.Event(), threading.Semaphore(0)
     s.poll()
     s.poller.question.patience_s = 0.1
@@ -312,12 +333,13 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     assert s.poll() == [2]
 
 
-# --- its own faults ---------------------------------------------------------------------------------------------------
+# --- its own faults -------------------------------------------------------------------------------
 
 
 def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story],
                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    """No agent can be heard, and the cloud calls all of them running: the poller doubts itself, and says so."""
+    """No agent can be heard, and the cloud calls all of them running: the poller doubts itself, and
+    says so."""
     s = story(3)
     s.poll()
     for number in (1, 2, 3):
@@ -336,8 +358,10 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story], jump_s: float) -> None:
-    """All agents seem to have another clock. Its age is that of the agents' last words by the right time."""
+def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story],
+                                                      jump_s: float) -> None:
+    """All agents seem to have another clock. Its age is that of the agents' last words by the right
+    time."""
     s = story(3)
     s.poll()
     s.jump_s = jump_s
@@ -348,8 +372,8 @@ def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story
 
 
 @pytest.mark.parametrize(("ahead_s", "code"), [(0, 0), (4, 0), (60, 1), (-100, 0), (-130, 1)])
-def test_the_script_does_not_trust_a_file_from_the_future(tmp_path: Path, ahead_s: float, code: int,
-                                                          capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_script_does_not_trust_a_file_from_the_future(
+        tmp_path: Path, ahead_s: float, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     """A clock that was set back must not make an old list young."""
     hosts, now = tmp_path / "hosts", time.time()
     hosts.write_text("a:1\n")
@@ -358,7 +382,8 @@ def test_the_script_does_not_trust_a_file_from_the_future(tmp_path: Path, ahead_
     assert capfd.readouterr().out == ("" if code else "a:1\n")
 
 
-def test_without_agents_the_lists_age_is_that_of_the_clouds_last_believed_answer(story: Callable[..., Story]) -> None:
+def test_without_agents_the_lists_age_is_that_of_the_clouds_last_believed_answer(
+        story: Callable[..., Story]) -> None:
     """A doubted answer does not make it younger, and no answer does not."""
     s = story(4, agent_port=None, policy=Policy(settle_s=0.0))
     s.poll()
@@ -383,13 +408,15 @@ def printed(s: Story, capfd: pytest.CaptureFixture[str]) -> list[int] | None:
     code = script.main(["hosts-file", str(seen), "120"])
     lines = capfd.readouterr().out.splitlines()
     assert code == 0 or not lines
-    return None if code else [int(line.removeprefix("127.0.0.").partition(":")[0]) for line in lines]
+    return None if code else [
+        int(line.removeprefix("127.0.0.").partition(":")[0]) for line in lines
+    ]
 
 
-def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(story: Callable[..., Story],
-                                                                      capfd: pytest.CaptureFixture[str]) -> None:
-    """All agents are heard, so the list is as young as their words. When the last host leaves by its own word the list is
-    empty for as long as that is young; then nothing is known."""
+def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
+        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+    """All agents are heard, so the list is as young as their words. When the last host leaves by
+    its own word the list is empty for as long as that is young; then nothing is known."""
     s = story(3)
     s.poll()
     s.cloud.answer = SILENT
@@ -412,8 +439,8 @@ def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(story: Cal
     assert printed(s, capfd) is None
 
 
-def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(story: Callable[..., Story],
-                                                                capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(
+        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
     """It is as old as the least that is known of anybody on it."""
     s = story(3)
     s.poll()
@@ -433,9 +460,10 @@ def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(story: Callable[
     assert printed(s, capfd) == [1, 2, 3]
 
 
-def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(story: Callable[..., Story],
-                                                                       capfd: pytest.CaptureFixture[str]) -> None:
-    """One is under notice and says so; the other, silent and unknown to a silent cloud, may work all the same."""
+def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(
+        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+    """One is under notice and says so; the other, silent and unknown to a silent cloud, may work
+    all the same."""
     s = story(2)
     s.poll()
     s.cloud.answer = SILENT
@@ -447,11 +475,12 @@ def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(story: Ca
     assert s.poll(15.0) == [] and printed(s, capfd) is None
 
 
-# --- what it hears ----------------------------------------------------------------------------------------------------
+# --- what it hears --------------------------------------------------------------------------------
 
 
 def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
-    """It leaves while it is told to stop, and is let in when the next agent says ready, behind who has stayed."""
+    """It leaves while it is told to stop, and is let in when the next agent says ready, behind who
+    has stayed."""
     s = story(2)
     s.poll()
     s.agent(1).drain("the host is being stopped", None, for_good=False)
@@ -463,7 +492,8 @@ def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]
 
 
 def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> None:
-    """Once a minute and host at most, with how many; also after a restart of the agent or the poller."""
+    """Once a minute and host at most, with how many; also after a restart of the agent or the
+    poller."""
     s = story(2)
 
     def stranger() -> None:
@@ -480,8 +510,10 @@ def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> No
     s.restart()
     s.poll()
     assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2]
-    assert {h["name"]: h["refused"] for h in json.loads((s.folder / "hosts.json").read_text())["hosts"]} == {
-        "127.0.0.1": 0, "127.0.0.2": 3}
+    assert {
+        h["name"]: h["refused"]
+        for h in json.loads((s.folder / "hosts.json").read_text())["hosts"]
+    } == {"127.0.0.1": 0, "127.0.0.2": 3}
     s.stop_agent(2)
     s.start_agent(2)
     s.poll(60.0)
@@ -490,10 +522,14 @@ def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> No
     assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2, 1]
 
 
-def test_the_table_says_since_when_for_every_host(story: Callable[..., Story], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_since_when_for_every_host(story: Callable[..., Story],
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """In or out; what is scheduled for later is shown, and who was refused."""
     s = story(2)
-    s.cloud.answer = [replace(s.fleet[0], events=(("instance-stop", 7200.0),)), replace(s.fleet[1], state="pending")]
+    s.cloud.answer = [
+        replace(s.fleet[0], events=(("instance-stop", 7200.0), )),
+        replace(s.fleet[1], state="pending")
+    ]
     s.poll()
     s.poll(9.0)
     rows = json.loads((s.folder / "hosts.json").read_text())["hosts"]
@@ -506,7 +542,8 @@ def test_the_table_says_since_when_for_every_host(story: Callable[..., Story], c
 
 
 def test_one_agent_that_trickles_delays_no_other_s_notice(story: Callable[..., Story]) -> None:
-    """A wedged or bought worker sends a byte now and then: its own answer never comes, and everybody else's does."""
+    """A wedged or bought worker sends a byte now and then: its own answer never comes, and
+    everybody else's does."""
     stopping, deadline = threading.Event(), time.monotonic() + 60.0
 
     def drip(line: socket.socket) -> None:
@@ -550,11 +587,12 @@ def test_an_answer_has_an_end() -> None:
             ask(f"127.0.0.1:{listener.getsockname()[1]}", KEY, 0.5)
 
 
-# --- what it tells ----------------------------------------------------------------------------------------------------
+# --- what it tells --------------------------------------------------------------------------------
 
 
 def test_an_answer_that_is_not_believed_is_told(story: Callable[..., Story]) -> None:
-    """Once, with how many it lacks; and nobody is said to be gone for it, neither a host on the list nor another."""
+    """Once, with how many it lacks; and nobody is said to be gone for it, neither a host on the
+    list nor another."""
     s = story(4)
     s.agent(4)._sick = "disk full: 1 MiB left under /"
     assert s.poll() == [1, 2, 3]
@@ -567,11 +605,13 @@ def test_an_answer_that_is_not_believed_is_told(story: Callable[..., Story]) -> 
     s.cloud.answer = s.fleet
     s.poll(5.0)
     s.poll(5.0)
-    assert len(s.told("answer_doubted")) == 1 and len(s.told("host_sick")) == 1 and not s.told("host_out", "host_gone")
+    assert len(s.told("answer_doubted")) == 1 and len(
+        s.told("host_sick")) == 1 and not s.told("host_out", "host_gone")
 
 
 def test_whom_a_disbelieved_answer_brings_is_not_told(story: Callable[..., Story]) -> None:
-    """It is known with the next one: nobody is told to be in, or gone again, of whom nothing is sure."""
+    """It is known with the next one: nobody is told to be in, or gone again, of whom nothing is
+    sure."""
     s = story(4)
     s.cloud.answer = s.fleet[:3]
     s.poll()
@@ -584,9 +624,10 @@ def test_whom_a_disbelieved_answer_brings_is_not_told(story: Callable[..., Story
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[..., Story], is_answered: bool) -> None:
-    """Three of four turn sick, before or at an answer of the cloud, which counts once; then its answer is empty: that is
-    the first time that the fourth is lost, so the list stands."""
+def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[..., Story],
+                                                             is_answered: bool) -> None:
+    """Three of four turn sick, before or at an answer of the cloud, which counts once; then its
+    answer is empty: that is the first time that the fourth is lost, so the list stands."""
     s = story(4)
     s.poll()
     for number in (2, 3, 4):
@@ -598,7 +639,8 @@ def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[...
 
 
 def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story]) -> None:
-    """Most are sick for a moment between two answers, and then an answer is without them, for the first time."""
+    """Most are sick for a moment between two answers, and then an answer is without them, for the
+    first time."""
     s = story(4)
     s.poll()
     for why in ("disk full: 1 MiB left under /", ""):
@@ -611,7 +653,8 @@ def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story])
 
 
 def test_a_host_that_is_sick_from_the_beginning_is_told(story: Callable[..., Story]) -> None:
-    """Once for each reason, whatever its figures are by then, also after a restart of the poller."""
+    """Once for each reason, whatever its figures are by then, also after a restart of the
+    poller."""
     s = story(2)
     for left in (30, 29, 28):
         s.agent(2)._sick = f"disk full: {left} MiB left under /"
@@ -621,8 +664,9 @@ def test_a_host_that_is_sick_from_the_beginning_is_told(story: Callable[..., Sto
     s.agent(2)._sick = "no memory: 7 MiB left"
     s.poll()
     s.poll()
-    assert [(e["host"], e["id"], e["why"]) for e in s.told("host_sick")] == [
-        ("127.0.0.2", "i-2", "sick: disk full: 30 MiB left under /"), ("127.0.0.2", "i-2", "sick: no memory: 7 MiB left")]
+    assert [(e["host"], e["id"], e["why"]) for e in s.told("host_sick")
+            ] == [("127.0.0.2", "i-2", "sick: disk full: 30 MiB left under /"),
+                  ("127.0.0.2", "i-2", "sick: no memory: 7 MiB left")]
     assert not s.told("host_out")
 
 

@@ -1,4 +1,5 @@
-"""The loops that the migration pages port: on a real cluster, under a kill, to the bits that they have alone."""
+"""The loops that the migration pages port: on a real cluster, under a kill, to the bits that they
+have alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_a_ported_loop_has_the_same_bits_when_a_worker_is_killed(name: str, tmp_
     """As it has alone, with no launcher; every sample once, and no second victim."""
     path = script(name, tmp_path)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    alone = subprocess.run([sys.executable, "-c", ALONE, path], env=env, cwd=tmp_path, capture_output=True, text=True,
+    alone = subprocess.run([sys.executable, "-c", ALONE, path],
+                           env=env,
+                           cwd=tmp_path,
+                           capture_output=True,
+                           text=True,
                            timeout=300)
     assert alone.returncode == 0, alone.stderr
     twin = alone.stdout.split("weights ")[1].strip()

@@ -33,9 +33,13 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.Tenso
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))} | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", SCRIPT, *arguments], text=True, **({"capture_output": True, "env": env}
-                                                                                   | options))
+    env = {k: v
+           for k, v in os.environ.items()
+           if not k.startswith(("ELASTIC_", "HOROVOD_"))} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", SCRIPT, *arguments],
+                          text=True,
+                          **({"capture_output": True, "env": env}
+                             | options))
 
 
 def test_lines_say_how_far_it_is_where_stderr_is_no_terminal() -> None:
@@ -70,7 +74,8 @@ def test_a_bar_is_shown_on_a_terminal_and_gone_before_a_traceback() -> None:
     text = said.decode()
     assert done.returncode == 1
     assert "mine 4" in text and "5/10" in text and "samples/s" in text
-    assert text.rstrip().endswith("ValueError: as planned") and "\x1b[?25h" in text  # the cursor is back
+    # The cursor is back.
+    assert text.rstrip().endswith("ValueError: as planned") and "\x1b[?25h" in text
 
 
 def test_a_line_comes_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,4 +91,5 @@ def test_a_line_comes_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
         shown("worker.step_committed", {"step": step, "samples": 8, "loss": 0.25})
     lines = written.getvalue().splitlines()
     assert len(lines) == 5
-    assert lines[1] == "elastic-trainer: step 61/1000, loss 0.2500, 16.0 samples/s, about 470 s left"
+    assert lines[
+        1] == "elastic-trainer: step 61/1000, loss 0.2500, 16.0 samples/s, about 470 s left"

@@ -148,7 +148,8 @@ def assert_equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
 def test_the_weights_are_plain_pytorchs_to_the_bit_when_a_torch_scheduler_sets_the_rates(
     kind: str,
 ) -> None:
-    """It is stepped once for each finished step, and the rate that is logged is the one that was used."""
+    """It is stepped once for each finished step, and the rate that is logged is the one that was
+    used."""
     ears = Ears()
     model = ours(KINDS[kind], momentum, listeners=[ears])
     reference, rates = plainly(KINDS[kind], momentum)
@@ -296,7 +297,8 @@ def test_the_run_ends_when_the_scheduler_that_was_handed_over_is_stepped_again()
 
 
 def test_the_user_is_told_at_the_start_when_a_scheduler_cannot_do_it() -> None:
-    """Another optimizer's, one that ends too early, one for another number, one that holds no value."""
+    """Another optimizer's, one that ends too early, one for another number, one that holds no
+    value."""
 
     class Held(schedulers.LambdaLR):
         def __init__(self, optimizer: Optimizer):

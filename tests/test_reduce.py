@@ -1,4 +1,5 @@
-"""Both reducers, in worlds of threads: the engine's own code over collectives that need no network."""
+"""Both reducers, in worlds of threads: the engine's own code over collectives that need no
+network."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from elastic_trainer.training.reduce import ExactReducer, Flat, RingReducer, tre
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:
-    """Run `act(member)` in one thread for each rank and return the results; an exception is raised here."""
+    """Run `act(member)` in one thread for each rank and return the results; an exception is raised
+    here."""
     hub, results, errors = Hub(size), [None] * size, []
 
     def run(rank: int) -> None:
@@ -36,12 +38,19 @@ def in_worlds(size: int, act: Any) -> list[Any]:
     return results
 
 
-def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
+def reduced(kind: str,
+            size: int,
+            shards: int,
+            steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
     """Reduce random per-shard gradients in a world of `size`; the same numbers for every world."""
 
     def act(member: Member) -> dict[torch.dtype, torch.Tensor]:
-        parameters = [torch.nn.Parameter(torch.zeros(7, 3)), torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
-                      torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)), torch.nn.Parameter(torch.zeros(1))]
+        parameters = [
+            torch.nn.Parameter(torch.zeros(7, 3)),
+            torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+            torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)),
+            torch.nn.Parameter(torch.zeros(1))
+        ]
         buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
         flat = Flat(dict(zip("abcd", parameters, strict=True)), buffers, torch.device("cpu"))
         reducer = ExactReducer(flat, shards) if kind == "exact" else RingReducer(flat, shards)
@@ -50,13 +59,17 @@ def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torc
             for shard in mine:
                 done = reducer.shard(shard, is_last=shard == mine.stop - 1)
                 generator = torch.Generator().manual_seed(1000 * step + shard)
-                numbers = [torch.randn(p.shape, generator=generator) * 10 ** (shard % 5) for p in parameters]
+                numbers = [
+                    torch.randn(p.shape, generator=generator) * 10**(shard % 5) for p in parameters
+                ]
                 if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
                     reducer.overlap(member)
                 flat.open_shard()
                 after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
-                flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers, after)
-                sum((p * n.to(p.dtype)).sum().double() for p, n in zip(parameters, numbers, strict=True)).backward()
+                flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers,
+                                    after)
+                sum((p * n.to(p.dtype)).sum().double()
+                    for p, n in zip(parameters, numbers, strict=True)).backward()
                 flat.close_shard()
                 done()
             reducer.send(member)
@@ -73,7 +86,8 @@ def reduced(kind: str, size: int, shards: int, steps: int = 2) -> list[dict[torc
 
 @pytest.mark.parametrize("shards", [1, 2, 6, 8, 13])
 def test_exact_has_the_same_bits_when_the_world_has_any_size(shards: int) -> None:
-    """Sums in the order of a fixed tree do not depend on who does which part, also with more workers than shards."""
+    """Sums in the order of a fixed tree do not depend on who does which part, also with more
+    workers than shards."""
     alone = reduced("exact", 1, shards)[0]
     for size in (2, 3, 4, 5, 7):
         for result in reduced("exact", size, shards):
@@ -94,7 +108,8 @@ def test_ring_has_the_same_sum_when_the_world_has_any_size(size: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(shards: int, size: int) -> None:
     """Subtrees of all workers add up, in tree order, to what one worker gets from the leaves."""
-    leaves = {(s, s + 1): torch.randn(3, generator=torch.Generator().manual_seed(s)) for s in range(shards)}
+    leaves = {(s, s + 1): torch.randn(3, generator=torch.Generator().manual_seed(s))
+              for s in range(shards)}
     whole = tree_sum({k: v.clone() for k, v in leaves.items()}, shards)
     pieces = {}
     for rank in range(size):

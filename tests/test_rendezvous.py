@@ -1,4 +1,5 @@
-"""The rendezvous store of one generation: what members hear, what strangers do not, and who waits for whom."""
+"""The rendezvous store of one generation: what members hear, what strangers do not, and who waits
+for whom."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Store:
 
     def __init__(self, members: Sequence[str] = ("127.0.0.1",), **how: Any) -> None:
         self.refused: list[tuple[str, str]] = []
-        self.store = Rendezvous("127.0.0.1", members, lambda *said: self.refused.append(said), **how)
+        self.store = Rendezvous("127.0.0.1", members, lambda *said: self.refused.append(said),
+                                **how)
 
     def ask(self, method: str, path: str, body: bytes | None = None, *, source: str = "127.0.0.1",
             headers: Mapping[str, str] = {}) -> tuple[int, bytes]:  # noqa: B006 (read only)
@@ -48,7 +50,8 @@ def rendezvous(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def test_members_find_what_members_have_put(rendezvous: Store) -> None:
-    """Put and get; what is not there is 404. A member that leaves deletes nothing: others may still read."""
+    """Put and get; what is not there is 404. A member that leaves deletes nothing: others may still
+    read."""
     assert rendezvous.ask("GET", "/global/0")[0] == 404
     assert rendezvous.ask("PUT", "/global/0", b"\0an address\xff")[0] == 200
     assert rendezvous.ask("GET", "/global/0") == (200, b"\0an address\xff")
@@ -68,7 +71,8 @@ def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Store, meth
 
 
 @pytest.mark.parametrize("length", ["4353", "-1", "many", str(2**64), "9" * 5000])
-def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: Store, length: str) -> None:
+def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: Store,
+                                                                   length: str) -> None:
     """Before a byte of it is read."""
     assert rendezvous.ask("PUT", "/global/0", headers={"Content-Length": length})[0] == 413
     assert rendezvous.ask("GET", "/global/0")[0] == 404
@@ -77,7 +81,8 @@ def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: S
 
 def test_a_value_without_a_length_is_refused(rendezvous: Store) -> None:
     """It would be kept as an empty one, and a peer would take that for an address."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
+                                  timeout=DEADLINE_S) as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\n\r\n")
         assert b" 413 " in connection.recv(100)
     assert rendezvous.ask("GET", "/global/0")[0] == 404
@@ -106,7 +111,8 @@ def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Store, tmp_path: P
 @pytest.mark.parametrize("path", ["/", "/global", "/a/b/c/d", "/../../etc/passwd", "//"])
 def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Store, path: str) -> None:
     """It serves no files, and one bad request is one connection."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
+                                  timeout=DEADLINE_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b" 200 " not in answer
@@ -114,13 +120,18 @@ def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Store, path: s
 
 
 @pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0}], indirect=True)
-def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(rendezvous: Store) -> None:
+def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(
+        rendezvous: Store) -> None:
     """One request instead of one every 10 ms: the server is what an init waits for."""
     answers: list[tuple[int, bytes]] = []
-    asking = [threading.Thread(target=lambda: answers.append(rendezvous.ask("GET", "/global/1"))) for _ in range(3)]
+    asking = [
+        threading.Thread(target=lambda: answers.append(rendezvous.ask("GET", "/global/1")))
+        for _ in range(3)
+    ]
     for thread in asking:
         thread.start()
-    wait_for("requests", lambda: len(rendezvous.store.waiting.get("/global/1", ())) == len(asking), DEADLINE_S)
+    wait_for("requests", lambda: len(rendezvous.store.waiting.get("/global/1", ())) == len(asking),
+             DEADLINE_S)
     assert rendezvous.ask("PUT", "/global/1", b"an address")[0] == 200
     for thread in asking:
         thread.join(DEADLINE_S)
@@ -130,7 +141,8 @@ def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(rende
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
 def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
     """Others are served meanwhile; it is dropped after a while."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
+                                  timeout=DEADLINE_S) as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 5\r\n\r\nha")
         wait_for("request", lambda: rendezvous.store.open, DEADLINE_S)
         rendezvous.store.request_s = 60.0  # for those that come later
@@ -141,9 +153,11 @@ def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
 
 @pytest.mark.parametrize("hangs_up", [True, False])
 @pytest.mark.parametrize("rendezvous", [{"request_s": 2.0}], indirect=True)
-def test_a_stranger_is_told_though_what_it_says_is_no_request(rendezvous: Store, hangs_up: bool) -> None:
+def test_a_stranger_is_told_though_what_it_says_is_no_request(rendezvous: Store,
+                                                              hangs_up: bool) -> None:
     """Neither a word without an end nor a connection cut short keeps it secret."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S, ("127.0.0.2", 0)) as connection:
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
+                                  ("127.0.0.2", 0)) as connection:
         connection.sendall(b"rubbish")
         if hangs_up:
             connection.shutdown(socket.SHUT_WR)
@@ -159,11 +173,12 @@ def test_a_world_of_a_thousand_finds_each_other(rendezvous: Store) -> None:
     assert rendezvous.ask("GET", "/global/0") == (200, value)
 
 
-# --- bounds -------------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------
 
 
 def test_the_first_value_of_a_name_stays(rendezvous: Store) -> None:
-    """Another member's value cannot be replaced. A client whose answer was lost says the same again."""
+    """Another member's value cannot be replaced. A client whose answer was lost says the same
+    again."""
     assert rendezvous.ask("PUT", "/global/0", b"an address")[0] == 200
     assert rendezvous.ask("PUT", "/global/0", b"an address")[0] == 200
     assert rendezvous.ask("PUT", "/global/0", b"another")[0] == 403
@@ -173,10 +188,14 @@ def test_the_first_value_of_a_name_stays(rendezvous: Store) -> None:
     assert rendezvous.refused == 2 * [("127.0.0.1", "another value for a name that has one")]
 
 
-@pytest.mark.parametrize("rendezvous", [{"members": ["127.0.0.1", "127.0.0.2"], "at_once": True}], indirect=True)
-@pytest.mark.parametrize("key", ["/global/at-once-2-0", "/global/at-once-2-2", "/global/at-once-3-1", "/global/1"])
-def test_a_member_puts_its_own_name_only_where_all_meet_at_once(rendezvous: Store, key: str) -> None:
-    """Neither another host's, nor that of a rank or world that there is not, before or after its owner."""
+@pytest.mark.parametrize("rendezvous", [{"members": ["127.0.0.1", "127.0.0.2"], "at_once": True}],
+                         indirect=True)
+@pytest.mark.parametrize(
+    "key", ["/global/at-once-2-0", "/global/at-once-2-2", "/global/at-once-3-1", "/global/1"])
+def test_a_member_puts_its_own_name_only_where_all_meet_at_once(rendezvous: Store,
+                                                                key: str) -> None:
+    """Neither another host's, nor that of a rank or world that there is not, before or after its
+    owner."""
     assert rendezvous.ask("PUT", key, b"false", source="127.0.0.2")[0] == 403
     assert rendezvous.ask("PUT", "/global/at-once-2-0", address(0, 1))[0] == 200
     assert rendezvous.ask("PUT", "/global/at-once-2-1", address(1, 0), source="127.0.0.2")[0] == 200
@@ -187,7 +206,9 @@ def test_a_member_puts_its_own_name_only_where_all_meet_at_once(rendezvous: Stor
 @pytest.mark.parametrize("value", [b"x", 4352 * b"x"])
 def test_names_and_bytes_of_a_store_are_bounded(rendezvous: Store, value: bytes) -> None:
     """By the size of its generation. A member could fill the driver's memory."""
-    answers = [rendezvous.ask("PUT", f"/global/{number}", value)[0] for number in range(NAMES_EACH + 4)]
+    answers = [
+        rendezvous.ask("PUT", f"/global/{number}", value)[0] for number in range(NAMES_EACH + 4)
+    ]
     kept = answers.index(403)
     assert answers == kept * [200] + (len(answers) - kept) * [403]
     assert kept == (NAMES_EACH if value == b"x" else MESHES - 1)
@@ -200,7 +221,9 @@ def test_idle_connections_keep_no_member_out(rendezvous: Store, source: str) -> 
     """One too many of an address closes the oldest of it that has sent no whole request."""
     with ExitStack() as stack:
         for _ in range(MAX_STRANGERS + 20):
-            stack.enter_context(socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S, (source, 0)))
+            stack.enter_context(
+                socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
+                                         (source, 0)))
         assert rendezvous.ask("PUT", "/global/0", b"an address")[0] == 200
         wait_for("refusals", lambda: len(rendezvous.refused) >= 20, DEADLINE_S)
         assert set(rendezvous.refused) == {(source, "too many connections")}
@@ -209,7 +232,8 @@ def test_idle_connections_keep_no_member_out(rendezvous: Store, source: str) -> 
 
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.3}], indirect=True)
 def test_an_answer_that_nobody_reads_is_dropped(rendezvous: Store) -> None:
-    """Its bytes would stay in the driver's memory for ever. (The kernel takes 4 MiB of them, tcp_wmem.)"""
+    """Its bytes would stay in the driver's memory for ever. (The kernel takes 4 MiB of them,
+    tcp_wmem.)"""
     rendezvous.store.put("/global/0", 9_000_000 * b"x")
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -231,23 +255,26 @@ def test_names_that_were_asked_for_in_vain_leave_nothing(rendezvous: Store) -> N
 def test_who_waits_is_let_go_when_the_store_closes() -> None:
     """A generation that nobody is in any more leaves no thread and no connection."""
     rendezvous = Store(hold_s=60.0)
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
+                                  timeout=DEADLINE_S) as connection:
         connection.sendall(b"GET /global/0 HTTP/1.0\r\n\r\n")
         wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
         rendezvous.close()
         assert connection.recv(100) == b""
 
 
-# --- all at once: the requests of a Horovod with 08-meet-at-once.patch -------------------------------------------------
+# --- all at once: the requests of a Horovod with 08-meet-at-once.patch ----------------------------
 
 def address(of: int, towards: int) -> bytes:
     """Return what one member has put for another."""
     return f"<{of} for {towards}>".encode()
 
 
-@pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0, "members": 7 * ["127.0.0.1"]}], indirect=True)
+@pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0, "members": 7 * ["127.0.0.1"]}],
+                         indirect=True)
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_each_member_gets_what_all_others_have_put_for_it_when_the_last_is_there(rendezvous: Store, size: int) -> None:
+def test_each_member_gets_what_all_others_have_put_for_it_when_the_last_is_there(
+        rendezvous: Store, size: int) -> None:
     """Two requests each, however many they are. The others wait for the last one."""
     answers: dict[int, tuple[int, bytes]] = {}
 
@@ -269,7 +296,8 @@ def test_each_member_gets_what_all_others_have_put_for_it_when_the_last_is_there
 
 @pytest.mark.parametrize("rendezvous", [{"hold_s": 0.1}], indirect=True)
 def test_a_member_asks_again_when_the_last_one_is_late(rendezvous: Store) -> None:
-    """No answer is held back for ever; another world's members are not waited for, and not given away."""
+    """No answer is held back for ever; another world's members are not waited for, and not given
+    away."""
     assert rendezvous.ask("PUT", "/global/at-once-2-0", address(0, 1))[0] == 200
     assert rendezvous.ask("PUT", "/other/at-once-2-1", address(1, 0))[0] == 200
     assert rendezvous.ask("PUT", "/global/at-once-3-1", 2 * address(1, 0))[0] == 200
@@ -283,7 +311,8 @@ def test_who_waits_for_all_is_told_when_one_will_not_come(rendezvous: Store) -> 
     """By one byte, which no address is; those who ask later too."""
     assert rendezvous.ask("PUT", "/global/at-once-3-0", 2 * address(0, 1))[0] == 200
     answers: list[tuple[int, bytes]] = []
-    asking = threading.Thread(target=lambda: answers.append(rendezvous.ask("GET", "/global/at-once-3-0")))
+    asking = threading.Thread(
+        target=lambda: answers.append(rendezvous.ask("GET", "/global/at-once-3-0")))
     asking.start()
     wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
     rendezvous.store.abandon()

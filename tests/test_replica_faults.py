@@ -18,13 +18,19 @@ def host(rank: int) -> str:
     return f"127.0.0.{rank + 1}"
 
 
-@pytest.mark.parametrize(("do", "rank", "tensor", "point", "found"), [
-    ("flip_weight", 2, "0.weight", "step.computed", 12),
-    ("flip_moment", 0, "0.weight/exp_avg", "step.prepared", 13),  # the checksums of step 12 are taken already
-])
-def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: Path, twin_of: Twin, do: str, rank: int,
-                                                                      tensor: str, point: str, found: int) -> None:
-    """Of a weight, or of the optimizer's state: it is in no other worker's step, the host is named, nothing is lost."""
+@pytest.mark.parametrize(
+    ("do", "rank", "tensor", "point", "found"),
+    [
+        ("flip_weight", 2, "0.weight", "step.computed", 12),
+        ("flip_moment", 0, "0.weight/exp_avg", "step.prepared",
+         13),  # the checksums of step 12 are taken already
+    ])
+def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: Path, twin_of: Twin,
+                                                                      do: str, rank: int,
+                                                                      tensor: str, point: str,
+                                                                      found: int) -> None:
+    """Of a weight, or of the optimizer's state: it is in no other worker's step, the host is named,
+    nothing is lost."""
     plan = Plan().add(do, host=host(rank), at=point, step=12)
     with Cluster(tmp_path, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_world(3)
@@ -35,13 +41,17 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: 
         [out] = cluster.events("driver.host_kept_out")
         [gone] = cluster.lost()
     assert (differs["host"], differs["odd_rank"], differs["step"]) == (host(rank), rank, found)
-    assert differs["tensors"] == [tensor] and differs["since_step"] == found - 1 and differs["majority"] == 3
+    assert differs["tensors"] == [
+        tensor
+    ] and differs["since_step"] == found - 1 and differs["majority"] == 3
     assert gone["reason"] == "differed" and gone["worker"] == differs["odd_worker"]
     assert (out["host"], out["differences"]) == (host(rank), 1)
 
 
-def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(tmp_path: Path, twin_of: Twin) -> None:
-    """Of two workers nobody knows who is right: both drop the state, and what was published since is not restored."""
+def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """Of two workers nobody knows who is right: both drop the state, and what was published since
+    is not restored."""
     plan = Plan().add("flip_weight", host=host(1), at="step.prepared", step=25)
     with Cluster(tmp_path, hosts=2, job=SLOW, plan=plan) as cluster:
         cluster.wait_until_fired()
@@ -53,7 +63,8 @@ def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(tmp_p
     assert restored["step"] == 20
 
 
-def test_the_result_is_the_majoritys_when_a_bit_is_flipped_after_the_last_vote(tmp_path: Path, twin_of: Twin) -> None:
+def test_the_result_is_the_majoritys_when_a_bit_is_flipped_after_the_last_vote(
+        tmp_path: Path, twin_of: Twin) -> None:
     """Everything is compared once more before the run says that it has finished."""
     plan = Plan().add("flip_weight", host=host(0), at="step.applied", step=39)
     with Cluster(tmp_path, job=("--steps", "40"), plan=plan) as cluster:
@@ -63,8 +74,10 @@ def test_the_result_is_the_majoritys_when_a_bit_is_flipped_after_the_last_vote(t
     assert (differs["host"], differs["step"]) == (host(0), 40)
 
 
-def test_a_newcomer_receives_nothing_that_the_givers_do_not_agree_on(tmp_path: Path, twin_of: Twin) -> None:
-    """Each gives a share of the bytes, so a wrong one would be two workers' at once, and soon the majority's."""
+def test_a_newcomer_receives_nothing_that_the_givers_do_not_agree_on(tmp_path: Path,
+                                                                     twin_of: Twin) -> None:
+    """Each gives a share of the bytes, so a wrong one would be two workers' at once, and soon the
+    majority's."""
     plan = Plan().add("flip_weight", host=host(1), at="world.init_left", generation=2)
     with Cluster(tmp_path, start_with=3, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)

@@ -1,4 +1,5 @@
-"""Replicas hold the same bits: what their checksums see, who is odd, and how little it costs to look."""
+"""Replicas hold the same bits: what their checksums see, who is odd, and how little it costs to
+look."""
 
 from __future__ import annotations
 
@@ -12,15 +13,26 @@ from hypothesis import strategies as st
 
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_ranges, decode
-from elastic_trainer.world.replicas import MOST_SLICES, SLICE_BYTES, Replica, are_same, checksum, judge, words
+from elastic_trainer.world.replicas import (
+    MOST_SLICES,
+    SLICE_BYTES,
+    Replica,
+    are_same,
+    checksum,
+    judge,
+    words,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool
+]
 
 
 def trained(width: int = 96, optimizer: str = "AdamW") -> ElasticState:
     """A state after two steps, of about 5 slices of weights at width 500."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, width))
+    model = torch.nn.Sequential(torch.nn.Linear(7, width), torch.nn.BatchNorm1d(width),
+                                torch.nn.Linear(width, width))
     state = ElasticState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
     for _ in range(2):
         model(torch.randn(8, 7)).square().mean().backward()
@@ -51,7 +63,8 @@ def whole(replica: Replica) -> list[int]:
 
 @given(st.randoms(use_true_random=False))
 def test_one_flipped_bit_is_found_in_one_round_wherever_it_is(chance: random.Random) -> None:
-    """Of weights, moments, step counters and buffers: within as many steps as there are slices, and by its name."""
+    """Of weights, moments, step counters and buffers: within as many steps as there are slices, and
+    by its name."""
     state = trained(500)
     replica = Replica(state)
     assert replica.slices > 2
@@ -81,16 +94,19 @@ def test_each_bit_counts_in_tensors_of_every_type(dtype: torch.dtype, length: in
 
 
 def test_replicas_are_the_same_when_one_was_received() -> None:
-    """Whatever the memory looks like: other strides, other addresses, another order of the optimizer's state."""
+    """Whatever the memory looks like: other strides, other addresses, another order of the
+    optimizer's state."""
     giver, taker = trained(300), trained(300)
     for parameter in giver.model.parameters():
         kept = giver.optimizer.state[parameter]
         giver.optimizer.state[parameter] = dict(reversed(kept.items()))
         if parameter.dim() == 2:
             kept = giver.optimizer.state[parameter]
-            kept["exp_avg"] = kept["exp_avg"].t().contiguous().t()  # not contiguous, as channels_last is
+            # Not contiguous, as channels_last is.
+            kept["exp_avg"] = kept["exp_avg"].t().contiguous().t()
             assert not kept["exp_avg"].is_contiguous()
-            parameter.data = torch.cat([torch.zeros(1), parameter.data.reshape(-1)])[1:].view(parameter.shape)
+            parameter.data = torch.cat([torch.zeros(1),
+                                        parameter.data.reshape(-1)])[1:].view(parameter.shape)
             assert parameter.data_ptr() % 8
     packed = giver.packed()
     taker.load(decode(packed.header, torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))))
@@ -116,12 +132,15 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
             def __init__(self) -> None:
                 super().__init__()
                 self.weight = torch.nn.Parameter(torch.empty(elements, device="meta"))
-        return Replica(ElasticState(model := Large(), torch.optim.SGD(model.parameters(), 0.1))).slices
+
+        return Replica(ElasticState(model := Large(), torch.optim.SGD(model.parameters(),
+                                                                      0.1))).slices
 
     assert slices(10) == 1
     assert slices(SLICE_BYTES) == 4
     assert slices(10**9) == MOST_SLICES == 256
-    many = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(100)])  # each tensor costs time
+    # Each tensor costs time.
+    many = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(100)])
     assert Replica(ElasticState(many, torch.optim.SGD(many.parameters(), 0.1))).slices == 25
 
 
@@ -134,10 +153,15 @@ def test_the_sums_say_whether_all_are_the_same(values: list[int], copies: int) -
     assert are_same(sums, len(held)) == (len(set(held)) == 1)
 
 
-@pytest.mark.parametrize(("held", "majority", "odd"), [
-    ("aaba", (0, 1, 3), (2,)), ("baaa", (1, 2, 3), (0,)), ("aab", (0, 1), (2,)), ("abcaa", (0, 3, 4), (1, 2)),
-    ("ab", (), (0, 1)), ("aabb", (), (0, 1, 2, 3)), ("aabc", (), (0, 1, 2, 3))])
-def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majority: Any, odd: Any) -> None:
+@pytest.mark.parametrize(("held", "majority", "odd"), [("aaba", (0, 1, 3), (2, )),
+                                                       ("baaa", (1, 2, 3), (0, )),
+                                                       ("aab", (0, 1), (2, )),
+                                                       ("abcaa", (0, 3, 4), (1, 2)),
+                                                       ("ab", (), (0, 1)),
+                                                       ("aabb", (), (0, 1, 2, 3)),
+                                                       ("aabc", (), (0, 1, 2, 3))])
+def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majority: Any,
+                                                               odd: Any) -> None:
     """Where no more than half are the same nobody knows who is right."""
     found = judge([[("w", ord(one)), ("v", 1)] for one in held])
     assert (found.majority, found.odd, found.tensors) == (majority, odd, ("w",))

@@ -19,11 +19,14 @@ import elastic_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
-CODE = Path(elastic_trainer.__file__).resolve().parent.parent  # the clone, or where the wheel was installed
+# The clone, or where the wheel was installed.
+CODE = Path(elastic_trainer.__file__).resolve().parent.parent
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
-PACKAGES = ("", "examples", "host", "launch", "observe", "setup", "standby", "training", "wire", "world", *LINKED)
-MODULES = sorted(path for package in PACKAGES for path in (CODE / "elastic_trainer" / package).glob("*.py"))
+PACKAGES = ("", "examples", "host", "launch", "observe", "setup", "standby", "training", "wire",
+            "world", *LINKED)
+MODULES = sorted(path for package in PACKAGES
+                 for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -32,14 +35,16 @@ def name_of(path: Path) -> str:
 
 
 def imported_by(path: Path, root: Path = CODE) -> Iterator[str]:
-    """Yield the full names of what a module imports, anywhere in it; every relative import is made whole."""
+    """Yield the full names of what a module imports, anywhere in it; every relative import is made
+    whole."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = path.relative_to(root).parts[: -node.level] if node.level else ()
             yield ".".join([*parents, *([node.module] if node.module else [])])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("__import__", "import_module"):
+        elif isinstance(node, ast.Call) and ast.unparse(
+                node.func).split(".")[-1] in ("__import__", "import_module"):
             yield ast.unparse(node.args[0]).strip("'\"")
 
 
@@ -47,22 +52,31 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the package in a folder against the contracts of setup.cfg."""
     pytest.importorskip("importlinter", reason="import-linter has no wheel for Python 3.10.")
     code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    return subprocess.run([sys.executable, "-c", code, "--config", ROOT / "setup.cfg", "--no-cache"], cwd=folder,
-                          env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, "--config", ROOT / "setup.cfg", "--no-cache"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True)
 
 
 def test_imports_point_down() -> None:
-    """No circle of packages, and none that knows which packages use it; a new package needs its place in the contract."""
+    """No circle of packages, and none that knows which packages use it; a new package needs its
+    place in the contract."""
     done = lint_imports(CODE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("module", "imports"), [
-    ("wire/plain.py", "elastic_trainer.launch.driver"), ("state/store.py", "elastic_trainer.discovery.hosts"),
-    ("discovery/hosts.py", "elastic_trainer.state.store"), ("world/pauses.py", "elastic_trainer.standby.shim")])
+@pytest.mark.parametrize(("module", "imports"),
+                         [("wire/plain.py", "elastic_trainer.launch.driver"),
+                          ("state/store.py", "elastic_trainer.discovery.hosts"),
+                          ("discovery/hosts.py", "elastic_trainer.state.store"),
+                          ("world/pauses.py", "elastic_trainer.standby.shim")])
 def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, imports: str) -> None:
     """In a function, too, and through the links."""
-    shutil.copytree(CODE / "elastic_trainer", tmp_path / "elastic_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CODE / "elastic_trainer",
+                    tmp_path / "elastic_trainer",
+                    ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "elastic_trainer" / module, "a") as file:
         file.write(f"\n\ndef up() -> None:\n    import {imports}\n")
     done = lint_imports(tmp_path)
@@ -90,37 +104,55 @@ def lines_of(path: Path) -> Iterator[tuple[str, str, int]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            yield kinds[type(node)], f"{name_of(path)}.{node.name}", node.end_lineno - node.lineno + 1
+            yield kinds[type(
+                node)], f"{name_of(path)}.{node.name}", node.end_lineno - node.lineno + 1
 
 
 def test_no_module_class_or_function_is_too_large() -> None:
     """What does not fit on a few screens has two jobs."""
-    found = [f"{kind} {name} has {lines} lines" for path in MODULES for kind, name, lines in lines_of(path)
-             if lines > MOST_LINES[kind] and str(path.relative_to(CODE / "elastic_trainer")) not in STILL_LARGE]
+    found = [
+        f"{kind} {name} has {lines} lines" for path in MODULES
+        for kind, name, lines in lines_of(path)
+        if lines > MOST_LINES[kind] and str(path.relative_to(CODE /
+                                                             "elastic_trainer")) not in STILL_LARGE
+    ]
     assert found == []
 
 
 def test_nothing_imports_a_linked_package_by_its_bare_name() -> None:
-    """`state` and `discovery` may be the user's own; ours have one name each, here and in tests and benches."""
-    files = [*MODULES, *(path for path in our_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "tests"))]
-    assert [f"{path} imports {name}" for path in files for name in imported_by(path, ROOT if ROOT in path.parents else CODE)
-            if name.split(".")[0] in LINKED] == []
+    """`state` and `discovery` may be the user's own; ours have one name each, here and in tests and
+    benches."""
+    files = [
+        *MODULES,
+        *(path
+          for path in our_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "tests"))
+    ]
+    assert [
+        f"{path} imports {name}" for path in files
+        for name in imported_by(path, ROOT if ROOT in path.parents else CODE)
+        if name.split(".")[0] in LINKED
+    ] == []
 
 
 def test_the_walk_sees_imports_when_they_hide(tmp_path: Path) -> None:
     """In functions, under another name, relative, or by a call: the laws here rest on it."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.py").write_text(
-        "def f():\n    import pickle as p, os.path\n    from . import c\n    from ..state.x import y\n"
+        "def f():\n    import pickle as p, os.path\n    from . import c\n    from ..state.x "
+        "import y\n"
         "    import importlib\n    importlib.import_module('discovery')\n")
     found = set(imported_by(tmp_path / "a" / "b.py", tmp_path))
     assert found == {"pickle", "os.path", "a", "state.x", "importlib", "discovery"}
 
 
 def test_nothing_is_pickled_in_the_packages() -> None:
-    """Neither by name nor through torch or Horovod, whose savers and object collectives pickle (F10)."""
+    """Neither by name nor through torch or Horovod, whose savers and object collectives pickle
+    (F10)."""
     modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-    calls = {"torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load", "np.load"}
+    calls = {
+        "torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load",
+        "np.load"
+    }
     found = [f"{name_of(path)} imports {name}" for path in MODULES for name in imported_by(path)
              if modules & set(name.split("."))]
     found += [f"{name_of(path)} calls {ast.unparse(node.func)}" for path in MODULES
@@ -146,20 +178,29 @@ print([t.name for t in threading.enumerate() if t is not threading.main_thread()
 
 def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
     """No thread, no socket, no process, no signal handler, no variable, no file, no word."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *map(name_of, MODULES)], env=env, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=120)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"
+    }
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *map(name_of, MODULES)],
+                          env=env,
+                          cwd=tmp_path,
+                          capture_output=True,
+                          text=True,
+                          timeout=120)
     assert (done.returncode, done.stdout) == (0, "[] [] [] True True\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("module", [
-    "elastic_trainer", "elastic_trainer.__main__", "elastic_trainer.config", "elastic_trainer.launch.attempts",
-    "elastic_trainer.launch.membership", "elastic_trainer.wire.messages"])
+    "elastic_trainer", "elastic_trainer.__main__", "elastic_trainer.config",
+    "elastic_trainer.launch.attempts", "elastic_trainer.launch.membership",
+    "elastic_trainer.wire.messages"
+])
 def test_torch_is_not_loaded_when_a_module_of_the_driver_is_imported(module: str) -> None:
     """The command line and the driver start without the seconds that torch costs."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", f"import sys, {module}; sys.exit('torch' in sys.modules)"], env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {module}; sys.exit('torch' in sys.modules)"], env=env)
     assert done.returncode == 0
 
 
@@ -172,17 +213,26 @@ def test_the_name_is_ours_alone_when_the_project_is_installed() -> None:
 
 
 def our_files() -> list[Path]:
-    """Return the files that git tracks or would track; without git, all that are not made by a tool."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+    """Return the files that git tracks or would track; without git, all that are not made by a
+    tool."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                            cwd=ROOT,
                             capture_output=True)
     if listed.returncode == 0:
-        return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
-    return [path for path in ROOT.rglob("*") if path.is_file()
-            and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info")) for part in path.parts)]
+        return [
+            path for name in listed.stdout.decode().split("\0")
+            if name and (path := ROOT / name).is_file()
+        ]
+    return [
+        path for path in ROOT.rglob("*")
+        if path.is_file() and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info"))
+                                      for part in path.parts)
+    ]
 
 
 def test_no_file_names_a_place_that_only_one_machine_has() -> None:
-    """Neither somebody's folders nor the host of a package index: pip's own configuration names that."""
+    """Neither somebody's folders nor the host of a package index: pip's own configuration names
+    that."""
     places = ["/wo" "rk/", "/tmp" "/w/", "py" "pi.org", "files.python" "hosted"]
     found = [f"{path.relative_to(ROOT)} names {place}" for path in our_files()
              for place in places if place.encode() in path.read_bytes()]
@@ -190,7 +240,8 @@ def test_no_file_names_a_place_that_only_one_machine_has() -> None:
 
 
 def test_the_installed_packages_are_all_there_are_when_the_wheel_is_built() -> None:
-    """Named one by one, so that tests and deploy cannot ship; every folder with code is among them."""
+    """Named one by one, so that tests and deploy cannot ship; every folder with code is among
+    them."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     named = set(settings["options"]["packages"].split())
@@ -202,10 +253,14 @@ AS_SCRIPT = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_path(sys.ar
 
 
 def test_each_bench_finds_what_it_imports() -> None:
-    """As a script, whose folder comes first: `discovery` there is a bench, and ours is found all the same."""
+    """As a script, whose folder comes first: `discovery` there is a bench, and ours is found all
+    the same."""
     benches = sorted((ROOT / "tests" / "bench").glob("*.py"))
     assert "discovery" in [path.stem for path in benches]
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda path: subprocess.run([sys.executable, "-c", AS_SCRIPT, path.parent, path], cwd=ROOT,
-                                                    capture_output=True, text=True), benches)
+        done = pool.map(
+            lambda path: subprocess.run([sys.executable, "-c", AS_SCRIPT, path.parent, path],
+                                        cwd=ROOT,
+                                        capture_output=True,
+                                        text=True), benches)
         assert [one.stderr for one in done if one.returncode] == []

@@ -33,12 +33,25 @@ def step(time: float, number: int, *, attempt: int = 1, generation: int = 1, **f
     return event(time, "worker.step_committed", step=number, **place, **said)
 
 
-def generation(time: float, number: int, at: int, source: str, pause_s: float, *, attempt: int = 1) -> Event:
+def generation(time: float,
+               number: int,
+               at: int,
+               source: str,
+               pause_s: float,
+               *,
+               attempt: int = 1) -> Event:
     place = {"attempt": attempt, "generation": number, "size": 2, "rank": 0}
-    return event(time, "worker.generation_started", step=at, source=source, pause_s=pause_s, **place)
+    return event(time,
+                 "worker.generation_started",
+                 step=at,
+                 source=source,
+                 pause_s=pause_s,
+                 **place)
 
 
-JOB = {"dataset_size": 80, "global_batch": 8, "shards": 2, "epochs": 1, "seed": 0, "max_steps": None}
+JOB = {
+    "dataset_size": 80, "global_batch": 8, "shards": 2, "epochs": 1, "seed": 0, "max_steps": None
+}
 RUN = [
     event(0.0, "run.started", options={}),
     event(1.0, "attempt.started"),
@@ -46,9 +59,12 @@ RUN = [
     event(1.0, "driver.worker_started", host="local-2", slot=0, worker="local-2/0/1", pid=42),
     event(4.0, "driver.worker_ready", worker="local-1/0/1", boot_s=3.0),
     event(5.0, "driver.worker_ready", worker="local-2/0/1", boot_s=4.0),
-    event(
-        5.0, "driver.generation_formed", generation=1, size=2, hosts=["local-1", "local-2"], reason="start"
-    ),
+    event(5.0,
+          "driver.generation_formed",
+          generation=1,
+          size=2,
+          hosts=["local-1", "local-2"],
+          reason="start"),
     generation(6.0, 1, 0, "fresh", 5.0),
     event(6.0, "job.described", **JOB, reduce="exact"),
     step(7.0, 0),
@@ -91,20 +107,22 @@ RUN = [
 def test_result_counts_the_kept_history() -> None:
     """Steps and samples are those of the finish; what was done again is counted apart."""
     result = summarize(RUN)
-    assert {key: result[key] for key in ("steps", "samples", "loss", "weights_sha256", "finished")} == {
-        "steps": 4,
-        "samples": 32,
-        "loss": 0.0,
-        "weights_sha256": "5a",
-        "finished": True,
-    }
+    assert {key: result[key]
+            for key in ("steps", "samples", "loss", "weights_sha256", "finished")} == {
+                "steps": 4,
+                "samples": 32,
+                "loss": 0.0,
+                "weights_sha256": "5a",
+                "finished": True,
+            }
     assert (result["attempts"], result["generations"]) == (2, 3)
     assert (result["steps_redone"], result["steps_rolled_back"]) == (1 + 2, 2)
     assert result["pauses"] == [0.4] and result["workers_lost"] == {"crashed": 2}
 
 
 def test_books_close_and_say_what_every_second_went_into() -> None:
-    """Booting until the first generation, pauses as measured, restarting from the last step to the next world."""
+    """Booting until the first generation, pauses as measured, restarting from the last step to the
+    next world."""
     result = summarize(RUN)
     assert result["wall_s"] == 19.0
     assert result["books"] == {
@@ -141,10 +159,12 @@ def test_time_between_invocations_is_nobodys() -> None:
 def test_an_unfinished_run_is_summed_up_to_its_last_event() -> None:
     """A result can be asked for at any time."""
     result = summarize(RUN[:18])
-    assert (result["finished"], result["steps"], result["samples"], result["loss"]) == (False, 4, 32, 0.0)
+    assert (result["finished"], result["steps"], result["samples"], result["loss"]) == (False, 4,
+                                                                                        32, 0.0)
     assert result["weights_sha256"] is None and result["wall_s"] == 11.0
     nothing = summarize([])
-    assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0, None)
+    assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0,
+                                                                                          None)
 
 
 def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
@@ -152,16 +172,25 @@ def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
     later = [event(30.0, "run.started", options={}), event(30.0, "attempt.started", attempt=3)]
     same = event(33.0, "job.described", **JOB, steps=4, reduce="exact", attempt=3)
     begun = [generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same | {"steps": 10}]
-    assert summarize([*RUN, *later, generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same])["finished"]
+    assert summarize([*RUN, *later,
+                      generation(33.0, 1, 4, "checkpoint", 2.0, attempt=3), same])["finished"]
     result = summarize([*RUN, *later, *begun, step(34.0, 4, attempt=3)])
-    assert (result["finished"], result["steps"], result["samples"], result["weights_sha256"]) == (False, 5, 40, None)
-    assert result["books"]["stopped_s"] == 5.0 and sum(result["books"].values()) == result["wall_s"] == 34.0
+    assert (result["finished"], result["steps"], result["samples"],
+            result["weights_sha256"]) == (False, 5, 40, None)
+    assert result["books"]["stopped_s"] == 5.0 and sum(
+        result["books"].values()) == result["wall_s"] == 34.0
 
 
 @pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout", "join_failed"])
 def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
     """Each of the driver's reasons counts."""
-    gone = event(1.0, "driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason=reason)
+    gone = event(1.0,
+                 "driver.worker_gone",
+                 worker="a/0/1",
+                 host="a",
+                 pid=1,
+                 exit_code=-9,
+                 reason=reason)
     assert summarize([gone])["workers_lost"] == {reason: 1}
 
 
@@ -197,7 +226,7 @@ def test_summary_is_readable_at_any_time(events: list[Event]) -> None:
     assert "goodput" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-# --- watch --------------------------------------------------------------------------------------------------------
+# --- watch ----------------------------------------------------------------------------------------
 
 
 def status_of(events: list[Event]) -> Status:
@@ -230,7 +259,12 @@ def test_picture_follows_a_restart_back_to_its_checkpoint() -> None:
 
 def test_picture_pauses_while_a_generation_forms() -> None:
     """Between two generations nobody trains."""
-    formed = event(9.7, "driver.generation_formed", generation=2, size=1, hosts=["local-1"], reason="lost")
+    formed = event(9.7,
+                   "driver.generation_formed",
+                   generation=2,
+                   size=1,
+                   hosts=["local-1"],
+                   reason="lost")
     assert status_of([*RUN[:14], formed]).phase == "pausing"
 
 
@@ -243,17 +277,24 @@ def test_picture_is_over_when_the_run_is() -> None:
         ("interrupted", True),
         ("failed", False),
     ):
-        assert status_of([event(0.0, "attempt.ended", exit_code=1, verdict=verdict)]).is_over is is_over
+        assert status_of([event(0.0, "attempt.ended", exit_code=1,
+                                verdict=verdict)]).is_over is is_over
 
 
 def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
-    """One that boots is named only where there is no other, one that is gone never, one elsewhere with its own pid."""
+    """One that boots is named only where there is no other, one that is gone never, one elsewhere
+    with its own pid."""
     assert status_of(RUN[:2]).kill_command is None
     assert status_of(RUN[:4]).kill_command == "kill -9 42"
     assert status_of(RUN[:5]).kill_command == "kill -9 41"
     assert status_of(RUN[:6]).kill_command == "kill -9 42"
     assert status_of(RUN[:14]).kill_command == "kill -9 41"
-    remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1", pid=43,
+    remote = event(0.0,
+                   "driver.worker_started",
+                   host="10.0.0.7",
+                   slot=0,
+                   worker="10.0.0.7/0/1",
+                   pid=43,
                    over_ssh=True)
     assert status_of([remote]).kill_command is None
     ready = event(1.0, "driver.worker_ready", worker="10.0.0.7/0/1", boot_s=1.0, pid=7)
@@ -269,20 +310,23 @@ def test_events_are_said_in_words() -> None:
     assert words(RUN[:22])[-1] == "generation 1: 2 workers, starts from the checkpoint of step 2"
     assert words(RUN)[-2] == "finished: 4 steps, 32 samples, loss 0.0000"
     assert len(words(RUN)) == RECENT_EVENTS
-    for kind in ("state.store_unavailable", "state.checkpoint_refused"):  # a run that waits for its store says why
+    # A run that waits for its store says why.
+    for kind in ("state.store_unavailable", "state.checkpoint_refused"):
         (said,) = words([event(0.0, kind, error="s3://b did not take it: SlowDown")])
         assert said.endswith(": s3://b did not take it: SlowDown")
 
 
 @pytest.mark.parametrize(("kind", "facts", "said"), [
     ("driver.clock_differs", {"host": "a", "off_s": -240.2}, "host a: its clock is -240 s off"),
-    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776},
-     "steps take 2.29 s, not 0.78 s: a host or a network link is slow"),
+    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776
+                             }, "steps take 2.29 s, not 0.78 s: a host or a network link is slow"),
     ("worker.steps_as_before", {"step_s": 0.78}, "steps take 0.78 s again"),
-    ("state.upload_stalled", {"step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"},
-     "checkpoint of step 10: h3/0/3 has waited 6 s for the store to take 4 of its 4 parts"),
+    ("state.upload_stalled", {
+        "step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"
+    }, "checkpoint of step 10: h3/0/3 has waited 6 s for the store to take 4 of its 4 parts"),
 ])
-def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[str, Any], said: str) -> None:
+def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[str, Any],
+                                                         said: str) -> None:
     """A person may want to look at that host before it does."""
     assert words([event(0.0, kind, **facts)]) == [said]
 
@@ -300,9 +344,13 @@ def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[
 )
 def test_each_end_of_a_worker_has_its_words(reason: str, exit_code: int | None, said: str) -> None:
     """How a worker went is told apart."""
-    gone = event(
-        0.0, "driver.worker_gone", worker="a/0/1", host="a", pid=7, exit_code=exit_code, reason=reason
-    )
+    gone = event(0.0,
+                 "driver.worker_gone",
+                 worker="a/0/1",
+                 host="a",
+                 pid=7,
+                 exit_code=exit_code,
+                 reason=reason)
     assert words([gone]) == [f"host a: worker 7 {said}"]
 
 
@@ -344,15 +392,17 @@ def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: boo
 
 
 def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_path: Path) -> None:
-    """In a log too: each event as a line when it happens, and with the first line of the training how to kill a worker."""
+    """In a log too: each event as a line when it happens, and with the first line of the training
+    how to kill a worker."""
     console = Console(file=io.StringIO(), width=60)
     watch = Watch(write(tmp_path, []), console)
     watch.start()
-    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"), (17, "generation 2: 2 workers")):
+    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"),
+                              (17, "generation 2: 2 workers")):
         write(tmp_path, RUN[:count])
         deadline = time.monotonic() + 60
-        while waited_for not in console.file.getvalue():  # type: ignore[attr-defined]
-            assert time.monotonic() < deadline, console.file.getvalue()  # type: ignore[attr-defined]
+        while waited_for not in (shown := console.file.getvalue()):  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline, shown
             time.sleep(0.01)
     watch.stop()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -362,24 +412,30 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
 
 def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixture[str]) -> None:
     """Each by its own word, counted: a host may have many."""
-    host = {"name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot", "state": "running",
-            "group_state": "InService", "deadline": None, "events": [], "rebalance": False, "agent": "ready", "refused": 0,
-            "since_s": 7.0, "workers": ["step 7", "booting", "step 7", "waiting 6"], "standby": 1, "is_in": True, "why": "",
-            "agent_why": ""}
-    print_hosts({"time": 0.0, "cloud_failures": 0, "unheard": 0, "hosts": [host, {**host, "workers": None}]})
+    host = {
+        "name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot",
+        "state": "running", "group_state": "InService", "deadline": None, "events": [],
+        "rebalance": False, "agent": "ready", "refused": 0, "since_s": 7.0,
+        "workers": ["step 7", "booting", "step 7",
+                    "waiting 6"], "standby": 1, "is_in": True, "why": "", "agent_why": ""
+    }
+    print_hosts({
+        "time": 0.0, "cloud_failures": 0, "unheard": 0, "hosts": [host, {**host, "workers": None}]
+    })
     assert "1 booting, 2 at step 7, 1 waiting 6" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("age_s", [0.0, 3600.0])
-def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(capsys: pytest.CaptureFixture[str],
-                                                                      age_s: float) -> None:
+def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(
+        capsys: pytest.CaptureFixture[str], age_s: float) -> None:
     """It is of some moment in the past then, however it looks."""
     print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})
-    assert ("this was 3600 s ago: the poller has not run since" in capsys.readouterr().out) == (age_s > 0)
+    assert ("this was 3600 s ago: the poller has not run since"
+            in capsys.readouterr().out) == (age_s > 0)
 
 
-def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(tmp_path: Path,
-                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is said, and can be made again from the event log."""
     folder = write(tmp_path, RUN)
     (folder / "result.json").mkdir()

@@ -25,8 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def trained(steps: int = 2) -> ElasticState:
     """A live state after a few steps, in the middle of the next."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-    state = ElasticState(model, torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8),
+                                torch.nn.Linear(8, 2))
+    state = ElasticState(model,
+                         torch.optim.AdamW(model.parameters()),
+                         scaler=torch.amp.GradScaler("cpu"))
     state.has_state = True
     for _ in range(steps):
         state.begin()
@@ -39,7 +42,8 @@ def trained(steps: int = 2) -> ElasticState:
 
 
 def bytes_of(packed: Packed) -> bytes:
-    return packed.header + b"".join(bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+    return packed.header + b"".join(
+        bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
 
 
 class LeftBehind:
@@ -68,7 +72,8 @@ def written(state: ElasticState, gradients: dict[str, torch.Tensor] | None = Non
 
 
 def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: LeftBehind) -> None:
-    """Parameters, moments, scaler, counters, the reduced gradient and the buffers before the step."""
+    """Parameters, moments, scaler, counters, the reduced gradient and the buffers before the
+    step."""
     state, gradient = trained(), torch.randn(17)
     state.prepare()
     values = read_live_state(written(state, {"float32": gradient}))
@@ -76,10 +81,12 @@ def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: 
     assert bytes_of(pack(values["state"])) == bytes_of(state.packed())
     assert torch.equal(values["gradients"]["float32"], gradient)
     assert bytes_of(pack(values["buffers_before"])) == bytes_of(pack(state.buffers_before()))
-    assert (values["begun"], values["prepared"], values["facts"]) == (state.begun, 3, {"generation": 3})
+    assert (values["begun"], values["prepared"], values["facts"]) == (state.begun, 3,
+                                                                      {"generation": 3})
 
 
-def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(left_behind: LeftBehind) -> None:
+def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(
+        left_behind: LeftBehind) -> None:
     """What was read is the whole state, not a part of it."""
     state, successor = trained(), trained(0)
     values = read_live_state(written(state))
@@ -93,8 +100,10 @@ def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(left_behin
     assert bytes_of(successor.packed()) == bytes_of(state.packed())
 
 
-def test_the_live_state_has_no_name_so_nothing_is_left_when_the_process_is_killed(left_behind: LeftBehind) -> None:
-    """Weights lie in memory that only this process holds: no file is there for anybody else, nor after its end."""
+def test_the_live_state_has_no_name_so_nothing_is_left_when_the_process_is_killed(
+        left_behind: LeftBehind) -> None:
+    """Weights lie in memory that only this process holds: no file is there for anybody else, nor
+    after its end."""
     memory = written(trained())
     assert os.fstat(memory).st_nlink == 0
     assert "(deleted)" in os.readlink(f"/proc/self/fd/{memory}")
@@ -129,14 +138,16 @@ def test_the_state_is_refused_when_it_is_not_whole(left_behind: LeftBehind, spoi
     """A worker that was killed while it wrote leaves nothing that anybody takes."""
     memory = written(trained())
     data = os.pread(memory, os.fstat(memory).st_size, 0)
-    spoilt = {"short": data[:-1], "empty": b"", "header": data[:100], "rubbish": os.urandom(64)}[spoil]
+    spoilt = {"short": data[:-1], "empty": b"", "header": data[:100],
+              "rubbish": os.urandom(64)}[spoil]
     os.ftruncate(memory, 0)
     os.pwrite(memory, spoilt, 0)
     assert read_live_state(memory) is None
 
 
 def test_nothing_is_written_when_the_memory_is_full(left_behind: LeftBehind) -> None:
-    """A state that cannot be written whole is as good as none: nothing is raised, and no part of it is left.
+    """A state that cannot be written whole is as good as none: nothing is raised, and no part of it
+    is left.
 
     (The limit on a file's size stands for memory that is full.)
     """
@@ -178,8 +189,8 @@ print(os.getpid(), sha(values["state"]), os.environ["ELASTIC_TRAINER_REVIVED_GEN
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return what a process says that hands a live state to another one, breaks, and comes back: what the other one reads;
-    its pid and the state's hash; the same again, and what it was told."""
+    """Return what a process says that hands a live state to another one, breaks, and comes back:
+    what the other one reads; its pid and the state's hash; the same again, and what it was told."""
     script = tmp_path_factory.mktemp("process") / "process.py"
     script.write_text(PROCESS)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
@@ -194,28 +205,36 @@ def test_the_state_is_refused_when_another_process_has_left_it(lives: list[str])
     assert lives[0] == "None"
 
 
-def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(lives: list[str]) -> None:
+def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(
+        lives: list[str]) -> None:
     """Same pid, same command, same bytes; its sockets are closed, and its number counts on."""
     assert lives[2] == f"{lives[1]} 3 51 0"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only there the text is read")
-@pytest.mark.parametrize(("thrown", "text"), [("_ZSt21__throw_runtime_errorPKc", "Connect timeout, as planned"),
-                                              ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
-def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(thrown: str, text: str) -> None:
+@pytest.mark.parametrize(("thrown", "text"),
+                         [("_ZSt21__throw_runtime_errorPKc", "Connect timeout, as planned"),
+                          ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
+def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(
+        thrown: str, text: str) -> None:
     """A real one that nobody catches; what comes instead of the abort knows its text."""
     code = (f"import ctypes, os\nfrom elastic_trainer.world import revive\n"
             f"revive.on_terminate(lambda error: (print(error, flush=True), os._exit(7)))\n"
             f"ctypes.CDLL('libstdc++.so.6').{thrown}(b'Connect timeout, as planned')")
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run([sys.executable, "-c", code],
+                           cwd=ROOT,
+                           stdout=subprocess.PIPE,
+                           text=True)
     assert (ended.returncode, ended.stdout) == (7, f"{text}\n")
 
 
 def test_whoever_cannot_say_why_is_started_anew_all_the_same() -> None:
     """The text is for people; without it the abort must not happen either."""
-    code = ("import ctypes, os\nfrom elastic_trainer.world import revive\nrevive._uncaught = lambda: 1 / 0\n"
-            "revive.on_terminate(lambda error: os._exit(7 if error == '' else 8))\n"
-            "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()")
+    code = (
+        "import ctypes, os\nfrom elastic_trainer.world import revive\nrevive._uncaught = lambda: "
+        "1 / 0\n"
+        "revive.on_terminate(lambda error: os._exit(7 if error == '' else 8))\n"
+        "ctypes.CDLL('libstdc++.so.6')._ZSt17__throw_bad_allocv()")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7
 
 

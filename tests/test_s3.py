@@ -1,4 +1,5 @@
-"""Checkpoints over HTTP on real S3 servers, with a proxy that plays the network's and the servers' faults."""
+"""Checkpoints over HTTP on real S3 servers, with a proxy that plays the network's and the servers'
+faults."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ from elastic_trainer.state import s3
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
 from elastic_trainer.state.s3 import S3Store
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store, prove_put_if_absent
+from elastic_trainer.state.store import (
+    StoreRefused,
+    StoreUnavailable,
+    open_store,
+    prove_put_if_absent,
+)
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def endpoint(request: pytest.FixtureRequest,
+             tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real S3 server with a bucket."""
     try:
         with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as endpoint:
@@ -45,8 +52,10 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[FaultyProxy]:
-    """A proxy before it, to which AWS's variables point; time-outs are short where one is waited for."""
+def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch,
+          request: pytest.FixtureRequest) -> Iterator[FaultyProxy]:
+    """A proxy before it, to which AWS's variables point; time-outs are short where one is waited
+    for."""
     if "timeout" in request.node.name:
         monkeypatch.setattr(s3, "READ_TIMEOUT_S", 1.0)
     with FaultyProxy(endpoint) as proxy:
@@ -79,7 +88,8 @@ def steps_in(url: str) -> set[int]:
 
 
 def test_any_world_restores_what_any_world_has_written(url: str) -> None:
-    """Three write, two read, one reads; the store is proved first, and has no more than what is kept."""
+    """Three write, two read, one reads; the store is proved first, and has no more than what is
+    kept."""
     writers = fleet(url, 3)
     assert writers.restore() == [None] * 3
     for _ in range(6):
@@ -101,7 +111,8 @@ def test_reads_no_more_of_an_object_than_is_asked_for(url: str) -> None:
 
 
 def test_garbage_is_collected_when_a_console_has_made_folders(url: str) -> None:
-    """Their markers are objects whose names end with a slash: no name of ours, and no reason to stop."""
+    """Their markers are objects whose names end with a slash: no name of ours, and no reason to
+    stop."""
     writers, store = fleet(url, 1), S3Store(url)
     writers.restore()
     for marker in ("parts/", "log/", "parts/000000000001-000000000004/"):
@@ -121,18 +132,22 @@ def test_one_wins_when_many_put_the_same_name(url: str) -> None:
     prove_put_if_absent(store)
 
 
-WRITING = [(kind, "PUT", where) for kind in ("reset", "timeout", "lose_answer", "slow_down", "internal")
+WRITING = [(kind, "PUT", where)
+           for kind in ("reset", "timeout", "lose_answer", "slow_down", "internal")
            for where in ("/parts/", "/log/")]
-READING = [*((kind, "GET", "/parts/") for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal",
-                                                   "bare_404")),
-           *((kind, "GET", "/log/") for kind in ("truncate", "bare_404", "page_404")),
-           *((kind, "GET", "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))]
+READING = [
+    *((kind, "GET", "/parts/")
+      for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal", "bare_404")),
+    *((kind, "GET", "/log/") for kind in ("truncate", "bare_404", "page_404")),
+    *((kind, "GET", "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))
+]
 
 
 @pytest.mark.parametrize(("kind", "method", "where"), WRITING)
-def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, url: str, kind: str, method: str,
-                                                           where: str) -> None:
-    """The world's faults are tried again within bounds, and a lost answer is settled by the record's nonce."""
+def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, url: str, kind: str,
+                                                           method: str, where: str) -> None:
+    """The world's faults are tried again within bounds, and a lost answer is settled by the
+    record's nonce."""
     writers = fleet(url)
     writers.restore()
     fault = proxy.fault(kind, method=method, contains=where, times=2)
@@ -144,8 +159,10 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
 
 
 @pytest.mark.parametrize(("kind", "method", "where"), READING)
-def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, kind: str, method: str, where: str) -> None:
-    """Truncated, wrong or refused answers are asked for again; the newest checkpoint is the one that comes back."""
+def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, kind: str,
+                                                  method: str, where: str) -> None:
+    """Truncated, wrong or refused answers are asked for again; the newest checkpoint is the one
+    that comes back."""
     writers = fleet(url)
     writers.restore()
     writers.publish(2)
@@ -156,9 +173,10 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
 
 
 @pytest.mark.parametrize("where", ["/parts/", "/log/"])
-def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy, url: str, where: str,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """A balancer says 404 for good: that is unknown and not gone. The restore fails, and lets go of nothing."""
+def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
+        proxy: FaultyProxy, url: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A balancer says 404 for good: that is unknown and not gone. The restore fails, and lets go of
+    nothing."""
     writers = fleet(url)
     writers.restore()
     writers.publish(2)
@@ -166,14 +184,16 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy,
     monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
     (got,) = fleet(url, 1, steps=0).restore()
-    assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
+    assert isinstance(got,
+                      StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
     proxy.clear()
     assert sorted(CommitLog(open_store(url)).tail().kept.values()) == [4, 5]
     assert fleet(url, 1, steps=0).restore() == [5]
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "reset"])
-def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str, kind: str) -> None:
+def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str,
+                                                      kind: str) -> None:
     """It is tried again, as any request is."""
     writers = fleet(url, plan=Plan(part_bytes=100, keep_last=1))
     writers.restore()
@@ -185,7 +205,8 @@ def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: s
 
 
 def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) -> None:
-    """Whoever has read a part hands it on to the others: the store sends the state once, not once to each worker."""
+    """Whoever has read a part hands it on to the others: the store sends the state once, not once
+    to each worker."""
     writers = fleet(url)
     writers.restore()
     writers.checkpoint()
@@ -200,7 +221,8 @@ def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) 
 @pytest.mark.parametrize("kind", ["forbidden", "no_bucket", "slow_down", "skewed"])
 def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str, kind: str,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permission lost, bucket gone, throttled for good: said, with the reason; the next checkpoint stands."""
+    """Permission lost, bucket gone, throttled for good: said, with the reason; the next checkpoint
+    stands."""
     writers = fleet(url)
     writers.restore()
     proxy.fault(kind, method="PUT", times=10**6)
@@ -215,10 +237,11 @@ def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str
     assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [4]
 
 
-@pytest.mark.parametrize(("kind", "remedy"), [("forbidden", "Allow s3:GetObject"), ("no_bucket", "Create the bucket"),
-                                              ("skewed", "clock")])  # the last one passes: no StoreRefused
-def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: FaultyProxy, url: str, kind: str,
-                                                                    remedy: str) -> None:
+@pytest.mark.parametrize(("kind", "remedy"),
+                         [("forbidden", "Allow s3:GetObject"), ("no_bucket", "Create the bucket"),
+                          ("skewed", "clock")])  # the last one passes: no StoreRefused
+def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: FaultyProxy, url: str,
+                                                                    kind: str, remedy: str) -> None:
     """With the remedy, and without trying again what no try will mend."""
     fault = proxy.fault(kind, times=10**6)
     with pytest.raises(StoreUnavailable, match=remedy) as told:
@@ -228,7 +251,8 @@ def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: Fault
 
 
 def test_an_endpoint_is_refused_when_it_ignores_the_condition(proxy: FaultyProxy, url: str) -> None:
-    """As rclone's and s3rver's do; the proxy takes the condition off (a signature that is checked forbids that)."""
+    """As rclone's and s3rver's do; the proxy takes the condition off (a signature that is checked
+    forbids that)."""
     proxy.fault("unconditional", method="PUT", times=10**6)
     with pytest.raises(StoreRefused, match=r"rclone|credentials"):
         prove_put_if_absent(open_store(url))
@@ -251,13 +275,17 @@ def test_encryption_goes_along_with_parts_and_records(proxy: FaultyProxy, url: s
     for put, name in ((store.put, "parts/a"), (store.put_if_absent, "log/1.json")):
         with suppress(StoreRefused):
             put(name, b"x")
-    sent = {path.rpartition("/")[2]: headers for method, path, headers in proxy.seen if method == "PUT"}
-    assert {name: headers.get("x-amz-server-side-encryption") for name, headers in sent.items()} == {
-        "a": "AES256", "1.json": "AES256"}
+    sent = {
+        path.rpartition("/")[2]: headers
+        for method, path, headers in proxy.seen if method == "PUT"
+    }
+    assert {name: headers.get("x-amz-server-side-encryption")
+            for name, headers in sent.items()} == {"a": "AES256", "1.json": "AES256"}
     assert sent["1.json"]["If-None-Match"] == "*"
 
 
-def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """ls, show, verify, prune and export, as with a folder."""
     writers = fleet(url)
     writers.restore()
@@ -267,7 +295,9 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path, 
     open_store(url).put(rubbish, b"x")
     output = tmp_path / "model.safetensors"
     said = []
-    for action, *arguments in (["ls"], ["show", "--step", "4"], ["verify"], ["prune"], ["export", str(output)]):
+    for action, *arguments in (["ls"], ["show", "--step",
+                                        "4"], ["verify"], ["prune"], ["export",
+                                                                      str(output)]):
         assert main(["checkpoints", action, url, *arguments]) == 0
         said.append(capsys.readouterr().out)
     assert " 4 " in said[0] and " 5 " in said[0]
@@ -277,7 +307,8 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path, 
     assert load_file(output).keys() == writers.states[0].model.state_dict().keys()
 
 
-def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that checks signatures refuses them; nothing of ours depends on a clock."""
     off = datetime.timedelta(minutes=20)
     now = botocore.auth.get_current_datetime
@@ -300,11 +331,13 @@ def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyP
     assert fleet(url, 1, steps=0).restore() == [4]
 
 
-def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six incarnations take over at random while answers are lost, and delete old records; a number is acknowledged to
-    one of them only, and what stands of the log is one lineage.
+def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six incarnations take over at random while answers are lost, and delete old records; a number
+    is acknowledged to one of them only, and what stands of the log is one lineage.
     """
-    monkeypatch.setattr("elastic_trainer.state.commit_log.RECENT", 1)  # so zombies find their numbers free again
+    # So zombies find their numbers free again.
+    monkeypatch.setattr("elastic_trainer.state.commit_log.RECENT", 1)
     chance, lock = random.Random(7), threading.Lock()
     acknowledged: dict[int, Record] = {}
     fenced, gaps, errors = 0, set[int](), list[BaseException]()
@@ -329,9 +362,11 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str, m
                 step = log.begin_lineage().sequence * 1000
                 while goes_on():
                     step += 1
-                    record = log.append(lambda last: Record(last.sequence, "checkpoint", last.lineage, step))  # noqa: B023
+                    record = log.append(lambda last: Record(last.sequence, "checkpoint", last.
+                                                            lineage, step))  # noqa: B023
                     with lock:
-                        assert acknowledged.setdefault(record.sequence, record).nonce == record.nonce
+                        assert acknowledged.setdefault(record.sequence,
+                                                       record).nonce == record.nonce
                     gaps.update(log.compact(record))
                     threading.Event().wait(own.random() * own.choice([0.2, 0.2, 2.0]))
                     if own.random() < 0.1:
@@ -355,13 +390,15 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str, m
     records = [acknowledged[sequence] for sequence in sorted(acknowledged)]
     for before, record in zip(records, records[1:], strict=False):
         same = (record.writer, record.lineage) == (before.writer, before.lineage)
-        assert same or (record.lineage > before.lineage and record.lineage > before.sequence)  # a takeover lies between
+        # A takeover lies between.
+        assert same or (record.lineage > before.lineage and record.lineage > before.sequence)
     for sequence in {log.newest(), log.newest() - 1} & acknowledged.keys():
         assert log.read(sequence).nonce == acknowledged[sequence].nonce
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
-def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatch,
+                                                  name: str) -> None:
     """Before any request is made."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
@@ -372,16 +409,20 @@ def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatc
             act(name)
 
 
-@pytest.mark.parametrize(("code", "is_refused"), [("AccessDenied", True), ("NoSuchBucket", True), ("ExpiredToken", False),
+@pytest.mark.parametrize(("code", "is_refused"), [("AccessDenied", True), ("NoSuchBucket", True),
+                                                  ("ExpiredToken", False),
                                                   ("RequestTimeTooSkewed", False)])
-def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str, is_refused: bool) -> None:
-    """A clock is set again and credentials are renewed: nobody gives a run up for them. All are said with a remedy."""
+def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str,
+                                   is_refused: bool) -> None:
+    """A clock is set again and credentials are renewed: nobody gives a run up for them. All are
+    said with a remedy."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
     store = S3Store("s3://bucket/prefix")
 
     def refuse(**_: Any) -> None:
-        raise ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject")
+        raise ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}},
+                          "PutObject")
 
     monkeypatch.setattr(store._client, "put_object", refuse)
     with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as told:
@@ -389,25 +430,32 @@ def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str, i
     assert isinstance(told.value, StoreRefused) == is_refused and store.retries == 0
 
 
-@pytest.mark.parametrize(("code", "status", "is_refused"), [
-    ("InvalidStorageClass", 400, True), ("AccessControlListNotSupported", 400, True), ("KMS.NotFoundException", 400, True),
-    ("BadDigest", 400, False), ("SlowDown", 503, False)])
+@pytest.mark.parametrize(("code", "status", "is_refused"),
+                         [("InvalidStorageClass", 400, True),
+                          ("AccessControlListNotSupported", 400, True),
+                          ("KMS.NotFoundException", 400, True), ("BadDigest", 400, False),
+                          ("SlowDown", 503, False)])
 def test_what_no_other_try_can_mend_is_refused_with_the_server_s_own_words(
         monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_refused: bool) -> None:
-    """So that a run does not start, and rent machines, with a store that will never take anything."""
+    """So that a run does not start, and rent machines, with a store that will never take
+    anything."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     store = S3Store("s3://bucket/prefix")
 
     def refuse(**_: Any) -> None:
-        raise ClientError({"Error": {"Code": code, "Message": "It is so"}, "ResponseMetadata": {"HTTPStatusCode": status}},
-                          "PutObject")
+        raise ClientError(
+            {
+                "Error": {"Code": code, "Message": "It is so"},
+                "ResponseMetadata": {"HTTPStatusCode": status}
+            }, "PutObject")
 
     monkeypatch.setattr(store._client, "put_object", refuse)
     with pytest.raises(StoreUnavailable, match=f"{code}. It is so") as told:
         store.put("parts/a", b"x")
-    assert isinstance(told.value, StoreRefused) == is_refused and store.retries == int(not is_refused)
+    assert isinstance(told.value,
+                      StoreRefused) == is_refused and store.retries == int(not is_refused)
 
 
 def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,9 +468,11 @@ def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert store.retries == 0
 
 
-@pytest.mark.parametrize(("sent", "is_whole"), [(b"0123456789", True), (b"012345678", False), (b"0123456789a", False)])
+@pytest.mark.parametrize(("sent", "is_whole"), [(b"0123456789", True), (b"012345678", False),
+                                                (b"0123456789a", False)])
 @pytest.mark.parametrize("says_its_length", [True, False])
-def test_an_object_is_read_into_memory_of_its_length_only(monkeypatch: pytest.MonkeyPatch, sent: bytes, is_whole: bool,
+def test_an_object_is_read_into_memory_of_its_length_only(monkeypatch: pytest.MonkeyPatch,
+                                                          sent: bytes, is_whole: bool,
                                                           says_its_length: bool) -> None:
     """Also from a gateway that sends it in chunks and never says how long it is."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():

@@ -1,4 +1,5 @@
-"""The laws of schedule: what happens at a step follows from job and step. Numbers as in its head comment."""
+"""The laws of schedule: what happens at a step follows from job and step. Numbers as in its head
+comment."""
 
 import math
 from dataclasses import replace
@@ -44,7 +45,7 @@ def permutation(size, key=0):
 def chi_square_sigmas(counts):
     """How many standard deviations the counts are away from what equal chances give."""
     freedom = counts.size - 1
-    return (((counts - counts.mean()) ** 2).sum() / counts.mean() - freedom) / math.sqrt(2 * freedom)
+    return (((counts - counts.mean())**2).sum() / counts.mean() - freedom) / math.sqrt(2 * freedom)
 
 
 # ---- the permutation
@@ -64,9 +65,11 @@ def test_every_place_is_taken_once_when_size_is_at_an_edge(size):
 
 @pytest.mark.parametrize("size", [10**9, 10**9 + 7, 2**32, 2**40 - 1, 2**40, 2**48])
 def test_no_place_is_taken_twice_when_size_is_a_billion_and_more(size):
-    """Positions from the start, the middle and the end go to different places, all of them in range(size)."""
+    """Positions from the start, the middle and the end go to different places, all of them in
+    range(size)."""
     middle = size // 2
-    positions = np.concatenate([np.arange(start, start + 30_000) for start in (0, middle, size - 30_000)])
+    positions = np.concatenate(
+        [np.arange(start, start + 30_000) for start in (0, middle, size - 30_000)])
     places = permute(positions, size, key=11)
     assert 0 <= places.min() and places.max() < size
     assert np.unique(places).size == positions.size
@@ -74,8 +77,10 @@ def test_no_place_is_taken_twice_when_size_is_a_billion_and_more(size):
 
 @given(some.integers(1, 2**48), some.integers(0, 2**64 - 1), some.data())
 def test_a_position_has_one_place_when_asked_alone_or_in_company(size, key, data):
-    """A place depends on the position, the size and the key, not on what else is asked for (law 1)."""
-    positions = np.array(data.draw(some.lists(some.integers(0, size - 1), max_size=8)), dtype=np.int64)
+    """A place depends on the position, the size and the key, not on what else is asked for (law
+    1)."""
+    positions = np.array(data.draw(some.lists(some.integers(0, size - 1), max_size=8)),
+                         dtype=np.int64)
     together = permute(positions, size, key)
     assert together.dtype == np.int64
     alone = [permute(positions[i : i + 1], size, key) for i in range(positions.size)]
@@ -83,9 +88,11 @@ def test_a_position_has_one_place_when_asked_alone_or_in_company(size, key, data
 
 
 def test_bits_stay_the_same_when_numpy_or_the_machine_changes():
-    """A run goes on over an upgrade only if places, seeds and digests are these literal values (law 5)."""
+    """A run goes on over an upgrade only if places, seeds and digests are these literal values (law
+    5)."""
     assert permutation(10, key=1).tolist() == [1, 3, 7, 9, 4, 2, 0, 8, 5, 6]
-    assert permute(np.array([0, 1, 10**9 - 1]), 10**9, 2**64 - 1).tolist() == [877482834, 768345563, 33787519]
+    assert permute(np.array([0, 1, 10**9 - 1]), 10**9,
+                   2**64 - 1).tolist() == [877482834, 768345563, 33787519]
     assert BILLION.shard_samples(123_456, 5)[:3].tolist() == [504441045, 314395197, 729487399]
     assert BILLION.shard_seed(123_456, 5) == 7334135087408159076
     assert BILLION.batch_digest(123_456) == 2277664892342191
@@ -108,7 +115,8 @@ def test_it_refuses_when_a_position_is_outside_the_dataset(position):
 
 @pytest.mark.parametrize("size", [3, 5, 8, 13])
 def test_pairs_of_places_are_equally_likely_when_the_size_is_small(size):
-    """Over many keys neighbours land on each ordered pair of places equally often, within 5 sigma."""
+    """Over many keys neighbours land on each ordered pair of places equally often, within 5
+    sigma."""
     places = np.array([permutation(size, key) for key in range(2500)])
     off_diagonal = ~np.eye(size, dtype=bool)
     for left, right in ((0, 1), (size // 2, size // 2 + 1), (size - 2, size - 1)):
@@ -118,7 +126,8 @@ def test_pairs_of_places_are_equally_likely_when_the_size_is_small(size):
 
 @pytest.mark.parametrize("size", [4096, 10**6, 10**9, 2**40])
 def test_no_structure_shows_when_neighbours_are_compared(size):
-    """Places, distances between neighbours, rows and columns and low bits look like a fair shuffle's."""
+    """Places, distances between neighbours, rows and columns and low bits look like a fair
+    shuffle's."""
     places = permute(np.arange(min(size, 200_000)), size, key=17)
     columns = -(-size // (math.isqrt(size - 1) + 1))
     seen = {"low bits of neighbours": np.bincount(places[:-1] % 8 * 8 + places[1:] % 8)}
@@ -131,7 +140,8 @@ def test_no_structure_shows_when_neighbours_are_compared(size):
 
 
 def test_orders_are_unrelated_when_epoch_or_seed_changes():
-    """Another epoch, or another seed, is another order: about one position in common, as by chance."""
+    """Another epoch, or another seed, is another order: about one position in common, as by
+    chance."""
     job = dict(dataset_size=2000, global_batch=2000, shards=1, epochs=3)
     schedules = [Schedule(**job, seed=seed) for seed in (0, 1, 2**63)]
     orders = [schedule.shard_samples(epoch, 0) for schedule in schedules for epoch in range(3)]
@@ -144,23 +154,29 @@ def test_orders_are_unrelated_when_epoch_or_seed_changes():
 
 @given(small_schedules())
 def test_every_sample_counts_once_when_an_epoch_is_walked_by_shards(schedule):
-    """The shards of an epoch's steps are the dataset, each sample once, the short last batch too (law 3)."""
+    """The shards of an epoch's steps are the dataset, each sample once, the short last batch too
+    (law 3)."""
     for epoch in range(schedule.epochs):
         steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
         assert {schedule.epoch(step) for step in steps} == {epoch}
-        parts = [schedule.shard_samples(step, shard) for step in steps for shard in range(schedule.shards)]
+        parts = [
+            schedule.shard_samples(step, shard) for step in steps
+            for shard in range(schedule.shards)
+        ]
         assert sorted(np.concatenate(parts).tolist()) == list(range(schedule.dataset_size))
 
 
 @given(small_schedules(), some.integers(0, 1000))
 def test_shards_are_the_batch_when_a_step_is_split(schedule, step):
-    """The shards of a step are neighbours, differ by at most one sample, and together are the batch."""
+    """The shards of a step are neighbours, differ by at most one sample, and together are the
+    batch."""
     parts = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
     start = step % schedule.steps_per_epoch * schedule.global_batch
     batch = range(start, start + schedule.batch_size(step))
     assert [position for part in parts for position in part] == list(batch)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert sum(schedule.shard_weight(step, shard) for shard in range(schedule.shards)) == pytest.approx(1)
+    assert sum(schedule.shard_weight(step, shard)
+               for shard in range(schedule.shards)) == pytest.approx(1)
 
 
 def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
@@ -184,17 +200,23 @@ def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
         (10, 3, 1, [0, 1, 1]),
     ],
 )
-def test_the_last_batch_has_fewer_shards_when_they_would_be_too_small(dataset_size, shards, fewest, sizes):
-    """They are merged by a rule of the numbers alone, spread over all shards, none larger than in a full batch."""
-    schedule = Schedule(
-        dataset_size=dataset_size, global_batch=8, shards=shards, epochs=1, seed=0, min_shard_samples=fewest
-    )
+def test_the_last_batch_has_fewer_shards_when_they_would_be_too_small(dataset_size, shards, fewest,
+                                                                      sizes):
+    """They are merged by a rule of the numbers alone, spread over all shards, none larger than in a
+    full batch."""
+    schedule = Schedule(dataset_size=dataset_size,
+                        global_batch=8,
+                        shards=shards,
+                        epochs=1,
+                        seed=0,
+                        min_shard_samples=fewest)
     assert [len(schedule.shard_samples(1, shard)) for shard in range(shards)] == sizes
 
 
 @given(small_schedules(), some.integers(1, 5))
 def test_no_shard_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule, fewest):
-    """Full batches stay as they are; every sample counts once; the memory of a shard is that of a full batch's."""
+    """Full batches stay as they are; every sample counts once; the memory of a shard is that of a
+    full batch's."""
     fewest = min(fewest, schedule.global_batch // schedule.shards)
     merged = replace(schedule, min_shard_samples=fewest)
     largest = -(-schedule.global_batch // schedule.shards)
@@ -203,21 +225,32 @@ def test_no_shard_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merge
         plain = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
         assert [p for part in parts for p in part] == [p for part in plain for p in part]
         assert max(map(len, parts)) <= largest
-        if schedule.batch_size(step) == schedule.global_batch or min(len(p) or fewest for p in plain) >= fewest:
+        if schedule.batch_size(step) == schedule.global_batch or min(
+                len(p) or fewest for p in plain) >= fewest:
             assert parts == plain
         if (left := schedule.batch_size(step)) // fewest * largest >= left:
             assert min(len(part) or fewest for part in parts) >= fewest
-    sizes = {len(merged.shard_positions(step, v)) for step in range(merged.steps) for v in range(merged.shards)}
+    sizes = {
+        len(merged.shard_positions(step, v))
+        for step in range(merged.steps)
+        for v in range(merged.shards)
+    }
     assert merged.smallest_shard == min(sizes - {0})
 
 
 def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped():
-    """22 samples in batches of 8 are 2 steps an epoch; digests of what counts and what is left out are the dataset's."""
+    """22 samples in batches of 8 are 2 steps an epoch; digests of what counts and what is left out
+    are the dataset's."""
     schedule = Schedule(dataset_size=22, global_batch=8, shards=4, epochs=2, seed=3, drop_last=True)
     assert (schedule.steps, schedule.steps_per_epoch, schedule.dropped_samples) == (4, 2, 6)
     assert [schedule.batch_size(step) for step in range(4)] == [8] * 4
     epochs = (0, 1), (2, 3)
-    kept = [{i for step in steps for v in range(4) for i in schedule.shard_samples(step, v).tolist()} for steps in epochs]
+    kept = [{
+        i
+        for step in steps
+        for v in range(4)
+        for i in schedule.shard_samples(step, v).tolist()
+    } for steps in epochs]
     assert [len(samples) for samples in kept] == [16, 16] and kept[0] != kept[1]
     for epoch in (0, 1):
         counted = sum(schedule.batch_digest(2 * epoch + i) for i in (0, 1))
@@ -229,27 +262,36 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"drop_last": True, "dataset_size": 7}, "drop_last is True and dataset_size 7 is less than global_batch 8"),
-        ({"min_shard_samples": 3}, "min_shard_samples is 3, but global_batch 8 in 4 shards gives some of them 2"),
+        ({"drop_last": True, "dataset_size": 7
+          }, "drop_last is True and dataset_size 7 is less than global_batch 8"),
+        ({"min_shard_samples": 3
+          }, "min_shard_samples is 3, but global_batch 8 in 4 shards gives some of them 2"),
         ({"min_shard_samples": 0}, "min_shard_samples is 0"),
     ],
 )
 def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, said):
     """No step would be left, or a full batch's shards would be too small themselves."""
     with pytest.raises(ConfigError, match=said):
-        Schedule(**({"dataset_size": 22, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0} | changes))
+        Schedule(**({"dataset_size": 22, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0}
+                    | changes))
 
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(None, 6), (4, 4), (6, 6), (100, 6)])
 def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, steps):
     """`steps` is the smaller of the epochs' steps and max_steps."""
-    schedule = Schedule(dataset_size=10, global_batch=4, shards=1, epochs=2, seed=0, max_steps=max_steps)
+    schedule = Schedule(dataset_size=10,
+                        global_batch=4,
+                        shards=1,
+                        epochs=2,
+                        seed=0,
+                        max_steps=max_steps)
     assert schedule.steps == steps
 
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(None, 3), (2, 2), (7, 7), (100, 100)])
 def test_max_steps_is_the_length_when_no_epochs_are_given(max_steps, steps):
-    """As many epochs as the steps need; one, when neither is given. Each epoch has an order of its own."""
+    """As many epochs as the steps need; one, when neither is given. Each epoch has an order of its
+    own."""
     schedule = Schedule(dataset_size=10, global_batch=4, shards=1, seed=0, max_steps=max_steps)
     assert schedule.steps == steps
     first, second = (schedule.shard_samples(step, 0).tolist() for step in (0, 3))
@@ -257,10 +299,16 @@ def test_max_steps_is_the_length_when_no_epochs_are_given(max_steps, steps):
 
 
 def test_seeds_are_distinct_when_step_shard_or_seed_differs():
-    """No two shards of any steps, under neighbouring seeds, share a random seed; all fit 63 bits."""
+    """No two shards of any steps, under neighbouring seeds, share a random seed; all fit 63
+    bits."""
     job = dict(dataset_size=64, global_batch=32, shards=32, epochs=1)
     schedules = [Schedule(**job, seed=seed) for seed in range(3)]
-    seeds = {s.shard_seed(step, shard) for s in schedules for step in range(200) for shard in range(32)}
+    seeds = {
+        s.shard_seed(step, shard)
+        for s in schedules
+        for step in range(200)
+        for shard in range(32)
+    }
     assert len(seeds) == 3 * 200 * 32
     assert 0 <= min(seeds) and max(seeds) < 2**63
 
@@ -301,7 +349,8 @@ def test_digests_of_owners_total_the_batch_when_the_world_has_any_size(schedule,
 
 
 def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
-    """Any one sample missing, counted twice, or replaced by a neighbour or a stranger changes the digest."""
+    """Any one sample missing, counted twice, or replaced by a neighbour or a stranger changes the
+    digest."""
     batch = BILLION.shard_samples(1000, 3)
     whole = samples_digest(batch)
     for i in range(batch.size):
@@ -333,7 +382,8 @@ def test_the_digest_fits_int64_when_the_batch_is_the_largest_allowed():
 
 @pytest.mark.parametrize("shards", [1, 2, 5, 8, 12, 16, 63, 64])
 def test_every_shard_has_one_owner_when_the_world_has_any_size(shards):
-    """For each world size, also beyond the shards, the ranks own each shard once, in order, none too many."""
+    """For each world size, also beyond the shards, the ranks own each shard once, in order, none
+    too many."""
     for size in range(1, 2 * shards + 3):
         owned = [owned_shards(rank, size, shards) for rank in range(size)]
         assert [shard for part in owned for shard in part] == list(range(shards))
@@ -342,7 +392,8 @@ def test_every_shard_has_one_owner_when_the_world_has_any_size(shards):
 
 @given(some.integers(1, 200), some.data())
 def test_subtrees_are_the_owned_shards_when_cut_at_the_trees_nodes(shards, data):
-    """The subtrees, in order, are what is owned; each is a node of the tree, and none is cut in two."""
+    """The subtrees, in order, are what is owned; each is a node of the tree, and none is cut in
+    two."""
     start = data.draw(some.integers(0, shards))
     owned = range(start, data.draw(some.integers(start, shards)))
     parts = aligned_subtrees(owned, shards)
@@ -388,7 +439,8 @@ def test_the_rate_rises_then_falls_to_the_floor_when_warmed_up(curve, warmup, mo
 
 
 def test_the_rate_is_the_middle_when_half_the_fall_is_over():
-    """Half-way both curves are in the middle of 1 and the floor; a quarter in, cosine is still higher."""
+    """Half-way both curves are in the middle of 1 and the floor; a quarter in, cosine is still
+    higher."""
     of_cosine = cosine(warmup_steps=10, total_steps=110, floor=0.2)
     of_linear = linear_decay(warmup_steps=10, total_steps=110, floor=0.2)
     assert of_cosine(60) == pytest.approx(0.6) and of_linear(60) == pytest.approx(0.6)

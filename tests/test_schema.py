@@ -90,7 +90,9 @@ def test_every_event_that_is_emitted_is_declared_with_its_fields() -> None:
             continue
         known = NAMES | {field.name for field in kind.fields}
         needed = {field.name for field in kind.fields if field.is_required} - BOUND
-        wrong += [f"{place.where}: {place.kind} has no field {name}" for name in place.facts - known]
+        wrong += [
+            f"{place.where}: {place.kind} has no field {name}" for name in place.facts - known
+        ]
         if not place.has_more:
             wrong += [f"{place.where}: {place.kind} lacks {name}" for name in needed - place.facts]
         if place.level not in ("", kind.level.value):
@@ -126,7 +128,8 @@ def test_each_sentence_can_be_filled_from_the_declared_fields(kind: EventKind) -
                   "value"}
         assert used <= facts.keys() and used & optional <= always
     said = filled(kind.said, facts)
-    assert kind.level is Level.DETAIL or kind.name in ("driver.worker_gone", "worker.stopped") or said
+    assert kind.level is Level.DETAIL or kind.name in ("driver.worker_gone",
+                                                       "worker.stopped") or said
     assert kind.level is not Level.DETAIL or not said
     fold(Status(), event)
 
@@ -150,7 +153,8 @@ def test_an_event_that_lacks_a_field_or_has_an_unknown_one_is_a_misfit(kind: Eve
 
 def test_an_event_outside_the_table_is_written_and_counted(tmp_path: Path, made_up_events: None
                                                            ) -> None:
-    """Silence would lose a fact, and raising would end a run. The report says how many there are."""
+    """Silence would lose a fact, and raising would end a run. The report says how many there
+    are."""
     events = Events(tmp_path, run="x", attempt=1)
     events.emit("worker.invented", step=3)
     events.emit("worker.left")
@@ -196,7 +200,8 @@ def test_each_reason_of_the_table_is_one_of_the_drivers() -> None:
 
 
 def test_the_documentations_table_is_the_tables() -> None:
-    """The page is generated. When this fails: python -m elastic_trainer.observe.events_page FILE."""
+    """The page is generated. When this fails: python -m elastic_trainer.observe.events_page
+    FILE."""
     assert (ROOT / "docs" / "events.md").read_text(encoding="utf-8") == page()
 
 

@@ -15,7 +15,8 @@ SESSION = "0123456789abcdef"
 
 def test_the_signature_changes_when_anything_signed_does() -> None:
     """Key, kind, and all parts are under it, and a byte cannot move from one part to the next."""
-    parts = [(a, b) for a in (b"b", b"nb", b"") for b in (b"b", b"nb", b"", b"\n")] + [(b"n", b"b", b""), (b"nb",)]
+    parts = [(a, b) for a in (b"b", b"nb", b"")
+             for b in (b"b", b"nb", b"", b"\n")] + [(b"n", b"b", b""), (b"nb", )]
     signatures = [seal(key, kind, *said) for key in (b"k", b"l") for kind in Kind for said in parts]
     assert len({*signatures}) == len(signatures) == 2 * 4 * 14
 
@@ -28,11 +29,14 @@ def test_other_parts_have_another_signature(one: list[bytes], other: list[bytes]
 
 def test_a_signature_that_is_no_text_is_wrong() -> None:
     """It comes from anybody."""
-    assert not any(is_sealed(given, KEY, Kind.WORD) for given in ("", "é", "\udcff", seal(KEY, Kind.WORD)[:-1]))
+    assert not any(
+        is_sealed(given, KEY, Kind.WORD)
+        for given in ("", "é", "\udcff", seal(KEY, Kind.WORD)[:-1]))
 
 
 def test_a_workers_key_is_neither_the_runs_nor_its_neighbours() -> None:
-    """Nor does one lead to another: who has a worker's key cannot make a neighbour's from it by the same rule."""
+    """Nor does one lead to another: who has a worker's key cannot make a neighbour's from it by the
+    same rule."""
     names = ["a/0/1", "a/0/11", "a/1/1", "", "a/0/1\x01"]
     keys = [worker_key(KEY, name) for name in names]
     again = [worker_key(key, name) for key, name in itertools.product(keys, names)]
@@ -50,7 +54,8 @@ def test_the_nonces_of_a_session_are_new_each() -> None:
 
 @given(st.lists(st.integers(0, 3 * WINDOW), max_size=60))
 def test_a_nonce_is_accepted_once_in_whatever_order(counts: list[int]) -> None:
-    """Late by less than the window it is accepted; later it is refused, also where it is the first time."""
+    """Late by less than the window it is accepted; later it is refused, also where it is the first
+    time."""
     seen, accepted, highest = Seen(), set[int](), 0
     for count in counts:
         highest = max(highest, count)
@@ -63,8 +68,8 @@ def test_what_is_no_nonce_is_refused() -> None:
     """Also one that would be another spelling of a known one."""
     seen = Seen()
     assert seen.is_new("a", f"{SESSION}-1")
-    for nonce in ("", "n", SESSION, f"{SESSION}-", f"{SESSION}-+1", f"{SESSION}-1\n", f"{SESSION}-01", f"{SESSION}-١",
-                  f"{SESSION.upper()}-2", f"{SESSION}-{10**15}"):
+    for nonce in ("", "n", SESSION, f"{SESSION}-", f"{SESSION}-+1", f"{SESSION}-1\n",
+                  f"{SESSION}-01", f"{SESSION}-١", f"{SESSION.upper()}-2", f"{SESSION}-{10**15}"):
         assert not seen.is_new("a", nonce), nonce
     assert len(seen.sessions) == 1
 

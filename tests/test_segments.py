@@ -1,4 +1,5 @@
-"""The event log in segments: nothing of it is lost or read twice, whoever seals, compresses, writes and reads at once."""
+"""The event log in segments: nothing of it is lost or read twice, whoever seals, compresses, writes
+and reads at once."""
 
 from __future__ import annotations
 
@@ -46,10 +47,16 @@ def test_a_reader_gets_each_whole_line_once(tmp_path: Path) -> None:
     assert list(log.events()) == []
 
 
-def test_no_line_is_lost_when_several_processes_write_and_segments_are_sealed_under_them(tmp_path: Path) -> None:
-    """A reader beside them gets each line once, also late ones of a sealed segment; each writer's lines are in order."""
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(number), str(LINES)], cwd=ROOT)
-               for number in range(WRITERS)]
+def test_no_line_is_lost_when_several_processes_write_and_segments_are_sealed_under_them(
+        tmp_path: Path) -> None:
+    """A reader beside them gets each line once, also late ones of a sealed segment; each writer's
+    lines are in order."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER,
+             str(tmp_path), str(number),
+             str(LINES)], cwd=ROOT) for number in range(WRITERS)
+    ]
     log, heard = Reader(tmp_path), list[dict[str, int]]()
     while any(writer.poll() is None for writer in writers):
         heard += log.events()
@@ -65,7 +72,8 @@ def test_no_line_is_lost_when_several_processes_write_and_segments_are_sealed_un
 
 
 def test_what_is_written_after_another_line_was_seen_stands_behind_it(tmp_path: Path) -> None:
-    """Two that answer each other keep their order, although either may seal the segment that the other has open."""
+    """Two that answer each other keep their order, although either may seal the segment that the
+    other has open."""
     pair = [Events(tmp_path, segment_bytes=300) for _ in range(2)]
     for number in range(200):
         pair[number % 2].emit("said", number=number)
@@ -76,7 +84,9 @@ def test_what_is_written_after_another_line_was_seen_stands_behind_it(tmp_path: 
 def test_one_of_many_threads_seals(tmp_path: Path) -> None:
     """They share one writer, and none of them writes to a file that another one has closed."""
     events = Events(tmp_path, segment_bytes=2000)
-    threads = [threading.Thread(target=lambda: [events.emit("said") for _ in range(300)]) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: [events.emit("said") for _ in range(300)]) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +111,8 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
 
 
 class OldAnswers:
-    """A host's NFS client: it answers by what it knew of the newest segment until it opens the folder (nfs(5), CTO)."""
+    """A host's NFS client: it answers by what it knew of the newest segment until it opens the
+    folder (nfs(5), CTO)."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
         self.newest, self.known = run_dir / "events.jsonl", (run_dir / "events.jsonl").stat()
@@ -118,9 +129,10 @@ class OldAnswers:
         monkeypatch.setattr(os, "listdir", old_listdir)
 
 
-def test_a_segment_that_another_host_has_just_sealed_is_not_sealed_again(tmp_path: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new one, of a few lines, would get a number, or with an old listing even the place of the sealed one."""
+def test_a_segment_that_another_host_has_just_sealed_is_not_sealed_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one, of a few lines, would get a number, or with an old listing even the place of the
+    sealed one."""
     events = Events(tmp_path)
     events.emit("before")
     OldAnswers(tmp_path, monkeypatch)
@@ -153,7 +165,8 @@ def test_a_reader_from_the_end_on_misses_nothing_when_the_end_is_sealed_meanwhil
 
 
 def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_path: Path) -> None:
-    """A reader that looks seldom, as the supervisor does, or one that goes on at a saved position."""
+    """A reader that looks seldom, as the supervisor does, or one that goes on at a saved
+    position."""
     events = Events(tmp_path)
     events.emit("before")
     log = Reader(tmp_path)
@@ -170,7 +183,8 @@ def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_pa
 
 
 @pytest.mark.parametrize("segment_bytes", [200, 1500])
-def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path, segment_bytes: int) -> None:
+def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
+                                                         segment_bytes: int) -> None:
     """Verify, report and the supervisor: a run with kills, a start from a checkpoint and an end."""
     story = Story()
     story.start(4)
@@ -222,7 +236,8 @@ def test_a_follower_reads_all_when_what_was_saved_cannot_be_used(tmp_path: Path,
     elif harm == "of another format":
         saved.write_text(json.dumps(facts | {"format": 0}))
     elif harm == "of another log":
-        (tmp_path / "events.jsonl").write_text('{"time": 1, "event": "attempt.started", "attempt": 3}\n' * 10)
+        (tmp_path / "events.jsonl").write_text(
+            '{"time": 1, "event": "attempt.started", "attempt": 3}\n' * 10)
     else:
         os.truncate(tmp_path / "events.jsonl", 0)
     expected = {"of another log": 3, "beyond the log": 0}.get(harm, 7)

@@ -1,4 +1,5 @@
-"""What train() is asked for: no option is ignored in silence, at the start and when a run is gone on with."""
+"""What train() is asked for: no option is ignored in silence, at the start and when a run is gone
+on with."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def differences(ears: Ears) -> dict[str, tuple[Any, Any, str]]:
             for facts in ears.facts("job.settings_differ")}
 
 
-def resumed(first: dict[str, Any], second: dict[str, Any], build: Any = (adamw, adamw)) -> tuple[Ears, Optimizer]:
+def resumed(first: dict[str, Any], second: dict[str, Any],
+            build: Any = (adamw, adamw)) -> tuple[Ears, Optimizer]:
     """Train two steps with one set of options, and go on with another."""
     model, ears = built(), Ears()
     trained(model, build[0](model), max_steps=2, **first)
@@ -35,10 +37,12 @@ def resumed(first: dict[str, Any], second: dict[str, Any], build: Any = (adamw, 
     return ears, optimizer
 
 
-def test_nothing_is_said_when_a_run_is_resumed_as_it_was(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_when_a_run_is_resumed_as_it_was(
+        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """However much state it has."""
     options: dict[str, Any] = {"clip_norm": 0.5, "schedule": cosine(warmup_steps=2, total_steps=6)}
-    ears, _ = resumed(options | {"scaler": torch.amp.GradScaler("cpu")}, options | {"scaler": torch.amp.GradScaler("cpu")})
+    ears, _ = resumed(options | {"scaler": torch.amp.GradScaler("cpu")},
+                      options | {"scaler": torch.amp.GradScaler("cpu")})
     assert differences(ears) == {} and "given" not in capsys.readouterr().err
 
 
@@ -53,7 +57,9 @@ def test_the_runs_hyperparameters_hold_and_that_is_said_when_others_are_given(
                                  "optimizer.betas": ([0.9, 0.999], [0.8, 0.9], "run")}
     assert optimizer.param_groups[0]["lr"] == 0.01
     said = [line for line in capsys.readouterr().err.splitlines() if "is given" in line]
-    assert len(said) == 2 and "optimizer.lr is 0.01 in the run, but 0.5 is given. The run's holds" in said[1]
+    assert len(
+        said
+    ) == 2 and "optimizer.lr is 0.01 in the run, but 0.5 is given. The run's holds" in said[1]
 
 
 def test_the_values_that_hold_are_the_runs_when_it_is_resumed_once_more(run_dir: Path) -> None:
@@ -72,8 +78,8 @@ def test_the_values_that_hold_are_the_runs_when_it_is_resumed_once_more(run_dir:
     ({"clip_norm": 0.5}, {"clip_norm": 0.1}, "clip_norm"),
     ({}, {"clip_norm": 0.1}, "clip_norm"),
     ({"on_nan": "skip"}, {}, "on_nan"),
-    ({"schedule": cosine(warmup_steps=2, total_steps=6)}, {"schedule": cosine(warmup_steps=3, total_steps=6)},
-     "schedule (the rate of step 1)"),
+    ({"schedule": cosine(warmup_steps=2, total_steps=6)
+      }, {"schedule": cosine(warmup_steps=3, total_steps=6)}, "schedule (the rate of step 1)"),
 ])
 def test_what_is_given_holds_and_that_is_said_when_it_is_no_part_of_the_state(
         run_dir: Path, first: dict[str, Any], second: dict[str, Any], key: str) -> None:
@@ -86,14 +92,18 @@ def test_a_torch_schedulers_settings_are_compared_when_a_run_is_resumed(run_dir:
     """Those of the checkpoint hold; also of schedulers within schedulers."""
     def sequence(gamma: float, period: int) -> Any:
         def make(optimizer: Optimizer) -> LRScheduler:
-            return SequentialLR(optimizer, [StepLR(optimizer, 1, gamma), CosineAnnealingLR(optimizer, period)], [3])
+            return SequentialLR(optimizer,
+                                [StepLR(optimizer, 1, gamma),
+                                 CosineAnnealingLR(optimizer, period)], [3])
         return make
 
     first, second = built(), built()
     optimizers, ears = [sgd(first), sgd(second)], Ears()
     trained(first, optimizers[0], max_steps=2, schedule=sequence(0.5, 4)(optimizers[0]))
     trained(second, optimizers[1], schedule=sequence(0.9, 5)(optimizers[1]), listeners=[ears])
-    assert differences(ears) == {"schedule.0.gamma": (0.5, 0.9, "run"), "schedule.1.T_max": (4, 5, "run")}
+    assert differences(ears) == {
+        "schedule.0.gamma": (0.5, 0.9, "run"), "schedule.1.T_max": (4, 5, "run")
+    }
 
 
 def test_the_user_is_told_when_a_run_is_resumed_with_another_optimizer(run_dir: Path) -> None:
@@ -102,7 +112,7 @@ def test_the_user_is_told_when_a_run_is_resumed_with_another_optimizer(run_dir: 
         resumed({}, {}, (adamw, lambda model: torch.optim.Adam(model.parameters(), lr=0.01)))
 
 
-# --- options that have no effect --------------------------------------------------------------------------------------
+# --- options that have no effect ------------------------------------------------------------------
 
 def test_compress_is_refused_when_the_sums_are_exact() -> None:
     """They are sent as they are; with ring it does what it says."""
@@ -111,12 +121,15 @@ def test_compress_is_refused_when_the_sums_are_exact() -> None:
     assert trained(built(), compress=True, reduce="ring").steps == 6
 
 
-def test_the_user_is_told_when_no_checkpoint_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_is_told_when_no_checkpoint_can_be_written(
+        capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody who asks for checkpoints learns only after a crash that there is none."""
     ears = Ears()
     trained(built(), checkpoint_every=1, keep_last=5, listeners=[ears])
-    assert [facts["option"] for facts in ears.facts("job.option_ignored")] == ["checkpoint_every", "keep_last"]
-    assert "checkpoint_every 1 has no effect: nothing is written without run_dir" in capsys.readouterr().err
+    assert [facts["option"]
+            for facts in ears.facts("job.option_ignored")] == ["checkpoint_every", "keep_last"]
+    assert "checkpoint_every 1 has no effect: nothing is written without run_dir" in capsys.readouterr(
+    ).err
 
 
 def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:
@@ -128,11 +141,14 @@ def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:
     for launcher, options in ((same, []), (none, []), (other, ["run_dir", "--store", "--reduce"])):
         remarks = remarks_on_launcher(**ours, **launcher)  # type: ignore[arg-type]
         assert [remark.facts["option"] for remark in remarks] == options
-    assert [remark.facts["option"] for remark in remarks_on_effect(True, "cuda", 4, {"keep_last": 5})] == ["cpu_threads"]
+    assert [
+        remark.facts["option"] for remark in remarks_on_effect(True, "cuda", 4, {"keep_last": 5})
+    ] == ["cpu_threads"]
     assert remarks_on_effect(True, "cpu", 4, {}) == []
 
 
-def test_the_user_is_told_when_there_are_more_workers_than_shards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_is_told_when_there_are_more_workers_than_shards(
+        capsys: pytest.CaptureFixture[str]) -> None:
     """Some compute nothing, for as long as the run lasts."""
     in_a_world(6, lambda rank: job(built()))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "shards" in line]
@@ -143,7 +159,8 @@ def test_the_user_is_told_when_there_are_more_workers_than_shards(capsys: pytest
     (["--steps", "5"], "--steps is 5, but it is the demo's"),
     (["--seed", "0"], "--seed is 0, but it is the demo's"),
     (["--example", "gpt"], "--example is 'gpt', but it is the demo's"),
-    (["-H", "a:1", "--workers", "2"], "--workers is 2, but it is for local workers, and -H names the hosts"),
+    (["-H", "a:1", "--workers", "2"
+      ], "--workers is 2, but it is for local workers, and -H names the hosts"),
     (["--min-workers", "2", "--min-np", "1"], "--min-workers is 2 and --min-np is 1"),
 ])
 def test_an_option_of_the_command_line_is_refused_when_it_would_be_ignored(

@@ -1,4 +1,5 @@
-"""The set-up and the first command, as a stranger meets them: deploy/install.sh and ./horovodrun_elastic.sh."""
+"""The set-up and the first command, as a stranger meets them: deploy/install.sh and
+./horovodrun_elastic.sh."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ INSTALL = ROOT / "deploy" / "install.sh"
 
 
 def asked_of_install(then: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the beginning of install.sh, in which nothing is done yet, and `then` with its functions."""
+    """Run the beginning of install.sh, in which nothing is done yet, and `then` with its
+    functions."""
     head = INSTALL.read_text().partition("\nif is_installed; then exit 0; fi\n")[0]
     assert "fingerprint()" in head and "pip" not in head.partition("set -euo pipefail")[2]
     script = head.replace('root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)', f"root='{ROOT}'")
-    return subprocess.run(["bash", "-c", f"{script}\n{then}"], env=os.environ | env, capture_output=True, text=True)
+    return subprocess.run(["bash", "-c", f"{script}\n{then}"],
+                          env=os.environ | env,
+                          capture_output=True,
+                          text=True)
 
 
 def install(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -33,14 +38,19 @@ def install(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """An environment as install.sh leaves it, as far as it looks; a Python to begin with is nowhere."""
+    """An environment as install.sh leaves it, as far as it looks; a Python to begin with is
+    nowhere."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to("/bin/false")
     (venv / "pyvenv.cfg").write_text("version = 3.11.7\n")
-    env = {"ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        "ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3",
+        "XDG_CACHE_HOME": str(tmp_path / "cache")
+    }
     stamp = asked_of_install("fingerprint", env)
-    (venv / ".installed-examples,dev").write_text(f"{stamp.stdout}{os.environ.get('TORCH_SPEC', 'torch==2.13.0')}\n")
+    (venv / ".installed-examples,dev"
+     ).write_text(f"{stamp.stdout}{os.environ.get('TORCH_SPEC', 'torch==2.13.0')}\n")
     return os.environ | env
 
 
@@ -56,13 +66,15 @@ def test_a_second_set_up_does_nothing(installed: dict[str, str], tmp_path: Path)
     assert changed_at(tmp_path) == before
 
 
-def test_a_set_up_is_done_again_when_what_decides_it_has_changed(installed: dict[str, str], tmp_path: Path) -> None:
+def test_a_set_up_is_done_again_when_what_decides_it_has_changed(installed: dict[str, str],
+                                                                 tmp_path: Path) -> None:
     """Here it cannot be, and says in one sentence what is missing; what is there stays."""
     (tmp_path / "venv" / "pyvenv.cfg").write_text("version = 3.12.0\n")
     before = changed_at(tmp_path)
     done = install(installed)
     assert done.returncode == 1
-    assert done.stderr.startswith("install: Python 3.10 or newer is missing (tried /nowhere/python3).")
+    assert done.stderr.startswith(
+        "install: Python 3.10 or newer is missing (tried /nowhere/python3).")
     assert changed_at(tmp_path) == before
 
 
@@ -70,7 +82,8 @@ def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Pa
     """Before anything is done, with the remedy."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in ("bash", "dirname", "env", "sha256sum", "cat", "flock", "tar", "df", "awk", "id", "grep", "make"):
+    for tool in ("bash", "dirname", "env", "sha256sum", "cat", "flock", "tar", "df", "awk", "id",
+                 "grep", "make"):
         if found := shutil.which(tool):
             (tools / tool).symlink_to(found)
     env = {"PATH": str(tools), "HOME": str(tmp_path), "PYTHON": sys.executable,
@@ -78,23 +91,38 @@ def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Pa
     done = install(env)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "compiler" in line]
-    assert said == ["install: A C++ compiler (c++) is missing, and Horovod is built from source. Install one, e.g. apt-get "
-                    "install g++."]
+    assert said == [
+        "install: A C++ compiler (c++) is missing, and Horovod is built from source. Install one, "
+        "e.g. apt-get "
+        "install g++."
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 
 @pytest.mark.usefixtures("turn")
-def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is_killed(tmp_path: Path) -> None:
-    """./horovodrun_elastic.sh demo, from set-up to summary, as a stranger tries it: by the command that it shows, and
-    against a world of one. Result and proof say the same.
+def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is_killed(
+        tmp_path: Path) -> None:
+    """./horovodrun_elastic.sh demo, from set-up to summary, as a stranger tries it: by the command
+    that it shows, and against a world of one. Result and proof say the same.
     """
     env = {"ELASTIC_TRAINER_VENV": sys.prefix}
     if asked_of_install("is_installed", env).returncode:
-        pytest.skip(f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to it)")
-    command = [str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby", "0", "--runs-dir", str(tmp_path)]
+        pytest.skip(
+            f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to "
+            f"it)"
+        )
+    command = [
+        str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby", "0",
+        "--runs-dir",
+        str(tmp_path)
+    ]
     shown, killed = list[str](), 0
-    with subprocess.Popen([*command, "--run", "small"], env=os.environ | env, cwd=tmp_path, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True) as demo:
+    with subprocess.Popen([*command, "--run", "small"],
+                          env=os.environ | env,
+                          cwd=tmp_path,
+                          stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          text=True) as demo:
         assert demo.stdout
         deadline = threading.Timer(300, demo.terminate)
         deadline.start()
@@ -105,14 +133,22 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
                 subprocess.run(["sh", "-c", tried[1]], check=True)
         deadline.cancel()
     assert demo.returncode == 0 and killed, shown
-    alone = subprocess.run([*command, "--run", "alone", "--workers", "1"], env=os.environ | env, cwd=tmp_path,
-                           capture_output=True, text=True, timeout=300, check=True)
+    alone = subprocess.run([*command, "--run", "alone", "--workers", "1"],
+                           env=os.environ | env,
+                           cwd=tmp_path,
+                           capture_output=True,
+                           text=True,
+                           timeout=300,
+                           check=True)
     assert shown[-1] == alone.stdout.splitlines()[-1]
     result = json.loads((tmp_path / "small" / "result.json").read_text())
     assert shown[-1] == f"weights {result['weights_sha256']}"
     assert (result["finished"], result["steps"], result["attempts"]) == (True, 40, 1)
-    gone = [(e["pid"], e["exit_code"]) for e in read_events(tmp_path / "small") if e["event"] == "driver.worker_gone"]
+    gone = [(e["pid"], e["exit_code"]) for e in read_events(tmp_path / "small")
+            if e["event"] == "driver.worker_gone"]
     assert [one for one in gone if one[1] != 0] == [(killed, -9)]
-    proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"], cwd=tmp_path,
-                           capture_output=True, text=True)
+    proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"],
+                           cwd=tmp_path,
+                           capture_output=True,
+                           text=True)
     assert proof.returncode == 0 and "in 40 of 40 steps" in proof.stdout, proof.stdout

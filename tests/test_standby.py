@@ -1,4 +1,5 @@
-"""Standbys with real processes: the shim, the keeper and the service; then in a real cluster of four workers.
+"""Standbys with real processes: the shim, the keeper and the service; then in a real cluster of
+four workers.
 
 The numbers in brackets are those of elastic_trainer/standby/keeper.py's head comment.
 """
@@ -52,8 +53,8 @@ print("err", file=sys.stderr, flush=True)
 THEN
 """
 JOB_STEPS = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
-"""Slow, so that a standby finds idle cores to boot on, until the story is over (`hurry`). The lab's other tests have the
-same twin."""
+"""Slow, so that a standby finds idle cores to boot on, until the story is over (`hurry`). The lab's
+other tests have the same twin."""
 WAITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\nwhile True: time.sleep(0.05)"
 
 
@@ -75,7 +76,10 @@ class Bench:
     def __init__(self, folder: Path, sockets: Path):
         self.folder, self.sockets = folder, sockets
         self.command = [sys.executable, "job.py"]
-        self.env = os.environ | {shim.FOLDER_VARIABLE: str(sockets), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        self.env = os.environ | {
+            shim.FOLDER_VARIABLE: str(sockets), "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *sys.path])
+        }
         self.started: list[subprocess.Popen[bytes]] = []
         self.keepers: set[int] = set()
         (folder / "events.jsonl").touch()
@@ -92,31 +96,47 @@ class Bench:
 
     def serve(self, slots: int = 1, **env: str) -> subprocess.Popen[bytes]:
         """Start the service."""
-        service = subprocess.Popen(
-            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(slots), "--run-dir", str(self.folder),
-             "--", *self.command], env=self.env | env, cwd=self.folder, stderr=open(self.folder / "service.log", "ab"))
+        service = subprocess.Popen([
+            sys.executable, "-m", "elastic_trainer", "standby", "--slots",
+            str(slots), "--run-dir",
+            str(self.folder), "--", *self.command
+        ],
+                                   env=self.env | env,
+                                   cwd=self.folder,
+                                   stderr=open(self.folder / "service.log", "ab"))
         self.started.append(service)
         return service
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        told = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        told = [
+            json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()
+        ]
         return [e for e in told if e["event"] == name]
 
     def booted(self, count: int = 1) -> list[Path]:
         """Wait until so many standbys wait; returns their sockets."""
-        return list(wait_for(f"{count} standbys", lambda: len(found := sorted(self.sockets.glob("*.sock"))) >= count
-                             and found))
+        return list(
+            wait_for(f"{count} standbys",
+                     lambda: len(found := sorted(self.sockets.glob("*.sock"))) >= count and found))
 
     def keeper(self) -> int:
         """Return the pid of the keeper of the only standby."""
         [path] = self.booted()
         return int(path.stem.rpartition("-")[2])
 
-    def take(self, name: str = "host/0/1", command: list[str] | None = None, **env: str) -> subprocess.Popen[bytes]:
+    def take(self,
+             name: str = "host/0/1",
+             command: list[str] | None = None,
+             **env: str) -> subprocess.Popen[bytes]:
         """Start a shim as the driver does."""
-        worker = subprocess.Popen([*SHIM, *(command or self.command)], cwd=self.folder, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, start_new_session=True, stdin=subprocess.DEVNULL,
-                                  env=self.env | {"ELASTIC_TRAINER_WORKER": name, "ELASTIC_TRAINER_KEY": "secret"} | env)
+        worker = subprocess.Popen(
+            [*SHIM, *(command or self.command)],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            env=self.env | {"ELASTIC_TRAINER_WORKER": name, "ELASTIC_TRAINER_KEY": "secret"} | env)
         self.started.append(worker)
         return worker
 
@@ -144,11 +164,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         bench.close()
 
 
-# --- laws -------------------------------------------------------------------------------------------------------------
+# --- laws -----------------------------------------------------------------------------------------
 
 def test_nothing_differs_when_only_the_place_does() -> None:
     booted = {"HOME": "/h", "PYTHONUNBUFFERED": "1", "TERM": "x", "PATH": "/a"}
-    now = {"HOME": "/h", "HOROVOD_RANK": "1", "ELASTIC_TRAINER_KEY": "k", "SSH_CLIENT": "::1", "PATH": "/b"}
+    now = {
+        "HOME": "/h", "HOROVOD_RANK": "1", "ELASTIC_TRAINER_KEY": "k", "SSH_CLIENT": "::1",
+        "PATH": "/b"
+    }
     assert differing(booted, now, "/bin/sh") == []
 
 
@@ -158,7 +181,8 @@ def test_the_path_counts_when_the_program_is_another_by_it(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "python").write_text("#!/bin/sh\n")
     (tmp_path / "a" / "python").chmod(0o755)
-    first, more, other = ({"PATH": ":".join(str(tmp_path / name) for name in names)} for names in ("a", "ab", "b"))
+    first, more, other = ({"PATH": ":".join(str(tmp_path / name) for name in names)}
+                          for names in ("a", "ab", "b"))
     assert differing(first, more, "python") == []
     assert differing(first, other, "python") == ["PATH"]
 
@@ -176,7 +200,9 @@ def test_the_environment_is_that_of_the_place_with_what_the_script_has_changed()
            "HOROVOD_RANK": "0", "HOROVOD_CYCLE_TIME": "5"}
     place = {"HOME": "/h", "PATH": "/b", "HOROVOD_RANK": "1", "LC_ALL": "C"}
     assert merged(booted, now, place) == {
-        "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4", "HOROVOD_CYCLE_TIME": "5"}
+        "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4",
+        "HOROVOD_CYCLE_TIME": "5"
+    }
 
 
 def test_the_idle_cores_are_counted() -> None:
@@ -189,7 +215,8 @@ def test_the_command_is_itself_when_there_is_no_folder(tmp_path: Path) -> None:
     env = {shim.FOLDER_VARIABLE: str(tmp_path / "none")}
     assert shim.through_shim(["python", "x.py"], env, is_local=True) == ["python", "x.py"]
     remote = shim.through_shim(["echo", "a b", "$HOME"], env, is_local=False)
-    assert subprocess.run(remote, env=env | {"PATH": os.environ["PATH"]}, capture_output=True).stdout == b"a b $HOME\n"
+    assert subprocess.run(remote, env=env | {"PATH": os.environ["PATH"]},
+                          capture_output=True).stdout == b"a b $HOME\n"
 
 
 def test_the_shim_is_asked_elsewhere_when_there_is_a_folder(bench: Bench) -> None:
@@ -197,11 +224,13 @@ def test_the_shim_is_asked_elsewhere_when_there_is_a_folder(bench: Bench) -> Non
     bench.serve()
     bench.booted()
     remote = shim.through_shim(bench.command, bench.env, is_local=False)
-    assert subprocess.run(remote, cwd=bench.folder, env=bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"}).returncode == 0
+    assert subprocess.run(remote,
+                          cwd=bench.folder,
+                          env=bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"}).returncode == 0
     assert bench.here()["was"]
 
 
-# --- one standby ------------------------------------------------------------------------------------------------------
+# --- one standby ----------------------------------------------------------------------------------
 
 def test_the_place_is_handed_over(bench: Bench) -> None:
     """[1, 3] Environment, both outputs with what was said before, name and exit code."""
@@ -219,7 +248,8 @@ def test_the_place_is_handed_over(bench: Bench) -> None:
 
 
 def test_the_worker_is_known_by_its_environment(bench: Bench) -> None:
-    """Whoever looks for workers in /proc finds it by its name; the secret is not there, nor on a command line."""
+    """Whoever looks for workers in /proc finds it by its name; the secret is not there, nor on a
+    command line."""
     bench.write(WAITS)
     bench.serve()
     bench.booted()
@@ -261,7 +291,10 @@ def test_two_shims_never_get_the_same_standby(bench: Bench) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_the_worker(bench: Bench, number: signal.Signals) -> None:
-    bench.write(f"signal.signal({int(number)}, lambda *_: sys.exit(75))\nopen('waits', 'w')\nwhile True: time.sleep(0.05)")
+    bench.write(
+        f"signal.signal({int(number)}, lambda *_: sys.exit(75))\nopen('waits', 'w')\nwhile True: "
+        f"time.sleep(0.05)"
+    )
     bench.serve()
     bench.booted()
     worker = bench.take()
@@ -271,10 +304,15 @@ def test_a_signal_reaches_the_worker(bench: Bench, number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_the_shim_ends_by_the_signal_that_ended_the_worker(bench: Bench, number: signal.Signals) -> None:
+def test_the_shim_ends_by_the_signal_that_ended_the_worker(bench: Bench,
+                                                           number: signal.Signals) -> None:
     """[2] What it has left behind ends with it."""
-    bench.write("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', 'w').write(str(child.pid))\n"
-                f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nos.kill(os.getpid(), {int(number)})")
+    bench.write(
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', "
+        "'w').write(str(child.pid))\n"
+        f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nos.kill(os.getpid(), "
+        f"{int(number)})"
+    )
     bench.serve()
     bench.booted()
     assert bench.take().wait(DEADLINE_S) == -number
@@ -312,18 +350,20 @@ def test_the_worker_and_its_shim_die_with_the_keeper(bench: Bench) -> None:
 
 
 def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
-    """[2, 3] What the script sets stays set; a signal ends both; the worker dies with its killed keeper though its parent
-    is the script.
+    """[2, 3] What the script sets stays set; a signal ends both; the worker dies with its killed
+    keeper though its parent is the script.
     """
     bench.behind_a_script()
-    bench.write("open(facts['name'][0], 'w').write(os.environ['OF_SCRIPT'] + os.environ['PATH'])\n" + WAITS)
+    bench.write(
+        "open(facts['name'][0], 'w').write(os.environ['OF_SCRIPT'] + os.environ['PATH'])\n" + WAITS)
     bench.serve()
     keeper = bench.keeper()
     worker = bench.take("a/0/1", PATH=os.environ["PATH"] + ":/of/driver")
     pid = bench.here("a/0/1")["pid"]
     script = parent_of(pid)
     assert parent_of(script) == keeper
-    wait_for("its variables", lambda: (bench.folder / "a").exists() and (bench.folder / "a").read_text())
+    wait_for("its variables", lambda:
+             (bench.folder / "a").exists() and (bench.folder / "a").read_text())
     assert (bench.folder / "a").read_text() == f"set/of/script:{os.environ['PATH']}"
     os.kill(pid, signal.SIGSTOP)
     os.kill(keeper, signal.SIGKILL)
@@ -335,10 +375,13 @@ def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
     ("PYTHON job.py > log 2> errors", b"imported\nout\n", b"before\nafter\n"),
     ("PYTHON job.py | tee log", b"imported\nout\n", b"before\nimported\nout\nafter\n"),
 ])
-def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged: bytes, printed: bytes) -> None:
-    """[3] Its redirections hold for a standby as for any worker, and what it prints itself is printed, also meanwhile."""
+def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged: bytes,
+                                                 printed: bytes) -> None:
+    """[3] Its redirections hold for a standby as for any worker, and what it prints itself is
+    printed, also meanwhile."""
     bench.behind_a_script()
-    (bench.folder / "job.sh").write_text(f"echo before\n{line.replace('PYTHON', sys.executable)}\necho after\nexit 7\n")
+    (bench.folder / "job.sh"
+     ).write_text(f"echo before\n{line.replace('PYTHON', sys.executable)}\necho after\nexit 7\n")
     bench.write("while not os.path.exists('go'): time.sleep(0.05)")
     service = bench.serve()
     bench.booted()
@@ -357,14 +400,16 @@ def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged
     (bench.folder / "go").touch()
     os.set_blocking(worker.stdout.fileno(), True)
     rest, err = worker.communicate(timeout=DEADLINE_S)
-    assert (worker.returncode, heard + rest, (bench.folder / "log").read_bytes()) == (7, printed, logged)
+    assert (worker.returncode, heard + rest, (bench.folder / "log").read_bytes()) == (7, printed,
+                                                                                      logged)
     assert err == (b"err\n" if "tee" in line else b"")
 
 
 def test_a_script_that_boots_dies_with_its_keeper(bench: Bench) -> None:
     """[2] It was stopped, perhaps, and nobody would ever let it go on."""
     bench.behind_a_script()
-    bench.write(boot="open('new', 'w').write(str(os.getpid())); os.rename('new', 'boots'); time.sleep(600)")
+    bench.write(
+        boot="open('new', 'w').write(str(os.getpid())); os.rename('new', 'boots'); time.sleep(600)")
     bench.serve()
     wait_for("process", (bench.folder / "boots").exists)
     pid = int((bench.folder / "boots").read_text())
@@ -391,7 +436,7 @@ def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.
     assert worker.wait(DEADLINE_S) == 75
 
 
-# --- no standby -------------------------------------------------------------------------------------------------------
+# --- no standby -----------------------------------------------------------------------------------
 
 def test_another_command_gets_none(bench: Bench) -> None:
     """[1] Not even one more word."""
@@ -417,7 +462,8 @@ def test_a_variable_that_the_script_may_have_read_is_named(bench: Bench) -> None
 
 @pytest.mark.parametrize("changed", ["job.py", "part.py", "job.sh"])
 def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) -> None:
-    """[1] Its worker would train with another code than the others. The file is named, to the person and in the diary."""
+    """[1] Its worker would train with another code than the others. The file is named, to the
+    person and in the diary."""
     bench.behind_a_script()
     (bench.folder / "part.py").touch()
     bench.write(boot="sys.path.insert(0, '.'); import part")
@@ -432,7 +478,10 @@ def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) ->
 
 def test_a_file_that_was_written_while_it_booted_is_a_changed_one() -> None:
     """But for those that a compiler has written elsewhere: they would be new in each standby."""
-    loaded = {"/my/old": (1, 5), "/my/new": (2, 20), "/my/other": (3, 5), "/my/gone": (4, 5), "/tmp/compiled": (5, 20)}
+    loaded = {
+        "/my/old": (1, 5), "/my/new": (2, 20), "/my/other": (3, 5), "/my/gone": (4, 5),
+        "/tmp/compiled": (5, 20)
+    }
     now = loaded | {"/my/other": (9, 5), "/my/gone": (0, 0)}
     assert changed_files(loaded, now, 10, roots=("/my",)) == ["/my/new", "/my/other", "/my/gone"]
 
@@ -463,8 +512,12 @@ def test_no_place_is_handed_to_another_users_process(bench: Bench) -> None:
     """Whoever could put a socket there: it gets no environment, with the run's key in it."""
     bench.write()
     path = bench.sockets / f"{shim.command_name(bench.command, str(bench.folder))}-1.sock"
-    listen = ("import os, socket, sys\ns = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\ns.bind(sys.argv[1])\n"
-              "os.seteuid(65534)\ns.listen()\nprint('listens', flush=True)\nprint(s.accept()[0].recv(64), flush=True)")
+    listen = (
+        "import os, socket, sys\ns = socket.socket(socket.AF_UNIX, "
+        "socket.SOCK_SEQPACKET)\ns.bind(sys.argv[1])\n"
+        "os.seteuid(65534)\ns.listen()\nprint('listens', "
+        "flush=True)\nprint(s.accept()[0].recv(64), flush=True)"
+    )
     stranger = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
     bench.started.append(stranger)
     assert stranger.stdout and stranger.stdout.readline() == b"listens\n"
@@ -526,7 +579,8 @@ def test_the_driver_sees_127_when_there_is_no_such_command(bench: Bench) -> None
 
 def test_a_failed_boot_is_told_with_its_last_words_and_tried_again(bench: Bench) -> None:
     """Later, and later each time."""
-    bench.write(boot="if not os.path.exists('again'): open('again', 'w'); raise SystemExit('no data')")
+    bench.write(
+        boot="if not os.path.exists('again'): open('again', 'w'); raise SystemExit('no data')")
     bench.serve()
     bench.booted()
     [failed] = bench.events("standby.failed")
@@ -551,7 +605,11 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
                "    print('waits', flush=True); sys.stdin.readline()\n"
                "standby.time.sleep = later\n"
                "standby.wait_until_training(standby.Reader.at_end(Path('.')))"]
-    waits = subprocess.Popen(command, cwd=bench.folder, env=bench.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    waits = subprocess.Popen(command,
+                             cwd=bench.folder,
+                             env=bench.env,
+                             stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
     bench.started.append(waits)
     assert waits.stdin and waits.stdout and waits.stdout.readline() == b"waits\n"
     with open(diary, "a") as file:
@@ -562,8 +620,14 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
 
 def services() -> list[int]:
     """Return the services that this process has started."""
-    pids = [int(pid) for children in Path("/proc/self/task").glob("*/children") for pid in children.read_text().split()]
-    return [pid for pid in pids if is_running(pid) and b"--once-training" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids = [
+        int(pid) for children in Path("/proc/self/task").glob("*/children")
+        for pid in children.read_text().split()
+    ]
+    return [
+        pid for pid in pids
+        if is_running(pid) and b"--once-training" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def test_the_service_of_a_local_run_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
@@ -578,17 +642,21 @@ def test_the_service_of_a_local_run_is_started_again_when_it_is_killed(tmp_path:
     assert not is_running(second[0]) and not services()
 
 
-# --- in a real cluster --------------------------------------------------------------------------------------------------
+# --- in a real cluster ----------------------------------------------------------------------------
 
-def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_path: Path, twin_of: Twin) -> None:
-    """The same bits as undisturbed, no second victim; frozen behind its shim it is gone as any other."""
+
+def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """The same bits as undisturbed, no second victim; frozen behind its shim it is gone as any
+    other."""
     with Cluster(tmp_path, job=JOB_STEPS, options=["--standby", "1"]) as cluster:
         cluster.wait_for("a standby", lambda: cluster.events("standby.booted"))
         killed = cluster.signal_worker("127.0.0.3", signal.SIGKILL)
         cluster.wait_for_world(4, after=1)  # it may be there before the others begin without it
         [stood_by] = cluster.events("worker.stood_by")
         assert stood_by["worker"].startswith("127.0.0.3/")
-        for pid in cluster.live_pids().values():  # started by the driver, and by the service of standbys
+        # Started by the driver, and by the service of standbys.
+        for pid in cluster.live_pids().values():
             assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         frozen = cluster.signal_worker("127.0.0.3", signal.SIGSTOP)
         cluster.wait_for("eviction", lambda: cluster.events("driver.worker_evicted"))
@@ -601,8 +669,9 @@ def test_a_standby_replaces_a_killed_worker_and_is_evicted_when_it_freezes(tmp_p
 
 
 def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin) -> None:
-    """[1, 2] As deploy/hosts starts it: a host is cut from its power, another one takes its place at once; then its ssh
-    dies, its worker with it, and the next standby goes on there. What it prints and how it ends arrives as from others.
+    """[1, 2] As deploy/hosts starts it: a host is cut from its power, another one takes its place
+    at once; then its ssh dies, its worker with it, and the next standby goes on there. What it
+    prints and how it ends arrives as from others.
     """
     try:
         netlab.prepare()
@@ -611,13 +680,20 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
     (tmp_path / "lab").mkdir()
     with netlab.Lab(tmp_path / "lab", has_agents=False) as lab:
         lab.boot(netlab.COORDINATOR, "h1", "h2", "h3", "h4", "h5")
-        fleet = netlab.Fleet(lab, tmp_path, ["h1", "h2", "h3", "h4", "h5"], start_with=4, job=JOB_STEPS)
+        fleet = netlab.Fleet(lab,
+                             tmp_path, ["h1", "h2", "h3", "h4", "h5"],
+                             start_with=4,
+                             job=JOB_STEPS)
         alike = ("HOME", "PATH", "PYTHONPATH", "ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER")
-        fleet.env = {name: fleet.env[name] for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}  # each host's own
+        # Each host's own.
+        fleet.env = {name: fleet.env[name]
+                     for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}
         at = fleet.command.index("--")
-        fleet.command[at + 1] = "python"  # by PATH, in which horovodrun_elastic.sh puts its own folder in front
+        # By PATH, in which horovodrun_elastic.sh puts its own folder in front.
+        fleet.command[at + 1] = "python"
         path = f"{Path(sys.executable).parent}:{fleet.env['PATH']}"
-        there, fleet.env["PATH"] = fleet.env | {"PATH": path}, f"{Path(sys.executable).parent}:{path}"
+        there, fleet.env["PATH"] = fleet.env | {"PATH": path
+                                                }, f"{Path(sys.executable).parent}:{path}"
 
         def standbys() -> str:
             return lab.inside("h5", "find", "/run", "-name", "*.sock", "-path", "*/standbys/*")
@@ -632,7 +708,8 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
             generation = fleet.wait_for_world(4, after=generation)
             fleet.wait_for("successor", lambda: standbys() not in ("", first))
             started = next(e for e in fleet.events("driver.worker_started") if e["host"] == "h5")
-            pid = next(e["pid"] for e in fleet.events("driver.worker_ready") if e["worker"] == started["worker"])
+            pid = next(e["pid"] for e in fleet.events("driver.worker_ready")
+                       if e["worker"] == started["worker"])
             lab.inside(netlab.COORDINATOR, "kill", "-KILL", str(started["pid"]))
             fleet.wait_for("end of its worker", lambda: not lab.inside(
                 "h5", "sh", "-c", f"[ ! -e /proc/{pid} ] || echo there"))
@@ -642,4 +719,6 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
             stood_by = [e["worker"].split("/")[0] for e in fleet.events("worker.stood_by")]
             assert stood_by == ["h5", "h5"]
             assert "[h5]<stdout>: weights " in (fleet.folder / "output.log").read_text()
-            assert [e["exit_code"] for e in fleet.events("driver.worker_gone") if e["host"] == "h5"][1:] == [0]
+            assert [
+                e["exit_code"] for e in fleet.events("driver.worker_gone") if e["host"] == "h5"
+            ][1:] == [0]

@@ -19,7 +19,8 @@ from elastic_trainer.state.store import FolderStore, Store, StoreRefused, StoreU
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
     """A live state after a few steps."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width),
+                                torch.nn.Linear(width, 2))
     state = ElasticState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
     state.has_state = True
     for _ in range(steps):
@@ -32,7 +33,8 @@ def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> Elastic
 
 def bytes_of(state: ElasticState) -> bytes:
     packed = state.packed()
-    return packed.header + b"".join(bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+    return packed.header + b"".join(
+        bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
 
 
 def payload(packed: Any) -> torch.Tensor:
@@ -46,7 +48,8 @@ def test_a_newcomer_has_the_same_bytes_when_it_has_received_the_state(optimizer:
     packed = giver.packed()
     taker.load(decode(packed.header, payload(packed)))
     assert bytes_of(taker) == bytes_of(giver)
-    for state in (giver, taker):  # and goes on to the same bytes: nothing is aliased, nothing is missing
+    # And goes on to the same bytes: nothing is aliased, nothing is missing.
+    for state in (giver, taker):
         torch.manual_seed(5)
         state.model(torch.randn(8, 4)).square().mean().backward()
         state.optimizer.step()
@@ -66,13 +69,17 @@ def test_nothing_is_changed_when_the_state_is_another_models() -> None:
 
 
 def test_the_weights_stay_until_all_bytes_have_come() -> None:
-    """They are received into the gradients' memory: half a state changes nothing, the whole one everything."""
+    """They are received into the gradients' memory: half a state changes nothing, the whole one
+    everything."""
     giver, taker = trained(3), trained(0)
     for parameter in taker.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before, packed = bytes_of(taker), giver.packed()
     room, data = taker.room(packed.header, packed.payload_bytes), payload(packed)
-    grads = {parameter.grad.data_ptr() for parameter in taker.model.parameters() if parameter.grad is not None}
+    grads = {
+        parameter.grad.data_ptr()
+        for parameter in taker.model.parameters() if parameter.grad is not None
+    }
     assert grads <= {tensor.data_ptr() for tensor in room.tensors}
     half = len(data) // 2
     fill_range(room, half, data[half:])
@@ -84,7 +91,8 @@ def test_the_weights_stay_until_all_bytes_have_come() -> None:
 
 
 def test_refuses_another_models_values_before_there_is_a_byte() -> None:
-    """Nobody reads gigabytes to learn that they do not fit; nobody makes room for what a header only claims."""
+    """Nobody reads gigabytes to learn that they do not fit; nobody makes room for what a header
+    only claims."""
     packed = trained(3).packed()
     with pytest.raises(LayoutError, match="in this model"):
         trained(0, width=9).room(packed.header, packed.payload_bytes)
@@ -113,9 +121,12 @@ def test_refuses_bytes_when_they_are_not_what_the_header_says(spoil: str) -> Non
 
 
 def test_values_come_back_when_packed() -> None:
-    """Tuples stay tuples, integer keys stay integers, empty and 0-dimensional tensors stay what they are."""
-    values = {"t": (1, "x", None, True, 2.5), 3: [torch.tensor(7.0), torch.empty(0, 4)], "b": torch.ones(3).bfloat16(),
-              "inf": float("inf")}
+    """Tuples stay tuples, integer keys stay integers, empty and 0-dimensional tensors stay what
+    they are."""
+    values = {
+        "t": (1, "x", None, True, 2.5), 3: [torch.tensor(7.0), torch.empty(0, 4)],
+        "b": torch.ones(3).bfloat16(), "inf": float("inf")
+    }
     packed = pack(values)
     back = decode(packed.header, payload(packed))
     assert back["t"] == values["t"] and back["inf"] == float("inf")
@@ -128,7 +139,8 @@ def test_values_come_back_when_packed() -> None:
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", None])
 def test_the_optimizers_count_is_where_torch_wants_it(flag: str | None) -> None:
-    """With the parameter for a fused or capturable optimizer, else on the CPU; all else is with the parameter."""
+    """With the parameter for a fused or capturable optimizer, else on the CPU; all else is with the
+    parameter."""
     giver, model = trained(3), trained(0).model.to("meta")  # it stands for another device
     taker = ElasticState(model, torch.optim.AdamW(model.parameters()))
     if flag:
@@ -164,11 +176,13 @@ def test_one_wins_when_many_put_the_same_name(tmp_path: Path) -> None:
     assert_one_wins(FolderStore(tmp_path))
 
 
-@pytest.mark.parametrize(("number", "remedy"), [
-    (errno.EACCES, "user"), (errno.EROFS, "Mount"), (errno.EPERM, "hard links"), (errno.EOPNOTSUPP, "hard links"),
-    (errno.ENOSPC, None), (errno.EIO, None), (errno.ESTALE, None)])
-def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int,
-                                                   remedy: str | None) -> None:
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "user"), (errno.EROFS, "Mount"),
+                                                (errno.EPERM, "hard links"),
+                                                (errno.EOPNOTSUPP, "hard links"),
+                                                (errno.ENOSPC, None), (errno.EIO, None),
+                                                (errno.ESTALE, None)])
+def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   number: int, remedy: str | None) -> None:
     """With a remedy; a full disk or a server that is away may come back."""
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -191,5 +205,3 @@ def test_refuses_a_name_when_it_leaves_the_store(tmp_path: Path, name: str) -> N
     """A name from a manifest never escapes the store's folder."""
     with pytest.raises(ValueError, match="no name"):
         FolderStore(tmp_path).get(name)
-
-

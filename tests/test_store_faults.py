@@ -1,6 +1,8 @@
-"""Real runs whose checkpoints go to a real S3 server, and workers that die at every point of a checkpoint's life.
+"""Real runs whose checkpoints go to a real S3 server, and workers that die at every point of a
+checkpoint's life.
 
-A proxy sees each request before it is forwarded: there it kills who sent it (a worker is known by the host it runs on).
+A proxy sees each request before it is forwarded: there it kills who sent it (a worker is known by
+the host it runs on).
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ def store(tmp_path: Path) -> list[str]:
 
 
 class Killer:
-    """Kills one worker (or everybody) when the n-th matching request comes by; `then` says what becomes of that."""
+    """Kills one worker (or everybody) when the n-th matching request comes by; `then` says what
+    becomes of that."""
 
-    def __init__(self, cluster: Cluster, proxy: FaultyProxy, *, contains: str, nth: int, victim: str, then: str | None):
+    def __init__(self, cluster: Cluster, proxy: FaultyProxy, *, contains: str, nth: int,
+                 victim: str, then: str | None):
         self.cluster, self.contains, self.nth, self.victim, self.then = cluster, contains, nth, victim, then
         self.seen, self.lock, self.fired = 0, threading.Lock(), threading.Event()
         proxy.on_request = self
@@ -92,8 +96,8 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path, twin_of: Twin,
-                                                        point: str) -> None:
+def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path,
+                                                        twin_of: Twin, point: str) -> None:
     """No step is lost, and a later checkpoint stands, published by whoever is rank 0 then."""
     contains, nth, victim, then = POINTS[point]
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
@@ -107,9 +111,10 @@ def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_
 
 
 @pytest.mark.parametrize("then", ["drop", "lose_answer"])
-def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path,
-                                                                              twin_of: Twin, then: str) -> None:
-    """Everybody and the driver are killed during the put of the second record: it stands or not, and is used or not."""
+def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(
+        proxy: FaultyProxy, tmp_path: Path, twin_of: Twin, then: str) -> None:
+    """Everybody and the driver are killed during the put of the second record: it stands or not,
+    and is used or not."""
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
         killer = Killer(cluster, proxy, contains="/log/", nth=3, victim="everyone", then=then)
         assert killer.fired.wait(120), cluster.story()
@@ -121,7 +126,8 @@ def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(pr
     assert result["attempts"] == 2
 
 
-def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path, twin_of: Twin) -> None:
+def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path,
+                                                  twin_of: Twin) -> None:
     """The failures are said, the steps go on, and when the store is back a checkpoint stands."""
     job = ("--steps", "120", "--part-bytes", "65536", "--step-s", "0.25", "--checkpoint-every", "5")
     with Cluster(tmp_path, job=job, options=store(tmp_path)) as cluster:
@@ -137,7 +143,8 @@ def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: 
         assert cluster.events("state.checkpoint_published")[-1]["step"] == 120, cluster.story()
 
 
-def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy,
+                                                              tmp_path: Path) -> None:
     """A clear error at once, before any worker is."""
     proxy.fault("no_bucket", times=10**6)
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
@@ -146,13 +153,16 @@ def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy
         assert not cluster.events("driver.worker_started")
 
 
-def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyProxy, tmp_path: Path) -> None:
-    """A second coordinator with a diary of its own: the first one's fleet is fenced, and says so instead of fighting."""
+def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyProxy,
+                                                                tmp_path: Path) -> None:
+    """A second coordinator with a diary of its own: the first one's fleet is fenced, and says so
+    instead of fighting."""
     job = ("--steps", "2000", *JOB[2:])
     with Cluster(tmp_path / "first", job=job, options=store(tmp_path)) as first:
         first.wait_for("checkpoint", lambda: first.events("state.checkpoint_published"))
         newest = first.events("state.checkpoint_published")[-1]["step"]
-        with Cluster(tmp_path / "second", hosts=1, min_workers=1, job=job, options=store(tmp_path)) as second:
+        with Cluster(tmp_path / "second", hosts=1, min_workers=1, job=job,
+                     options=store(tmp_path)) as second:
             second.wait_for("restore", lambda: second.events("state.checkpoint_restored"))
             assert first.wait() == 70
             assert first.events("state.fenced"), first.story()
@@ -162,7 +172,8 @@ def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyPro
 
 
 def test_a_laptop_gets_an_s3_server_of_its_own(tmp_path: Path, twin_of: Twin) -> None:
-    """`--store s3`: started with the run, on loopback, and resumed from after everyone was killed."""
+    """`--store s3`: started with the run, on loopback, and resumed from after everyone was
+    killed."""
     with Cluster(tmp_path, job=JOB, options=["--store", "s3"]) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()

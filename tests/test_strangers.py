@@ -33,5 +33,8 @@ def test_a_flood_from_many_addresses_does_not_fill_the_log() -> None:
         strangers.refuse(f"10.0.{number // 250}.{number % 250}", f"reason {number}")
         told += strangers.due(0.0)
     told += strangers.due(EVERY_S)
-    assert len(told) == MOST_ADDRESSES + 2 and {facts["address"] for facts in told[MOST_ADDRESSES:]} == {OTHERS}
+    assert len(told) == MOST_ADDRESSES + 2 and {
+        facts["address"]
+        for facts in told[MOST_ADDRESSES:]
+    } == {OTHERS}
     assert sum(facts["refused"] for facts in told) == 10_000

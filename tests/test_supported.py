@@ -65,7 +65,9 @@ def running_mean(module: Any, x: torch.Tensor) -> None:
 
 def test_the_user_is_told_at_the_start_when_a_late_buffer_is_a_running_value() -> None:
     """The warm-up has changed it, and nobody knows what it was before."""
-    with pytest.raises(ConfigError, match=r"2\.late are made in the first forward pass and changed by the second"):
+    with pytest.raises(
+            ConfigError,
+            match=r"2\.late are made in the first forward pass and changed by the second"):
         trained(built(Late(lambda x: torch.ones(8), running_mean)))
 
 
@@ -91,16 +93,21 @@ class Grows(Model):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("after", "error", "named"), [
     (0, ConfigError, r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\)\. .*largest size"),
-    (2 + 4 + 2, RuntimeError, r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\) in step 1\. .*largest size"),
-], ids=["in the first pass", "in the second step"])
-def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception], named: str, in_place: bool) -> None:
+    (2 + 4 + 2, RuntimeError,
+     r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\) in step 1\. .*largest size"),
+],
+                         ids=["in the first pass", "in the second step"])
+def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception], named: str,
+                                              in_place: bool) -> None:
     """With its name, before anybody applies the step: nothing of it remains."""
     model, reference = built(Grows(after, in_place)), built(Grows(99, False))
     with pytest.raises(error, match=named):
         trained(model)
     if error is RuntimeError:
         trained(reference, max_steps=1)
-    for mine, theirs in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+    for mine, theirs in zip(model.state_dict().values(),
+                            reference.state_dict().values(),
+                            strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -128,21 +135,27 @@ class Scaled(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale: torch.Tensor = self.scale
         if self.moves:
-            self.scale = scale + 0.01 * x.detach().mean() if not scale.is_complex() else scale * (1 + 0.01j)
+            self.scale = scale + 0.01 * x.detach().mean() if not scale.is_complex() else scale * (
+                1 + 0.01j)
         return x * (scale.abs() + 1).float()
 
 
-BUFFERS = {"expanded": lambda: torch.ones(1).expand(8), "overlapping": lambda: torch.arange(9.0).unfold(0, 2, 1)[:, 0],
-           "complex": lambda: torch.polar(torch.ones(8), torch.arange(8.0)),
-           "complex, of double precision": lambda: torch.ones(8, dtype=torch.complex128),
-           "conjugated": lambda: torch.polar(torch.ones(8), torch.arange(8.0)).conj(),
-           "one complex number": lambda: torch.tensor(1j), "transposed": lambda: torch.ones(2, 8).t()[:, 1]}
+BUFFERS = {
+    "expanded": lambda: torch.ones(1).expand(8),
+    "overlapping": lambda: torch.arange(9.0).unfold(0, 2, 1)[:, 0],
+    "complex": lambda: torch.polar(torch.ones(8), torch.arange(8.0)),
+    "complex, of double precision": lambda: torch.ones(8, dtype=torch.complex128),
+    "conjugated": lambda: torch.polar(torch.ones(8), torch.arange(8.0)).conj(),
+    "one complex number": lambda: torch.tensor(1j), "transposed": lambda: torch.ones(2, 8).t()[:, 1]
+}
 
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, moves: bool, tmp_path: Path) -> None:
-    """Expanded, complex: in a world of any size, and after a resume; it keeps its bytes if nothing changes it."""
+def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, moves: bool,
+                                                                     tmp_path: Path) -> None:
+    """Expanded, complex: in a world of any size, and after a resume; it keeps its bytes if nothing
+    changes it."""
     def model() -> Model:
         return built(Scaled(BUFFERS[kind](), moves))
 
@@ -183,13 +196,17 @@ def sparse_buffer() -> Model:
 
 
 REFUSED = {
-    "a complex parameter": (lambda: Weighted(torch.ones(3, dtype=torch.complex64)), sgd, "parameters weight are complex"),
-    "a sparse parameter": (lambda: Weighted(torch.eye(3).to_sparse()), sgd, "parameters weight are sparse"),
+    "a complex parameter": (lambda: Weighted(torch.ones(3, dtype=torch.complex64)), sgd,
+                            "parameters weight are complex"),
+    "a sparse parameter": (lambda: Weighted(torch.eye(3).to_sparse()), sgd,
+                           "parameters weight are sparse"),
     "a sparse buffer": (sparse_buffer, sgd, "buffers links are sparse"),
     "a lazy module": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), sgd,
                       r"0\.weight, 0\.bias of the model are not initialized .*Run one batch"),
-    "LBFGS": (built, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer is LBFGS, .*closure"),
-    "SparseAdam": (built, lambda model: torch.optim.SparseAdam(model.parameters()), "optimizer is SparseAdam"),
+    "LBFGS": (built, lambda model: torch.optim.LBFGS(model.parameters()),
+              "optimizer is LBFGS, .*closure"),
+    "SparseAdam": (built, lambda model: torch.optim.SparseAdam(model.parameters()),
+                   "optimizer is SparseAdam"),
 }
 
 
@@ -210,7 +227,8 @@ def test_sparse_gradients_train_as_dense_ones_do() -> None:
     """An embedding with sparse=True under SGD."""
     def model(is_sparse: bool) -> Model:
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Flatten(), torch.nn.Linear(15, 3))
+        return torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Flatten(),
+                                   torch.nn.Linear(15, 3))
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
         return mse(model, [(batch[0].abs() * 3).long().clamp(max=8), batch[1]])

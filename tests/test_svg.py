@@ -41,7 +41,8 @@ def texts(root: Element) -> list[str]:
 
 
 def test_the_picture_of_a_run_shows_each_change_of_its_fleet() -> None:
-    """A mark for each lost worker and each new world, a band for each pause, the goodput as text."""
+    """A mark for each lost worker and each new world, a band for each pause, the goodput as
+    text."""
     events = events_of(RECORDED)
     _, root = drawn(events)
     result = result_of(history_of(events))
@@ -79,8 +80,10 @@ def test_everything_is_drawn_within_the_picture() -> None:
 
 
 def step(time: float, **more: Any) -> dict[str, Any]:
-    return {"event": "worker.step_committed", "time": time, "run": "x", "attempt": 1, "step": int(time),
-            "step_s": 1.0, "samples": 8, "loss": 1.0, **more}
+    return {
+        "event": "worker.step_committed", "time": time, "run": "x", "attempt": 1, "step": int(time),
+        "step_s": 1.0, "samples": 8, "loss": 1.0, **more
+    }
 
 
 def generation(time: float, size: int, at: int) -> dict[str, Any]:
@@ -99,8 +102,8 @@ def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
     _, root = drawn(events)
     (line,) = of_kind(root, "stopped")
     assert line[0].text == "stopped for 13.9 h"
-    assert any(text == "20 s" for text in texts(root)) and not any("h" in text for text in texts(root)
-                                                                   if re.fullmatch(r"\d+ \w+", text))
+    assert any(text == "20 s" for text in texts(root)) and not any(
+        "h" in text for text in texts(root) if re.fullmatch(r"\d+ \w+", text))
 
 
 def test_the_axis_is_its_own_inverse() -> None:
@@ -115,7 +118,8 @@ def test_the_axis_is_its_own_inverse() -> None:
 
 def test_the_numbers_on_the_axes_are_round() -> None:
     """1, 2 or 5 times a power of ten; all of one axis in one unit."""
-    assert svg.ticks(149.0, 4) == [0, 50, 100] and svg.ticks(0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
+    assert svg.ticks(149.0, 4) == [0, 50, 100] and svg.ticks(
+        0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
     assert [label for _, label in svg.time_ticks(40.0)][:3] == ["0 s", "5 s", "10 s"]
     assert [label for _, label in svg.time_ticks(7200.0)][-1] == "2 h"
     assert [label for _, label in svg.time_ticks(600.0)][:2] == ["0 min", "2 min"]

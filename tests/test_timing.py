@@ -20,7 +20,8 @@ def test_steps_that_become_slower_are_told_once_and_so_is_their_end() -> None:
     """Also where they are longer than a whole pace, and where each of many is short."""
     assert told(*[(1.0, 0.1)] * 10, *[(2.0, 1.1)] * 15, *[(1.0, 0.1)] * 5) == [
         ("worker.steps_slower", 14), ("worker.steps_as_before", 29)]
-    assert told(*[(1 / 64, 0.0)] * 384, *[(1 / 32, 0.0)] * 200) == [("worker.steps_slower", 384 + 95)]
+    assert told(*[(1 / 64, 0.0)] * 384,
+                *[(1 / 32, 0.0)] * 200) == [("worker.steps_slower", 384 + 95)]
 
 
 def test_steps_that_become_slower_still_are_told_again() -> None:
@@ -36,6 +37,7 @@ def test_a_few_slow_steps_are_not_told() -> None:
 
 
 def test_steps_that_are_slow_from_the_first_are_their_own_measure() -> None:
-    """A generation has its own pace: fewer workers take longer; a first step that is slow hides nothing."""
+    """A generation has its own pace: fewer workers take longer; a first step that is slow hides
+    nothing."""
     assert told((60.0, 0.0), *[(2.0, 0.1)] * 20) == []
     assert told((60.0, 0.0), *[(2.0, 0.1)] * 9, *[(4.0, 0.1)] * 5) == [("worker.steps_slower", 14)]

@@ -1,6 +1,8 @@
-"""The loop of the user: the same bits as train() and as plain PyTorch, whatever breaks, or an error at once.
+"""The loop of the user: the same bits as train() and as plain PyTorch, whatever breaks, or an error
+at once.
 
-`Broken` puts several trainers into one world of threads, whose generations break where a test says so.
+`Broken` puts several trainers into one world of threads, whose generations break where a test says
+so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,20 @@ from typing import Any
 import pytest
 import torch
 from simulated import Hub, Member
-from test_loop import DATA, INPUT, NUMBERS, SCHEDULE, SIZE, TARGET, Ears, adamw, built, mse, sgd, trained
+from test_loop import (
+    DATA,
+    INPUT,
+    NUMBERS,
+    SCHEDULE,
+    SIZE,
+    TARGET,
+    Ears,
+    adamw,
+    built,
+    mse,
+    sgd,
+    trained,
+)
 from test_world import Given, Session
 
 from elastic_trainer import Trainer
@@ -35,8 +50,11 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 def trainer_of(model: Model, optimizer: Any = None, dataset: Any = DATA, **changes: Any) -> Trainer:
-    given: dict[str, Any] = {"global_batch": 8, "shards": 4, "until": "2 epochs", "seed": 3, "progress": False}
-    return Trainer(model, sgd(model) if optimizer is None else optimizer, dataset, **(given | changes))
+    given: dict[str, Any] = {
+        "global_batch": 8, "shards": 4, "until": "2 epochs", "seed": 3, "progress": False
+    }
+    return Trainer(model,
+                   sgd(model) if optimizer is None else optimizer, dataset, **(given | changes))
 
 
 def loop(trainer: Trainer, model: Model, loss: Callable[[Model, Any], torch.Tensor] = mse) -> str:
@@ -47,18 +65,24 @@ def loop(trainer: Trainer, model: Model, loss: Callable[[Model, Any], torch.Tens
     return trainer.result.weights_sha256
 
 
-# --- the same bits --------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> None:
-    """Also with everything that a step can change: statistics, dropout, moments, scale, rate, clipping."""
+    """Also with everything that a step can change: statistics, dropout, moments, scale, rate,
+    clipping."""
     def made() -> tuple[Model, dict[str, Any]]:
         model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-        return model, {"clip_norm": 0.5, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)}
+        return model, {
+            "clip_norm": 0.5, "scaler": torch.amp.GradScaler("cpu",
+                                                             init_scale=2.0**8,
+                                                             growth_interval=2)
+        }
 
     model, more = made()
     rate = cosine(warmup_steps=2, total_steps=6)
-    reference = trained(model, adamw(model), shards=2, schedule=rate, reduce=reduce, **more).weights_sha256
+    reference = trained(model, adamw(model), shards=2, schedule=rate, reduce=reduce,
+                        **more).weights_sha256
     model, more = made()
     trainer = trainer_of(model, adamw(model), shards=2, lr=rate, reduce=reduce, **more)
     assert loop(trainer, model) == reference
@@ -71,7 +95,8 @@ def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard() -> None:
     loop(trainer_of(model, adamw(model), shards=1), model)
     optimizer = adamw(plain)
     for step in range(SCHEDULE.steps):
-        chosen = torch.cat([torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+        chosen = torch.cat(
+            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
         seed_everything(SCHEDULE.shard_seed(step, 0))
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
@@ -87,7 +112,8 @@ def test_each_step_is_handed_out_once_when_it_is_finished() -> None:
         for batch in step:
             step.backward(mse(model, batch))
         seen.append((step.number, step.epoch, step.loss))
-    told = [(e["step"], SCHEDULE.epoch(e["step"]), e["loss"]) for e in ears.facts("worker.step_committed")]
+    told = [(e["step"], SCHEDULE.epoch(e["step"]), e["loss"])
+            for e in ears.facts("worker.step_committed")]
     assert seen == told and len(seen) == 6
 
 
@@ -110,12 +136,15 @@ class Average:
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, stop: int,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(
+        run_dir: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint holds what the user changed behind its last step, in `state`."""
     def run(until: int) -> tuple[str, Average, list[int]]:
         model, average, steps = built(torch.nn.BatchNorm1d(8)), Average(), []
-        trainer = trainer_of(model, state={"average": average}, until=f"{until} steps", checkpoint_every=1)
+        trainer = trainer_of(model,
+                             state={"average": average},
+                             until=f"{until} steps",
+                             checkpoint_every=1)
         for step in trainer:
             for batch in step:
                 step.backward(mse(model, batch))
@@ -128,11 +157,13 @@ def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path, 
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
     straight = run(6)
     assert resumed[0] == straight[0] and resumed[2] == list(range(stop, 6))
-    assert torch.equal(resumed[1].values, straight[1].values) and resumed[1].updates == straight[1].updates == 6
+    assert torch.equal(resumed[1].values,
+                       straight[1].values) and resumed[1].updates == straight[1].updates == 6
 
 
 def test_a_model_is_evaluated_behind_the_inner_loop() -> None:
-    """model.eval(), a forward pass, model.train() and accumulated losses change no bit of the training."""
+    """model.eval(), a forward pass, model.train() and accumulated losses change no bit of the
+    training."""
     def run(evaluates: bool) -> str:
         model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
         trainer = trainer_of(model, shards=2)
@@ -164,7 +195,7 @@ def test_a_batch_is_accumulated_when_the_user_cuts_it_again() -> None:
         assert torch.allclose(one, two, atol=1e-6)
 
 
-# --- a world that breaks --------------------------------------------------------------------------------------------
+# --- a world that breaks --------------------------------------------------------------------------
 
 class Meeting(Hub):
     """A hub that can break, and where all meet again for the next generation."""
@@ -179,7 +210,8 @@ class Meeting(Hub):
 
 
 class Doors(Session):
-    """Horovod, as far as generations need it: all meet when it starts, and all notice when one closes its sockets."""
+    """Horovod, as far as generations need it: all meet when it starts, and all notice when one
+    closes its sockets."""
 
     def __init__(self, hub: Meeting):
         super().__init__()
@@ -214,8 +246,10 @@ class Fault:
             raise PeersLost("as planned")
 
 
-def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` of each rank in a thread, with a Trainer that has its seat in one world; returns what they return."""
+def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int,
+                        work: Callable[[int], Any]) -> list[Any]:
+    """Run `work` of each rank in a thread, with a Trainer that has its seat in one world; returns
+    what they return."""
     hub, ended, broken = Meeting(size), dict[int, Any](), list[BaseException]()
     ranks = threading.local()
     torch.set_num_threads(1)
@@ -224,8 +258,8 @@ def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int, work: Callab
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.world = Broken(hub, ranks.rank)
-            self.generations = Generations(Launch(), Given(ranks.rank, size), self.events, self.hooks(), self.world,
-                                           Doors(hub))
+            self.generations = Generations(Launch(), Given(ranks.rank, size), self.events,
+                                           self.hooks(), self.world, Doors(hub))
 
     def run(rank: int) -> None:
         ranks.rank = rank
@@ -251,12 +285,18 @@ POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
 
 
 @pytest.mark.parametrize("points", [
-    *[{0: [(point, 2)]} for point in POINTS], *[{3: [(point, 2)]} for point in POINTS],
-    {1: [("step.voted", 1), ("step.computed", 3)], 2: [("step.prepared", 4)], 0: [("step.voted", 5)]},
-], ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
+    *[{0: [(point, 2)]} for point in POINTS],
+    *[{3: [(point, 2)]} for point in POINTS],
+    {
+        1: [("step.voted", 1),
+            ("step.computed", 3)], 2: [("step.prepared", 4)], 0: [("step.voted", 5)]
+    },
+],
+                         ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
 def test_the_bits_are_those_of_one_worker_when_generations_break(
         points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In shards, between prepare, vote and apply. The code behind the inner loop runs once for each finished step."""
+    """In shards, between prepare, vote and apply. The code behind the inner loop runs once for each
+    finished step."""
     def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
         torch.manual_seed(0)
         model, average, steps = models[rank], Average(), []
@@ -278,10 +318,11 @@ def test_the_bits_are_those_of_one_worker_when_generations_break(
         assert ended[:2] == alone[:2] and torch.equal(ended[2], alone[2])
 
 
-# --- what is counted and logged ---------------------------------------------------------------------------------------
+# --- what is counted and logged -------------------------------------------------------------------
 
 def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
-    """The sum of a loss over those targets that count, and how many do: another number in each shard."""
+    """The sum of a loss over those targets that count, and how many do: another number in each
+    shard."""
     x, y = batch
     counts = (y > -0.5).float()
     return (torch.square(model(x) - y) * counts).sum(), int(counts.sum())
@@ -290,7 +331,8 @@ def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("scales", [False, True])
 def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, scales: bool) -> None:
-    """One shard, or four of different counts: the same steps as plain PyTorch makes with one big batch."""
+    """One shard, or four of different counts: the same steps as plain PyTorch makes with one big
+    batch."""
     def run(shards: int) -> tuple[Model, float]:
         model = built()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if scales else None
@@ -304,7 +346,8 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
     plain = built()
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
-        chosen = torch.cat([torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+        chosen = torch.cat(
+            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
         optimizer.zero_grad()
         total, count = tokens(plain, [INPUT[chosen], TARGET[chosen]])
         total.backward()
@@ -314,7 +357,10 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
     (one, loss), (four, _) = run(1), run(4)
-    for mine, theirs, other in zip(one.parameters(), plain.parameters(), four.parameters(), strict=True):
+    for mine, theirs, other in zip(one.parameters(),
+                                   plain.parameters(),
+                                   four.parameters(),
+                                   strict=True):
         assert torch.equal(byte_view(mine), byte_view(theirs))
         assert torch.allclose(mine, other, rtol=1e-4, atol=1e-6)
     assert loss == pytest.approx(float(total.detach()) / count)
@@ -332,14 +378,20 @@ def counted(model: Model, trainer: Trainer) -> tuple[str, list[dict[str, float]]
 
 
 def test_sums_are_the_same_number_in_every_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, also where a generation breaks after the vote; they are in the step's event too."""
+    """Bit for bit, also where a generation breaks after the vote; they are in the step's event
+    too."""
     ears = Ears()
     model = built()
     alone = counted(model, trainer_of(model, listeners=[ears]))
     assert [e["metrics"] for e in ears.facts("worker.step_committed")] == alone[1]
     models = [built() for _ in range(3)]
-    for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: counted(models[rank], trainer_of(
-            models[rank], listeners=[Fault(*{1: [("step.voted", 2)], 2: [("step.computed", 4)]}.get(rank, []))]))):
+    for ended in in_a_breaking_world(
+            monkeypatch, 3, lambda rank: counted(
+                models[rank],
+                trainer_of(
+                    models[rank],
+                    listeners=
+                    [Fault(*{1: [("step.voted", 2)], 2: [("step.computed", 4)]}.get(rank, []))]))):
         assert ended == alone
 
 
@@ -363,13 +415,16 @@ def test_logged_sums_are_exact() -> None:
 
 
 @pytest.mark.parametrize(("body", "told"), [
-    (lambda step, total, count, calls=[]: (calls.append(1), step.backward(total, **{"count": count} if len(calls) % 2
-                                                                          else {})),
+    (lambda step, total, count, calls=[]:
+     (calls.append(1), step.backward(total, **{"count": count} if len(calls) % 2 else {})),
      "2 of 4 shards of step 0 gave a count"),
-    (lambda step, total, count: step.backward(total, count=0), "4 of 4 shards of step 0 gave a count.*add up to 0"),
+    (lambda step, total, count: step.backward(total, count=0),
+     "4 of 4 shards of step 0 gave a count.*add up to 0"),
     (lambda step, total, count: step.backward(total, count="many"), "backward got count='many'"),
-    (lambda step, total, count: (step.log(acc=3), step.backward(total)), r"acc=3. Give a sum and its number of items"),
-    (lambda step, total, count: (step.log(**{"count": (1, 1)}), step.backward(total)), "cannot log 'count'"),
+    (lambda step, total, count:
+     (step.log(acc=3), step.backward(total)), r"acc=3. Give a sum and its number of items"),
+    (lambda step, total, count:
+     (step.log(**{"count": (1, 1)}), step.backward(total)), "cannot log 'count'"),
     (lambda step, total, count: (step.backward(total), step.number == 1 and step.log(late=(1, 1))),
      "late was logged in shard 0 of step 1, but the first batch logged nothing"),
 ])
@@ -382,19 +437,20 @@ def test_a_count_that_cannot_be_used_raises(body: Callable[..., Any], told: str)
                 body(step, *tokens(model, batch))
 
 
-# --- several optimizers -------------------------------------------------------------------------------------------------
+# --- several optimizers ---------------------------------------------------------------------------
 
 class Pair(Model):
-    """A generator and a discriminator with statistics; `draws`: with noise and dropout. (A world of threads has one random
-    generator for all.)"""
+    """A generator and a discriminator with statistics; `draws`: with noise and dropout. (A world of
+    threads has one random generator for all.)"""
 
     def __init__(self, draws: bool = False) -> None:
         super().__init__()
         self.draws = draws
         torch.manual_seed(0)
-        self.g = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
-        self.d = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2 * draws), torch.nn.Tanh(),
-                                     torch.nn.Linear(8, 1))
+        self.g = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8),
+                                     torch.nn.Tanh(), torch.nn.Linear(8, 5))
+        self.d = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2 * draws),
+                                     torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
     def fake(self, x: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(self.g(torch.randn(len(x), 2) if self.draws else x[:, :2]))
@@ -407,7 +463,8 @@ def optimizers(model: Pair) -> dict[str, torch.optim.Optimizer]:
 
 def loss_of_d(model: Pair, x: torch.Tensor) -> torch.Tensor:
     fake = model.fake(x).detach()
-    return torch.nn.functional.softplus(model.d(fake)).mean() + torch.nn.functional.softplus(-model.d(x)).mean()
+    return torch.nn.functional.softplus(
+        model.d(fake)).mean() + torch.nn.functional.softplus(-model.d(x)).mean()
 
 
 def loss_of_g(model: Pair, x: torch.Tensor) -> torch.Tensor:
@@ -444,7 +501,12 @@ def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
     """With one shard: the discriminator's step, then the generator's on what that has left."""
     model, plain = Pair(draws=True), Pair(draws=True)
     adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, shards=1))
-    schedule = Schedule(dataset_size=SIZE, global_batch=8, shards=1, epochs=2, seed=3, min_shard_samples=2)
+    schedule = Schedule(dataset_size=SIZE,
+                        global_batch=8,
+                        shards=1,
+                        epochs=2,
+                        seed=3,
+                        min_shard_samples=2)
     made = optimizers(plain)
     for step in range(schedule.steps):
         x = INPUT[torch.from_numpy(schedule.shard_samples(step, 0))]
@@ -452,29 +514,40 @@ def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
             plain.zero_grad()
             seed_everything(seed_of(schedule, step, 0, phase))
             loss(plain, x).backward()
-            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]],
+                                           0.5)
             optimizer.step()
-    for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6) if "running" in name else torch.equal(mine, theirs), name
+    for (name, mine), theirs in zip(model.state_dict().items(),
+                                    plain.state_dict().values(),
+                                    strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4,
+                              atol=1e-6) if "running" in name else torch.equal(mine, theirs), name
 
 
 @pytest.mark.parametrize("points", [
-    *[{1: [(point, 2)]} for point in POINTS], *[{1: [(point, 2), (point, 2)]} for point in POINTS],
+    *[{1: [(point, 2)]} for point in POINTS],
+    *[{1: [(point, 2), (point, 2)]} for point in POINTS],
     {0: [("step.voted", 2)], 2: [("step.voted", 2), ("step.prepared", 4)]},
-], ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
-def test_the_bits_are_those_of_one_worker_when_a_phase_breaks(points: dict[int, list[tuple[str, int]]],
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """All go on at the phase that they agree on: none is done twice, and the code between them runs once."""
+],
+                         ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
+def test_the_bits_are_those_of_one_worker_when_a_phase_breaks(
+        points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All go on at the phase that they agree on: none is done twice, and the code between them runs
+    once."""
     models = [Pair() for _ in range(4)]
     alone = adversarial(models[3], pair_of_steps(models[3]))
-    for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: adversarial(models[rank], pair_of_steps(
-            models[rank], listeners=[Fault(*points.get(rank, []))]))):
+    for ended in in_a_breaking_world(
+            monkeypatch, 3, lambda rank: adversarial(
+                models[rank], pair_of_steps(models[rank], listeners=[Fault(*points.get(rank, []))]))
+    ):
         assert ended[0] == alone[0] and ended[1].losses == alone[1].losses
         assert ended[1].steps == ended[1].between == list(range(6))
 
 
-def test_a_worker_that_joins_between_two_phases_skips_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It receives the state with the number of the phase; the loop of a phase that is done has no batches."""
+def test_a_worker_that_joins_between_two_phases_skips_those_that_are_done(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It receives the state with the number of the phase; the loop of a phase that is done has no
+    batches."""
     batches: list[list[tuple[str, int]]] = [[], []]
     models = [Pair(), Pair()]
 
@@ -487,7 +560,8 @@ def test_a_worker_that_joins_between_two_phases_skips_those_that_are_done(monkey
                     batches[rank].append((phase, step.number))
                     loop = trainer._worker.loop
                     assert loop
-                    if not loop.has_joined and rank == 0:  # it is in the middle of step 0, as one that has revived is
+                    # It is in the middle of step 0, as one that has revived is.
+                    if not loop.has_joined and rank == 0:
                         loop.state.has_state, loop.state.phase = True, 1
                     step.backward(loss(model, x))
         return trainer.result.weights_sha256
@@ -500,7 +574,8 @@ def test_a_worker_that_joins_between_two_phases_skips_those_that_are_done(monkey
 
 
 @pytest.mark.parametrize("stop", [1, 4])
-def test_no_phase_is_in_a_checkpoint_alone(run_dir: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_phase_is_in_a_checkpoint_alone(run_dir: Path, stop: int,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run begins with the first phase of a step, and has the bits of a straight one."""
     def run(until: int) -> tuple[str, Seen]:
         model = Pair(draws=True)
@@ -509,7 +584,8 @@ def test_no_phase_is_in_a_checkpoint_alone(run_dir: Path, stop: int, monkeypatch
     run(stop)
     resumed = run(6)
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
-    assert resumed[0] == run(6)[0] and resumed[1].between == resumed[1].steps == list(range(stop, 6))
+    assert resumed[0] == run(6)[0] and resumed[1].between == resumed[1].steps == list(range(
+        stop, 6))
 
 
 def wrong_order(step: Any, model: Pair) -> None:
@@ -553,7 +629,8 @@ def test_a_phase_that_is_left_out_raises(body: Callable[[Any, Pair], None], told
 def test_several_optimizers_share_no_parameter_and_no_torch_scheduler() -> None:
     """Two phases would move it, and a scheduler sets the rates of one optimizer."""
     model = Pair()
-    with pytest.raises(ConfigError, match="parameter 0 of the optimizer 'b' is in the optimizer 'a' too"):
+    with pytest.raises(ConfigError,
+                       match="parameter 0 of the optimizer 'b' is in the optimizer 'a' too"):
         trainer_of(model, {"a": sgd(model), "b": sgd(model.d)})
     with pytest.raises(ConfigError, match="empty dict"):
         trainer_of(model, {})
@@ -562,7 +639,7 @@ def test_several_optimizers_share_no_parameter_and_no_torch_scheduler() -> None:
         trainer_of(model, made, lr=torch.optim.lr_scheduler.ExponentialLR(made["d"], 0.9))
 
 
-# --- misuse -----------------------------------------------------------------------------------------------------------
+# --- misuse ---------------------------------------------------------------------------------------
 
 def twice(step: Any, model: Model) -> None:
     for batch in step:
@@ -624,7 +701,8 @@ def test_the_optimizer_is_the_trainers() -> None:
     """A step of the user's raises; behind the loop the optimizer is as free as it was."""
     model = built()
     optimizer = sgd(model)
-    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called in the loop.*Remove the call"):
+    with pytest.raises(RuntimeError,
+                       match=r"optimizer.step\(\) was called in the loop.*Remove the call"):
         for step in trainer_of(model, optimizer):
             for batch in step:
                 step.backward(mse(model, batch))
@@ -678,7 +756,9 @@ def test_the_user_is_told_at_once_when_the_length_of_the_run_is_unclear(until: A
 
 def test_a_length_has_a_number_and_a_unit() -> None:
     """In epochs or steps, one or many."""
-    assert [length_of(text) for text in ("1 epoch", "10 epochs", "5_000 steps")] == [(1, None), (10, None), (None, 5000)]
+    assert [length_of(text) for text in ("1 epoch", "10 epochs", "5_000 steps")] == [(1, None),
+                                                                                     (10, None),
+                                                                                     (None, 5000)]
 
 
 def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> None:
@@ -693,10 +773,11 @@ def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> N
                 step.backward(mse(model, batch))
 
 
-# --- how the loop is left -------------------------------------------------------------------------------------------
+# --- how the loop is left -------------------------------------------------------------------------
 
-def test_the_user_is_told_how_the_run_goes_on_when_the_loop_is_left(run_dir: Path,
-                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_the_user_is_told_how_the_run_goes_on_when_the_loop_is_left(
+        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By break, and by return: at which checkpoint, and how a run is finished early."""
     def leave(by_return: bool) -> None:
         model = built()
@@ -749,38 +830,52 @@ END
 
 @pytest.mark.parametrize(("body", "end", "event", "code"), [
     ("raise ValueError('as planned')", "train()", "worker.failed", 1),
-    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    raise", "worker.failed", 1),
-    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError as e:\n    raise KeyError from e",
+    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    raise",
      "worker.failed", 1),
-    ("raise ValueError('as planned')", "thread = threading.Thread(target=train); thread.start(); thread.join()",
-     "worker.failed", 0),
-    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    pass", "worker.loop_left", 0),
+    ("raise ValueError('as planned')",
+     "try:\n    train()\nexcept ValueError as e:\n    raise KeyError from e", "worker.failed", 1),
+    ("raise ValueError('as planned')",
+     "thread = threading.Thread(target=train); thread.start(); thread.join()", "worker.failed", 0),
+    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    pass",
+     "worker.loop_left", 0),
     ("sys.exit(3)", "train()", "worker.loop_left", 3),
     ("break", "train()", "worker.loop_left", 0),
 ])
-def test_the_end_of_a_script_is_told(body: str, end: str, event: str, code: int, tmp_path: Path) -> None:
-    """An exception with its traceback; what was caught, an exit and a break with where the run goes on."""
+def test_the_end_of_a_script_is_told(body: str, end: str, event: str, code: int,
+                                     tmp_path: Path) -> None:
+    """An exception with its traceback; what was caught, an exit and a break with where the run goes
+    on."""
     from elastic_trainer.observe.events import read_events
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("BODY", body).replace("END", end))
-    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, script, tmp_path / "run"],
+                          capture_output=True,
+                          text=True,
+                          timeout=120,
                           cwd=tmp_path)
     assert done.returncode == code, done.stderr
-    told = [e for e in read_events(tmp_path / "run") if e["event"] in ("worker.failed", "worker.loop_left")]
+    told = [
+        e for e in read_events(tmp_path / "run")
+        if e["event"] in ("worker.failed", "worker.loop_left")
+    ]
     assert [e["event"] for e in told] == [event], done.stderr
     if event == "worker.failed":
-        assert "ValueError: as planned" in told[0]["error"] and "ValueError: as planned" in done.stderr
+        assert "ValueError: as planned" in told[0][
+            "error"] and "ValueError: as planned" in done.stderr
     else:
         assert told[0]["step"] == 2 and "after 2 of 4 steps" in done.stderr
 
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["all", "one"])
-def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(
-        run_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], inside: bool) -> None:
-    """After this step, or after the next if it is asked for behind the inner loop; also when a generation breaks there."""
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1, )], ids=["all", "one"])
+def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(run_dir: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch,
+                                                                  ranks: tuple[int, ...],
+                                                                  inside: bool) -> None:
+    """After this step, or after the next if it is asked for behind the inner loop; also when a
+    generation breaks there."""
     models = [built() for _ in range(3)]  # here: threads share the random generator
 
     def run(rank: int, **more: Any) -> tuple[str, list[int]]:
@@ -803,7 +898,8 @@ def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(
         assert ended == (reference, [0, 1, 2])
 
 
-def test_a_run_that_was_finished_early_stays_finished(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_finished_early_stays_finished(run_dir: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """The same command does no more steps; the event log is proved, and says why."""
     for _ in range(2):
         model, steps = built(), []
@@ -823,8 +919,10 @@ def test_a_run_that_was_finished_early_stays_finished(run_dir: Path, capsys: pyt
 
 
 def test_time_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers, and one that rolls a step forward, find that an interval ends at the same step."""
-    monkeypatch.setattr(Loop, "_clock_ms", lambda self: 25_000 * (self.state.committed + 1) + 10_000 * self.world.rank)
+    """All workers, and one that rolls a step forward, find that an interval ends at the same
+    step."""
+    monkeypatch.setattr(Loop, "_clock_ms", lambda self: 25_000 *
+                        (self.state.committed + 1) + 10_000 * self.world.rank)
 
     models = [built() for _ in range(3)]  # here: threads share the random generator
 

@@ -1,7 +1,8 @@
-"""The units of deploy/hosts under a real systemd: what it starts, as whom, and what it does when something ends.
+"""The units of deploy/hosts under a real systemd: what it starts, as whom, and what it does when
+something ends.
 
-The units and their scripts are the real ones, and so is the agent. What they call pretends: `aws`, `dnf`, the run, the
-poller, the group's call and the standby write down how they were called.
+The units and their scripts are the real ones, and so is the agent. What they call pretends: `aws`,
+`dnf`, the run, the poller, the group's call and the standby write down how they were called.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from terraform import units_in_user_data
 ROOT = Path(__file__).resolve().parent.parent
 THERE = "/opt/elastic-trainer"
 KEPT = "/var/lib/elastic-trainer"
-SETTINGS = {"AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "GROUP": "mine-workers", "ROLE": "coordinator",
-            "ROLE_ID": "AROA1", "WORKERS_ROLE_ID": "AROA2", "SLOTS": "2", "NP": "4", "MIN_NP": "1"}
+SETTINGS = {
+    "AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "GROUP": "mine-workers",
+    "ROLE": "coordinator", "ROLE_ID": "AROA1", "WORKERS_ROLE_ID": "AROA2", "SLOTS": "2", "NP": "4",
+    "MIN_NP": "1"
+}
 NOBODY_NEEDED = "autoscaling set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0"
 CALLED = f"""#!/bin/bash
 set -eu
@@ -58,7 +62,8 @@ QUICK = "[Service]\nRestartSec=100ms\n"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Booted]:
-    """A machine whose coordinator.sh or worker.sh has come to its last section: units are in place, and none is started."""
+    """A machine whose coordinator.sh or worker.sh has come to its last section: units are in place,
+    and none is started."""
     try:
         booted.prepare()
     except Unavailable as error:
@@ -71,7 +76,8 @@ def machine(tmp_path: Path) -> Iterator[Booted]:
                             ignore=shutil.ignore_patterns("__pycache__"))
         machine.run("chmod", "-R", "a+rX", THERE)
         machine.run("install", "-d", "-o", "trainer", KEPT, f"{KEPT}/runs/mine")
-        machine.write("/etc/elastic-trainer/fleet.env", "".join(f"{k}='{v}'\n" for k, v in SETTINGS.items()))
+        machine.write("/etc/elastic-trainer/fleet.env",
+                      "".join(f"{k}='{v}'\n" for k, v in SETTINGS.items()))
         machine.write("/etc/elastic-trainer/host.env", "ADDRESS='127.0.0.1'\n")
         machine.write("/etc/elastic-trainer/agent.key", "00" * 32, 0o600)
         machine.run("chown", "trainer", "/etc/elastic-trainer/agent.key")
@@ -89,7 +95,8 @@ def machine(tmp_path: Path) -> Iterator[Booted]:
 
 
 def lives(machine: Booted) -> list[list[str]]:
-    """Return of each life of the run: its pid there, its user, its limit of files and its variables."""
+    """Return of each life of the run: its pid there, its user, its limit of files and its
+    variables."""
     return [line.split() for line in machine.read(f"{KEPT}/lives").splitlines()]
 
 
@@ -104,7 +111,8 @@ def is_alive(machine: Booted, pid: str) -> bool:
 
 
 def allowed(wanted: object, limit: int) -> tuple[str, str]:
-    """Return the limit that a unit asks for, and the highest that this machine allows (without CAP_SYS_RESOURCE)."""
+    """Return the limit that a unit asks for, and the highest that this machine allows (without
+    CAP_SYS_RESOURCE)."""
     return str(wanted), str(resource.getrlimit(limit)[1])
 
 
@@ -114,7 +122,8 @@ def settled(machine: Booted, unit: str) -> Callable[[], bool]:
 
 
 def test_the_run_is_started_as_trainer_after_its_poller(machine: Booted) -> None:
-    """With its limits, and with no variable of the machine's; the poller knows the fleet by the settings."""
+    """With its limits, and with no variable of the machine's; the poller knows the fleet by the
+    settings."""
     machine.systemctl("start", "--no-block", "elastic-trainer.service")
     machine.wait_for("run", lambda: lives(machine))
     machine.wait_for("poller", lambda: "discovery poll" in called(machine, "python"))
@@ -122,14 +131,17 @@ def test_the_run_is_started_as_trainer_after_its_poller(machine: Booted) -> None
     assert user == "trainer" and files in allowed(1048576, resource.RLIMIT_NOFILE)
     assert not {"BUCKET", "GROUP", "INVOCATION_ID", "ADDRESS"} & set(variables)
     assert called(machine, "python").startswith("trainer -m elastic_trainer.discovery poll ")
-    assert "--tag Fleet=mine --tag Role=worker --group mine-workers --cpu-slots 2" in called(machine, "python")
+    assert "--tag Fleet=mine --tag Role=worker --group mine-workers --cpu-slots 2" in called(
+        machine, "python")
 
 
-def test_a_run_that_is_done_sends_the_workers_away_and_is_not_started_again(machine: Booted) -> None:
+def test_a_run_that_is_done_sends_the_workers_away_and_is_not_started_again(
+        machine: Booted) -> None:
     """Neither by systemd nor by the next boot."""
     machine.write(f"{KEPT}/exit_code", "0")
     machine.systemctl("start", "elastic-trainer.service")
-    machine.wait_for("end", lambda: machine.read(f"{KEPT}/calls.aws") and settled(machine, "elastic-trainer")())
+    machine.wait_for(
+        "end", lambda: machine.read(f"{KEPT}/calls.aws") and settled(machine, "elastic-trainer")())
     assert f"trainer {NOBODY_NEEDED}\n" in called(machine, "aws")
     assert machine.path(f"{KEPT}/ended").exists()
     machine.systemctl("start", "elastic-trainer.service")
@@ -138,7 +150,8 @@ def test_a_run_that_is_done_sends_the_workers_away_and_is_not_started_again(mach
 
 
 @pytest.mark.parametrize("code", ["2", "70"])
-def test_a_run_that_is_yours_to_mend_is_tried_once_and_the_workers_go(machine: Booted, code: str) -> None:
+def test_a_run_that_is_yours_to_mend_is_tried_once_and_the_workers_go(machine: Booted,
+                                                                      code: str) -> None:
     """It has failed for good: nobody is billed for machines that wait."""
     machine.write(f"{KEPT}/exit_code", code)
     machine.systemctl("start", "--no-block", "elastic-trainer.service")
@@ -149,7 +162,8 @@ def test_a_run_that_is_yours_to_mend_is_tried_once_and_the_workers_go(machine: B
 
 
 def test_a_run_that_crashes_is_tried_ten_times_and_then_the_workers_go(machine: Booted) -> None:
-    """Each crash puts the diary into the bucket. systemd 252 calls OnFailure= only when it has given up."""
+    """Each crash puts the diary into the bucket. systemd 252 calls OnFailure= only when it has
+    given up."""
     machine.write(f"{KEPT}/runs/mine/events.jsonl", "{}\n")
     machine.write(f"{KEPT}/exit_code", "1")
     machine.systemctl("start", "--no-block", "elastic-trainer.service")
@@ -174,7 +188,8 @@ def test_a_run_that_is_killed_starts_again_without_what_it_had_started(machine: 
 
 
 def test_a_run_that_is_stopped_ends_well_and_keeps_its_workers(machine: Booted) -> None:
-    """`systemctl stop` and a reboot: 130 is no failure, the diary goes to the bucket, and the group stays as it is."""
+    """`systemctl stop` and a reboot: 130 is no failure, the diary goes to the bucket, and the group
+    stays as it is."""
     machine.write(f"{KEPT}/hosts.json", "{}")
     machine.systemctl("start", "elastic-trainer.service")
     machine.wait_for("run", lambda: lives(machine) and machine.read(f"{KEPT}/workers"))
@@ -189,8 +204,10 @@ def test_a_run_that_is_stopped_ends_well_and_keeps_its_workers(machine: Booted) 
 def test_the_diary_goes_to_the_bucket_again_and_again(machine: Booted) -> None:
     """By its timer, as trainer."""
     machine.write(f"{KEPT}/hosts.json", "{}")
-    machine.write("/etc/systemd/system/elastic-diary.timer.d/quick.conf",
-                  "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n")
+    machine.write(
+        "/etc/systemd/system/elastic-diary.timer.d/quick.conf",
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+    )
     machine.systemctl("daemon-reload")
     machine.systemctl("start", "elastic-diary.timer")
     words = f"trainer s3 cp --only-show-errors {KEPT}/hosts.json s3://b/mine/diary/"
@@ -199,21 +216,27 @@ def test_the_diary_goes_to_the_bucket_again_and_again(machine: Booted) -> None:
 
 def test_the_agent_runs_as_trainer_and_comes_back_when_it_is_killed(machine: Booted) -> None:
     """It may lock memory and open many files. A poller with the key hears from it."""
-    ask = ("from pathlib import Path; from elastic_trainer.discovery.client import ask, read_key; "
-           "print(ask('127.0.0.1:7411', read_key(Path('/etc/elastic-trainer/agent.key')), 5.0).state)")
+    ask = (
+        "from pathlib import Path; from elastic_trainer.discovery.client import ask, read_key; "
+        "print(ask('127.0.0.1:7411', read_key(Path('/etc/elastic-trainer/agent.key')), 5.0).state)")
 
     def says() -> str:
-        return machine.run("sh", "-c", f'cd {THERE} && {sys.executable} -c "{ask}"', check=False).stdout.strip()
+        return machine.run("sh", "-c", f'cd {THERE} && {sys.executable} -c "{ask}"',
+                           check=False).stdout.strip()
 
     machine.systemctl("start", "elastic-agent.service")
     machine.wait_for("answer", says)
     (pid,) = machine.shows("elastic-agent", "MainPID")
     assert machine.run("ps", "-o", "user=", "-p", pid).stdout.strip() == "trainer"
-    limits = {line[:26].strip(): line.split()[3] for line in machine.read(f"/proc/{pid}/limits").splitlines()[1:]}
+    limits = {
+        line[:26].strip(): line.split()[3]
+        for line in machine.read(f"/proc/{pid}/limits").splitlines()[1:]
+    }
     assert limits["Max open files"] in allowed(1048576, resource.RLIMIT_NOFILE)
     assert limits["Max locked memory"] in allowed("unlimited", resource.RLIMIT_MEMLOCK)
     machine.run("kill", "-KILL", pid)
-    machine.wait_for("next agent", lambda: machine.shows("elastic-agent", "MainPID")[0] not in ("0", pid))
+    machine.wait_for("next agent", lambda: machine.shows("elastic-agent", "MainPID")[0] not in
+                     ("0", pid))
     machine.wait_for("answer", says)
 
 
@@ -222,7 +245,9 @@ def test_a_worker_that_a_standby_became_outlives_the_standbys_unit(machine: Boot
     settings = "/etc/elastic-trainer/fleet.env"
     machine.write(settings, machine.read(settings).replace("coordinator", "worker"))
     machine.systemctl("start", "elastic-standby.service")
-    machine.wait_for("standby", lambda: " standby --slots 2 -- python it's mine.py\n" in called(machine, "python"))
+    machine.wait_for(
+        "standby",
+        lambda: " standby --slots 2 -- python it's mine.py\n" in called(machine, "python"))
     assert called(machine, "python").startswith("trainer ")
     machine.systemctl("stop", "elastic-standby.service")
     assert machine.shows("elastic-standby", "ActiveState")[0] != "active"
@@ -234,20 +259,24 @@ def unmade(machine: Booted, dnf: str) -> None:
     machine.run("rm", "-r", THERE)
     for unit, text in units_in_user_data().items():
         machine.write(f"/etc/systemd/system/{unit}", text)
-    machine.write("/usr/local/sbin/elastic-boot", (ROOT / "deploy/hosts/boot.sh").read_text(), 0o755)
+    machine.write("/usr/local/sbin/elastic-boot", (ROOT / "deploy/hosts/boot.sh").read_text(),
+                  0o755)
     machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
     machine.write("/etc/elastic-trainer/fleet.env", machine.read("/etc/elastic-trainer/fleet.env")
                   + "SOURCE='code.tar.gz'\nPACKAGES='zstd'\n")
     for program, text in (("aws", NO_CODE), ("dnf", CALLED + dnf), ("systemctl", CALLED)):
-        machine.write(f"/usr/local/bin/{program}", text, 0o755)  # a real power-off would take the evidence with it
-    machine.write("/etc/systemd/system/elastic-boot.service.d/quick.conf", QUICK + "TimeoutStartSec=2s\n")
+        # A real power-off would take the evidence with it.
+        machine.write(f"/usr/local/bin/{program}", text, 0o755)
+    machine.write("/etc/systemd/system/elastic-boot.service.d/quick.conf",
+                  QUICK + "TimeoutStartSec=2s\n")
     machine.run("/bin/systemctl", "daemon-reload")
     machine.run("/bin/systemctl", "start", "--no-block", "elastic-boot.service")
     machine.wait_for("power-off", lambda: "root poweroff" in called(machine, "systemctl"))
 
 
 def test_a_coordinator_that_finds_no_code_tries_five_times_and_is_off(machine: Booted) -> None:
-    """Each try says so in the bucket; after the last, nobody is asked for, and nothing is tried again."""
+    """Each try says so in the bucket; after the last, nobody is asked for, and nothing is tried
+    again."""
     unmade(machine, "")
     words = called(machine, "aws").splitlines()
     assert sum(" s3://b/mine/code.tar.gz " in line for line in words) == 5
@@ -265,19 +294,25 @@ def test_a_boot_that_hangs_is_ended_and_says_so(machine: Booted) -> None:
     assert "This try has failed (exit code 143)" in machine.read(f"{KEPT}/said.before")
 
 
-def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(machine: Booted) -> None:
+def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(
+        machine: Booted) -> None:
     """As trainer, from the real journal; when the machine goes down, after the run has ended."""
     machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
     take = f'case "$*" in *txt.gz) gzip -d >{KEPT}/log.new; mv {KEPT}/log.new {KEPT}/log ;; esac\n'
     machine.write("/usr/local/bin/aws", CALLED + take, 0o755)
-    machine.write("/etc/systemd/system/elastic-logs.timer.d/quick.conf",
-                  "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n")
-    machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf", "[Unit]\nStartLimitIntervalSec=0\n")
-    persistent = (ROOT / "deploy/hosts/machine.sh").read_text().split("# What it says before a crash")[1].split("\n# ")[0]
+    machine.write(
+        "/etc/systemd/system/elastic-logs.timer.d/quick.conf",
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+    )
+    machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf",
+                  "[Unit]\nStartLimitIntervalSec=0\n")
+    persistent = (ROOT / "deploy/hosts/machine.sh"
+                  ).read_text().split("# What it says before a crash")[1].split("\n# ")[0]
     machine.run("bash", "-euc", "#" + persistent)
     machine.run("journalctl", "--flush")  # as systemd does at boot
     machine.systemctl("daemon-reload")
-    machine.systemctl("start", "elastic-last-logs.service", "elastic-trainer.service", "elastic-logs.timer")
+    machine.systemctl("start", "elastic-last-logs.service", "elastic-trainer.service",
+                      "elastic-logs.timer")
     machine.wait_for("log", lambda: "a run begins" in machine.read(f"{KEPT}/log"))
     boot = machine.read("/proc/sys/kernel/random/boot_id").strip().replace("-", "")
     to = f"s3://b/mine/logs/AROA1:i-0aaaaaaaaaaaaaaaa/{boot}.txt.gz"
@@ -289,22 +324,30 @@ def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(mach
 
 
 def test_the_group_is_looked_after_until_the_run_has_ended(machine: Booted) -> None:
-    """As trainer, by its timer, also after calls that fail; then AWS empties the group by the order that stands."""
-    machine.write("/etc/systemd/system/elastic-group.timer.d/quick.conf",
-                  "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n")
-    machine.write("/etc/systemd/system/elastic-group.service.d/quick.conf", "[Unit]\nStartLimitIntervalSec=0\n")
+    """As trainer, by its timer, also after calls that fail; then AWS empties the group by the order
+    that stands."""
+    machine.write(
+        "/etc/systemd/system/elastic-group.timer.d/quick.conf",
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+    )
+    machine.write("/etc/systemd/system/elastic-group.service.d/quick.conf",
+                  "[Unit]\nStartLimitIntervalSec=0\n")
     machine.write(f"{KEPT}/exit_code", "1")
     machine.systemctl("daemon-reload")
     machine.systemctl("start", "elastic-group.timer")
-    words = (f"trainer -m elastic_trainer.discovery group --group mine-workers --hosts-file {KEPT}/hosts"
-             f" --events {KEPT}/runs/mine/events.jsonl")
+    words = (
+        f"trainer -m elastic_trainer.discovery group --group mine-workers --hosts-file {KEPT}/hosts"
+        f" --events {KEPT}/runs/mine/events.jsonl")
     machine.wait_for("third call", lambda: called(machine, "group").splitlines().count(words) >= 3)
     machine.write(f"{KEPT}/exit_code", "0")
     before = len(called(machine, "group").splitlines())
     machine.wait_for("more calls", lambda: len(called(machine, "group").splitlines()) > before + 2)
     machine.write(f"{KEPT}/ended", "")
-    machine.wait_for("condition", lambda: machine.shows("elastic-group.service", "ConditionResult") == ["no"])
+    machine.wait_for("condition",
+                     lambda: machine.shows("elastic-group.service", "ConditionResult") == ["no"])
     calls = called(machine, "group")
     checked = machine.shows("elastic-group.service", "ConditionTimestampMonotonic")
-    machine.wait_for("next turn", lambda: machine.shows("elastic-group.service", "ConditionTimestampMonotonic") != checked)
+    machine.wait_for(
+        "next turn",
+        lambda: machine.shows("elastic-group.service", "ConditionTimestampMonotonic") != checked)
     assert called(machine, "group") == calls

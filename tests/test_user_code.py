@@ -30,7 +30,8 @@ class Conv(Model):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        image = torch.nn.functional.pad(x, (0, 3)).view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        image = torch.nn.functional.pad(x, (0, 3)).view(-1, 2, 2,
+                                                        2).to(memory_format=torch.channels_last)
         return torch.as_tensor(self.last(self.conv(image).flatten(1)))
 
 
@@ -39,7 +40,8 @@ def fused(model: Model) -> torch.optim.Optimizer:
 
 
 class Lowest(Model):
-    """Keeps the lowest value seen, as the observers of quantization do: `none` where it has seen nothing."""
+    """Keeps the lowest value seen, as the observers of quantization do: `none` where it has seen
+    nothing."""
 
     def __init__(self, none: float) -> None:
         super().__init__()
@@ -51,12 +53,15 @@ class Lowest(Model):
         return torch.as_tensor(self.inner(x) + self.lowest)
 
 
-@pytest.mark.parametrize(("make", "optimizer"), [
-    (Conv, fused),
-    (lambda: Lowest(float("inf")), sgd),
-    (lambda: Lowest(torch.finfo().max), sgd),
-], ids=["channels_last, fused", "a minimum from inf", "a minimum from the largest number"])
-def test_the_weights_are_plain_pytorchs(make: Callable[[], Model], optimizer: Callable[[Model], torch.optim.Optimizer],
+@pytest.mark.parametrize(
+    ("make", "optimizer"), [
+        (Conv, fused),
+        (lambda: Lowest(float("inf")), sgd),
+        (lambda: Lowest(torch.finfo().max), sgd),
+    ],
+    ids=["channels_last, fused", "a minimum from inf", "a minimum from the largest number"])
+def test_the_weights_are_plain_pytorchs(make: Callable[[], Model],
+                                        optimizer: Callable[[Model], torch.optim.Optimizer],
                                         tmp_path: Path) -> None:
     """And the same bits in all worlds, and in a run that goes on from a checkpoint."""
     once = everywhere(lambda: job_of(make(), optimizer))
@@ -67,7 +72,9 @@ def test_the_weights_are_plain_pytorchs(make: Callable[[], Model], optimizer: Ca
     for steps in (3, 6):
         model = make()
         trained(model, optimizer(model), run_dir=tmp_path, max_steps=steps)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), once.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), once.state_dict().values(), strict=True))
 
 
 def plain_with_buffers(model: Model, optimizer: torch.optim.Optimizer) -> Model:
@@ -75,10 +82,16 @@ def plain_with_buffers(model: Model, optimizer: torch.optim.Optimizer) -> Model:
 
 
 def test_a_mask_keeps_its_bits_when_a_buffer_holds_marks() -> None:
-    """What no forward pass changes stays, also infinite values and the largest numbers of each type."""
-    kept = {f"{number}": torch.tensor([value, 0.5], dtype=dtype) for number, (value, dtype) in enumerate(
-        (value, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        for value in (float("inf"), -float("inf"), torch.finfo(dtype).max, torch.finfo(dtype).min))}
+    """What no forward pass changes stays, also infinite values and the largest numbers of each
+    type."""
+    kept = {
+        f"{number}": torch.tensor([value, 0.5], dtype=dtype)
+        for number, (value, dtype) in enumerate(
+            (value, dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+            for value in (float("inf"), -float("inf"), torch.finfo(dtype).max,
+                          torch.finfo(dtype).min))
+    }
 
     def make() -> Model:
         model = built()
@@ -91,7 +104,8 @@ def test_a_mask_keeps_its_bits_when_a_buffer_holds_marks() -> None:
 
 
 def test_a_module_stays_in_eval_mode_when_the_run_goes_on(tmp_path: Path) -> None:
-    """To freeze BatchNorm by eval() in after_step is a part of the state, so a newcomer has it too."""
+    """To freeze BatchNorm by eval() in after_step is a part of the state, so a newcomer has it
+    too."""
     def make() -> dict[str, Any]:
         model = built(torch.nn.BatchNorm1d(8))
         return {"model": model, "after_step": lambda step: model[2].eval() if step == 1 else None}
@@ -117,7 +131,8 @@ def ends_with_eval(model: Any, batch: Any) -> torch.Tensor:
 
 
 def test_the_mode_that_a_loss_leaves_holds_from_the_next_step_on() -> None:
-    """A loss that ends with eval() trains its first batch in train mode: whoever has tried it before, on all shards."""
+    """A loss that ends with eval() trains its first batch in train mode: whoever has tried it
+    before, on all shards."""
     alone, reference = built(Louder()), built(Louder())
     trained(alone, loss=ends_with_eval, shards=1)
     assert_close(alone, plain(reference, sgd(reference), ends_with_eval, shards=1))
@@ -141,7 +156,9 @@ def test_an_optimizers_shared_state_is_kept_when_the_run_goes_on(tmp_path: Path)
     hashes = []
     for folder, steps in ((None, 6), (tmp_path, 3), (tmp_path, 6)):
         model = built()
-        hashes.append(trained(model, Counting(model.parameters(), lr=0.1), run_dir=folder, max_steps=steps).weights_sha256)
+        hashes.append(
+            trained(model, Counting(model.parameters(), lr=0.1), run_dir=folder,
+                    max_steps=steps).weights_sha256)
     assert hashes[0] == hashes[2]
 
 
@@ -174,7 +191,8 @@ def moves_data(model: Model, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("loss", [steps_itself, moves_data])
 def test_the_user_is_told_when_the_loss_changes_weights(loss: Any) -> None:
     """Replicas would differ, and healthy machines would be blamed for it."""
-    with pytest.raises((ParametersWritten, ConfigError), match=r"has changed the parameters 0\.weight"):
+    with pytest.raises((ParametersWritten, ConfigError),
+                       match=r"has changed the parameters 0\.weight"):
         trained(built(), loss=loss)
 
 
@@ -247,5 +265,7 @@ def test_the_user_is_told_when_a_whole_number_changes_by_more_than_the_sums_hold
     """It was rounded in silence. Up to there it is exact."""
     model = everywhere(lambda: job_of(Counter(2**22 - 1)))
     assert int(model.get_buffer("count")) == 6 * (2**22 - 1)
-    with pytest.raises(RuntimeError, match="a buffer of whole numbers has changed by more than 4194304 in step 0"):
+    with pytest.raises(
+            RuntimeError,
+            match="a buffer of whole numbers has changed by more than 4194304 in step 0"):
         trained(Counter(2**25 + 1))

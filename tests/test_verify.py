@@ -1,6 +1,8 @@
-"""The laws of `verify`: honest histories pass, and whatever a run must not do is seen in its events.
+"""The laws of `verify`: honest histories pass, and whatever a run must not do is seen in its
+events.
 
-`Story` writes the events that a run would, kills and restarts included; `DOCTORED` lists what is then done to them.
+`Story` writes the events that a run would, kills and restarts included; `DOCTORED` lists what is
+then done to them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Story:
         self.say("run.started", options={})
 
     def say(self, event: str, **facts: Any) -> None:
-        bound = {"time": 1000.0 + len(self.events), "event": event, "run": "x", "attempt": self.attempt}
+        bound = {
+            "time": 1000.0 + len(self.events), "event": event, "run": "x", "attempt": self.attempt
+        }
         self.events.append(bound | facts)
 
     def start(self, size: int, *, checkpoint: bool = True) -> None:
@@ -52,11 +56,21 @@ class Story:
 
     def lose_one(self, size: int, *, redone: bool = True) -> None:
         """Go on as a new generation. The new rank 0 repeats the last line, or writes it first."""
-        self.say("driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason="crashed")
+        self.say("driver.worker_gone",
+                 worker="a/0/1",
+                 host="a",
+                 pid=1,
+                 exit_code=-9,
+                 reason="crashed")
         self._generation(size, "memory", redone=redone)
 
     def lose_all(self, verdict: str = "failed") -> None:
-        self.say("driver.worker_gone", worker="a/0/1", host="a", pid=1, exit_code=-9, reason="crashed")
+        self.say("driver.worker_gone",
+                 worker="a/0/1",
+                 host="a",
+                 pid=1,
+                 exit_code=-9,
+                 reason="crashed")
         self.say("attempt.ended", exit_code=1, verdict=verdict)
 
     def train(self, steps: int) -> None:
@@ -94,9 +108,17 @@ class Story:
         self.say("driver.generation_formed", **place, hosts=[], reason="lost")
         if redone:
             self.say("worker.step_redone", generation=self.generation, step=self.steps)
-        self.say("worker.generation_started", **place, rank=0, step=self.steps, source=source, pause_s=0.2)
+        self.say("worker.generation_started",
+                 **place,
+                 rank=0,
+                 step=self.steps,
+                 source=source,
+                 pause_s=0.2)
         keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
-        self.say("job.described", **{key: getattr(self.schedule, key) for key in keys}, reduce=self.reduce)
+        self.say("job.described",
+                 **{key: getattr(self.schedule, key)
+                    for key in keys},
+                 reduce=self.reduce)
         if self.steps:
             self.say_committed(repeated=True)
 
@@ -106,7 +128,8 @@ def loss(step: int) -> float:
 
 
 def last_line_of_the_dead() -> list[Event]:
-    """Whoever alone has seen a vote pass writes the step's line and dies: the others do that step again."""
+    """Whoever alone has seen a vote pass writes the step's line and dies: the others do that step
+    again."""
     story = Story()
     story.start(4)
     story.train(4)
@@ -116,7 +139,8 @@ def last_line_of_the_dead() -> list[Event]:
 
 
 def test_a_step_may_be_done_again_when_only_the_dead_knew_that_it_was_finished() -> None:
-    """Its line is dropped, the same loss comes again, each sample counts once; of one step, and only if that is said."""
+    """Its line is dropped, the same loss comes again, each sample counts once; of one step, and
+    only if that is said."""
     events = last_line_of_the_dead()
     assert judged([*events]).is_proved
     other = copy.deepcopy(events)
@@ -142,7 +166,8 @@ def test_a_step_may_be_done_again_when_the_generation_that_told_it_never_trained
 
 
 def eventful() -> list[Event]:
-    """Two attempts: a death in the middle of step 4, the death of all after step 8, a restart from step 6."""
+    """Two attempts: a death in the middle of step 4, the death of all after step 8, a restart from
+    step 6."""
     story = Story()
     story.start(3)
     story.train(3)
@@ -161,14 +186,18 @@ def eventful() -> list[Event]:
 
 def any_story(choice: random.Random) -> Story:
     """Return a run with random kills, lost lines, checkpoints, restarts and stops."""
-    sizes = {"dataset_size": choice.randint(1, 60), "global_batch": (batch := choice.randint(1, 16))}
-    schedule = Schedule(
-        **sizes, shards=choice.randint(1, batch), epochs=choice.randint(1, 3), seed=choice.randint(0, 9)
-    )
+    sizes = {
+        "dataset_size": choice.randint(1, 60), "global_batch": (batch := choice.randint(1, 16))
+    }
+    schedule = Schedule(**sizes,
+                        shards=choice.randint(1, batch),
+                        epochs=choice.randint(1, 3),
+                        seed=choice.randint(0, 9))
     story = Story(schedule)
     story.start(choice.randint(1, 5))
     for _ in range(choice.randint(0, 12)):
-        match choice.choice(["train", "train", "publish", "lose_one", "lose_line", "lose_all", "stop"]):
+        match choice.choice(
+            ["train", "train", "publish", "lose_one", "lose_line", "lose_all", "stop"]):
             case "train":
                 story.train(choice.randint(1, 6))
             case "publish" if story.steps:
@@ -207,7 +236,7 @@ def step_line(events: list[Event], step: int, nth: int = 0, **facts: Any) -> int
     return find(events, "worker.step_committed", nth, step=step, repeated=None, **facts)
 
 
-# --- honest histories pass ----------------------------------------------------------------------------------------
+# --- honest histories pass ------------------------------------------------------------------------
 
 
 def test_proves_every_sample_when_nothing_happens() -> None:
@@ -220,7 +249,8 @@ def test_proves_every_sample_when_nothing_happens() -> None:
 
 
 def test_proves_every_sample_when_workers_and_attempts_die() -> None:
-    """Kills, redone steps and a restart from a checkpoint leave every sample counted once in the kept history."""
+    """Kills, redone steps and a restart from a checkpoint leave every sample counted once in the
+    kept history."""
     verdict = judged(eventful())
     assert verdict.violations == () and verdict.notes == ()
     assert (verdict.steps, verdict.samples, verdict.whole_epochs) == (14, 100, 2)
@@ -242,10 +272,10 @@ def test_proves_every_sample_when_anything_honest_happens(choice: random.Random)
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.randoms(use_true_random=False), st.sampled_from(["samples", "digest", "step", "generation", "attempt"])
-)
-def test_catches_any_number_that_is_off_by_one_in_any_step_line(choice: random.Random, key: str) -> None:
+@given(st.randoms(use_true_random=False),
+       st.sampled_from(["samples", "digest", "step", "generation", "attempt"]))
+def test_catches_any_number_that_is_off_by_one_in_any_step_line(choice: random.Random,
+                                                                key: str) -> None:
     """No step line of any history can say another number without being caught."""
     events = any_story(choice).finish()
     line = choice.choice([event for event in events if event["event"] == "worker.step_committed"])
@@ -257,9 +287,12 @@ def test_catches_a_step_line_that_is_not_there_in_any_history() -> None:
     """A line can only miss where a repeated one says the same."""
     for seed in range(20):
         events = any_story(random.Random(seed)).finish()
-        steps = [index for index, event in enumerate(events) if event["event"] == "worker.step_committed"]
+        steps = [
+            index for index, event in enumerate(events) if event["event"] == "worker.step_committed"
+        ]
         for here, following in zip(steps, steps[1:], strict=False):
-            if events[following]["step"] == events[here]["step"] + 1 and not events[here].get("repeated"):
+            if events[following]["step"] == events[here]["step"] + 1 and not events[here].get(
+                    "repeated"):
                 assert not judged(events[:here] + events[here + 1 :]).is_proved
 
 
@@ -309,8 +342,10 @@ def test_proves_a_finish_that_is_said_twice_when_rank_0_died_after_the_first() -
 
 
 def longer(*, cut: int = 0) -> list[Event]:
-    """A run that finished after 5 steps, was resumed with all of its epochs, and may have been killed before its end."""
-    story = Story(Schedule(dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7, max_steps=5))
+    """A run that finished after 5 steps, was resumed with all of its epochs, and may have been
+    killed before its end."""
+    story = Story(Schedule(dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7,
+                           max_steps=5))
     story.start(2)
     story.train(5)
     story.publish()
@@ -323,7 +358,8 @@ def longer(*, cut: int = 0) -> list[Event]:
 
 
 def test_proves_a_run_that_was_resumed_with_more_steps() -> None:
-    """A finish is one of as many steps as were due then; within an attempt the job's length is one."""
+    """A finish is one of as many steps as were due then; within an attempt the job's length is
+    one."""
     verdict = judged(longer())
     assert verdict.violations == () and verdict.finished and verdict.steps == 14
     verdict = judged(longer(cut=4))
@@ -335,7 +371,8 @@ def test_proves_a_run_that_was_resumed_with_more_steps() -> None:
 
 
 def test_notes_a_checkpoint_without_a_line_when_its_publisher_died_in_between() -> None:
-    """A restored checkpoint that is newer than all published ones is believed: its steps show the same losses."""
+    """A restored checkpoint that is newer than all published ones is believed: its steps show the
+    same losses."""
     events = eventful()
     del events[find(events, "state.checkpoint_published", step=6)]
     verdict = judged(events)
@@ -343,7 +380,8 @@ def test_notes_a_checkpoint_without_a_line_when_its_publisher_died_in_between() 
 
 
 def test_proves_a_restart_from_an_older_branch_when_the_same_bits_were_made_again() -> None:
-    """A checkpoint of a branch that was left is of this lineage again once its steps came again with equal losses."""
+    """A checkpoint of a branch that was left is of this lineage again once its steps came again
+    with equal losses."""
     story = Story()
     story.start(2)
     story.train(4)
@@ -380,7 +418,7 @@ def test_notes_a_run_that_goes_on() -> None:
     assert verdict.notes == ("the run has not finished: 7 of 14 steps so far.",)
 
 
-# --- what is doctored is caught -----------------------------------------------------------------------------------
+# --- what is doctored is caught -------------------------------------------------------------------
 
 
 def drop(events: list[Event], index: int) -> None:
@@ -443,7 +481,8 @@ def survivors_go_back(events: list[Event]) -> None:
 def checkpoint_restored_within_an_attempt(events: list[Event]) -> None:
     start = find(events, "worker.generation_started", generation=2, attempt=1)
     events[start] |= {"step": 3, "source": "checkpoint"}
-    events.insert(step_line(events, 4), dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2})
+    events.insert(step_line(events, 4),
+                  dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2})
     del events[find(events, "worker.step_committed", repeated=True)]
 
 
@@ -493,7 +532,8 @@ def resumed_between_two_checkpoints(events: list[Event]) -> None:
 
 
 def resumed_from_a_branch_left_behind(events: list[Event]) -> None:
-    """Attempt 2 goes back behind step 6 with other bits (ring), and attempt 3 takes the old weights of step 6."""
+    """Attempt 2 goes back behind step 6 with other bits (ring), and attempt 3 takes the old weights
+    of step 6."""
     story = Story(reduce="ring")
     story.start(2)
     story.train(3)
@@ -586,7 +626,9 @@ def batch_changed_between_attempts(events: list[Event]) -> None:
 
 
 def job_not_described(events: list[Event]) -> None:
-    events[:] = [event for event in events if event["event"] != "job.described" or event["attempt"] == 1]
+    events[:] = [
+        event for event in events if event["event"] != "job.described" or event["attempt"] == 1
+    ]
 
 
 def job_without_a_schedule(events: list[Event]) -> None:
@@ -642,7 +684,8 @@ DOCTORED = [
     (resumed_where_nothing_was_published, "starts at step 6, where no checkpoint was published"),
     (resumed_between_two_checkpoints, "starts at step 6, where no checkpoint was published"),
     (resumed_from_a_branch_left_behind, "starts at step 6, from a branch left behind"),
-    (started_afresh_although_checkpoints_exist, "starts at step 0, where no checkpoint was published"),
+    (started_afresh_although_checkpoints_exist,
+     "starts at step 0, where no checkpoint was published"),
     (strangers_checkpoint, "since an unpublished checkpoint"),
     (history_that_begins_in_the_middle, "starts at step 6, but step 0 never came"),
     (no_finish, "ended as finished without a run.finished line"),
@@ -667,7 +710,9 @@ DOCTORED = [
 ]
 
 
-@pytest.mark.parametrize(("doctor", "sentence"), DOCTORED, ids=[doctor.__name__ for doctor, _ in DOCTORED])
+@pytest.mark.parametrize(("doctor", "sentence"),
+                         DOCTORED,
+                         ids=[doctor.__name__ for doctor, _ in DOCTORED])
 def test_catches_what_is_doctored(doctor: Callable[[list[Event]], None], sentence: str) -> None:
     """What a run must not do is a violation whose sentence says so and names the line."""
     events = [dict(event) for event in eventful()]
@@ -682,7 +727,8 @@ def test_names_the_line_that_is_wrong() -> None:
     events = eventful()
     at = step_line(events, 2)
     events[at]["samples"] -= 1
-    assert judged(events).violations[0] == f"line {at + 1}: step 2 counted 7 samples, but 8 were due."
+    assert judged(
+        events).violations[0] == f"line {at + 1}: step 2 counted 7 samples, but 8 were due."
 
 
 def test_whole_epoch_digest_catches_what_two_wrong_steps_would_hide() -> None:
@@ -704,16 +750,21 @@ def test_says_what_was_proved_and_what_was_violated() -> None:
     assert len(said) == 4 and said[-1].startswith("violated: and ")
 
 
-# --- the file -----------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
-def write(folder: Path, events: list[Event], *, torn_at: int | None = None, glued: bool = False) -> Path:
+def write(folder: Path,
+          events: list[Event],
+          *,
+          torn_at: int | None = None,
+          glued: bool = False) -> Path:
     lines = [json.dumps(event) for event in events]
     if torn_at is not None:
         lines[torn_at] = lines[torn_at][:60]
         if glued:
             lines[torn_at : torn_at + 2] = ["".join(lines[torn_at : torn_at + 2])]
-    (folder / "events.jsonl").write_text("\n".join(lines) + ("" if torn_at == len(events) - 1 else "\n"))
+    (folder / "events.jsonl").write_text("\n".join(lines) +
+                                         ("" if torn_at == len(events) - 1 else "\n"))
     return folder
 
 
@@ -727,18 +778,21 @@ def write_result_of(folder: Path, events: list[Event], **changes: Any) -> None:
     (folder / "result.json").write_text(json.dumps(write_result(folder) | changes))
 
 
-@pytest.mark.parametrize(("kept", "changes", "is_proved"), [
-    (0, {}, False),
-    (eventful()[:-2], {}, False),
-    (eventful()[:-9], {}, False),
-    (eventful(), {}, True),
-    (eventful(), {"steps": 13}, False),
-    (eventful(), {"samples": 99}, False),
-    (eventful(), {"weights_sha256": "a5a5"}, False),
-    (eventful()[:-9], {"finished": False}, True),
-], ids=["empty", "no finish", "no end", "whole", "steps", "samples", "weights", "unfinished"])
-def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str, Any],
-                                                 is_proved: bool) -> None:
+@pytest.mark.parametrize(
+    ("kept", "changes", "is_proved"), [
+        (0, {}, False),
+        (eventful()[:-2], {}, False),
+        (eventful()[:-9], {}, False),
+        (eventful(), {}, True),
+        (eventful(), {"steps": 13}, False),
+        (eventful(), {"samples": 99}, False),
+        (eventful(), {"weights_sha256": "a5a5"}, False),
+        (eventful()[:-9], {"finished": False}, True),
+    ],
+    ids=["empty", "no finish", "no end", "whole", "steps", "samples", "weights", "unfinished"])
+def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str,
+                                                                                              Any],
+                                                     is_proved: bool) -> None:
     """What a run has said in the end cannot be taken out of its event log."""
     write_result_of(tmp_path, eventful(), **changes)
     verdict = verify(write(tmp_path, kept or []))
@@ -746,7 +800,8 @@ def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, 
 
 
 def test_an_older_result_is_one_of_the_run_when_it_was_made_longer(tmp_path: Path) -> None:
-    """A kill leaves what was written before; once the run has finished again its result is that one."""
+    """A kill leaves what was written before; once the run has finished again its result is that
+    one."""
     write_result_of(tmp_path, longer()[:find(longer(), "run.finished") + 1])
     assert verify(write(tmp_path, longer(cut=4))).is_proved
     assert not verify(write(tmp_path, longer())).is_proved
@@ -767,8 +822,10 @@ def test_notes_a_torn_last_line_when_its_writer_was_killed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("glued", [False, True])
-def test_notes_a_torn_last_line_of_an_attempt_when_another_follows(tmp_path: Path, glued: bool) -> None:
-    """The next event may stand on the same line, because a killed writer leaves no line end; it is read as well."""
+def test_notes_a_torn_last_line_of_an_attempt_when_another_follows(tmp_path: Path,
+                                                                   glued: bool) -> None:
+    """The next event may stand on the same line, because a killed writer leaves no line end; it is
+    read as well."""
     events = eventful()
     verdict = verify(write(tmp_path, events, torn_at=step_line(events, 8), glued=glued))
     assert verdict.is_proved and "torn" in verdict.notes[0] and verdict.steps == 14
@@ -791,7 +848,8 @@ def test_catches_a_torn_finish(tmp_path: Path) -> None:
 
 def test_passes_over_blank_lines_and_reads_what_is_no_text(tmp_path: Path) -> None:
     """Bytes that are no JSON object are a torn line, never an error."""
-    (tmp_path / "events.jsonl").write_bytes(b'\n{"time": 1, "event": "run.started"}\n\xff\xfe\n[1]\n')
+    (tmp_path /
+     "events.jsonl").write_bytes(b'\n{"time": 1, "event": "run.started"}\n\xff\xfe\n[1]\n')
     assert [(number, event is None) for number, event in read_lines(tmp_path)] == [
         (2, False),
         (3, True),

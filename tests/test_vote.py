@@ -11,8 +11,15 @@ from simulated import Hub, Member
 
 from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome, Wishes
 
-WISHES = st.builds(Wishes, change=st.booleans(), change_soon=st.booleans(), stop=st.booleans(), drains=st.booleans())
-CHECKPOINTS = st.builds(CheckpointBallot, is_uploaded=st.booleans(), has_failed=st.booleans(), is_wanted=st.booleans(),
+WISHES = st.builds(Wishes,
+                   change=st.booleans(),
+                   change_soon=st.booleans(),
+                   stop=st.booleans(),
+                   drains=st.booleans())
+CHECKPOINTS = st.builds(CheckpointBallot,
+                        is_uploaded=st.booleans(),
+                        has_failed=st.booleans(),
+                        is_wanted=st.booleans(),
                         newest_step=st.integers(-1, 2**40))
 BALLOTS = st.builds(
     Ballot, samples=st.integers(0, 2**30), digest=st.integers(0, 2**40), has_failed=st.booleans(),
@@ -22,20 +29,30 @@ BALLOTS = st.builds(
 
 def counted(ballots: list[Ballot]) -> Outcome:
     """Return what a vote says, as its words define it, without a network."""
-    wishes, checkpoints = [ballot.wishes for ballot in ballots], [ballot.checkpoint for ballot in ballots]
-    return Outcome(
-        voters=len(ballots), samples=sum(b.samples for b in ballots), digest=sum(b.digest for b in ballots),
-        change=any(wish.change or wish.stop for wish in wishes), stop=all(wish.stop for wish in wishes),
-        has_failure=any(b.has_failed for b in ballots), uploaded=sum(c.is_uploaded for c in checkpoints),
-        upload_failed=any(c.has_failed for c in checkpoints), checkpoint=any(c.is_wanted for c in checkpoints),
-        published=checkpoints[0].newest_step, all_drain=all(wish.drains for wish in wishes),
-        change_waits=any(wish.change_soon for wish in wishes), differs=len({b.checksum for b in ballots}) > 1,
-        clock_ms=ballots[0].clock_ms, finishes=sum(b.finishes for b in ballots))
+    wishes, checkpoints = [ballot.wishes
+                           for ballot in ballots], [ballot.checkpoint for ballot in ballots]
+    return Outcome(voters=len(ballots),
+                   samples=sum(b.samples for b in ballots),
+                   digest=sum(b.digest for b in ballots),
+                   change=any(wish.change or wish.stop for wish in wishes),
+                   stop=all(wish.stop for wish in wishes),
+                   has_failure=any(b.has_failed for b in ballots),
+                   uploaded=sum(c.is_uploaded for c in checkpoints),
+                   upload_failed=any(c.has_failed for c in checkpoints),
+                   checkpoint=any(c.is_wanted for c in checkpoints),
+                   published=checkpoints[0].newest_step,
+                   all_drain=all(wish.drains for wish in wishes),
+                   change_waits=any(wish.change_soon for wish in wishes),
+                   differs=len({b.checksum
+                                for b in ballots}) > 1,
+                   clock_ms=ballots[0].clock_ms,
+                   finishes=sum(b.finishes for b in ballots))
 
 
 @given(st.lists(BALLOTS, min_size=1, max_size=9))
 def test_the_sums_of_all_ballots_say_what_the_ballots_say(ballots: list[Ballot]) -> None:
-    """Each field of the outcome follows from its own fields of the ballots, for each size of the world."""
+    """Each field of the outcome follows from its own fields of the ballots, for each size of the
+    world."""
     encoded = [ballot.encode(rank) for rank, ballot in enumerate(ballots)]
     sums = [sum(column) for column in zip(*encoded, strict=True)]
     assert Outcome.decode(sums, len(ballots)) == counted(ballots)
@@ -48,8 +65,11 @@ def test_all_workers_have_the_same_outcome_and_know_the_first_that_failed(size: 
     for failed in ((), (size - 1,), tuple(range(size))[-2:]):
         hub = Hub(size)
         with ThreadPoolExecutor(size) as pool:
-            ballots = [Ballot(samples=8, has_failed=rank in failed, checksum=7) for rank in range(size)]
+            ballots = [
+                Ballot(samples=8, has_failed=rank in failed, checksum=7) for rank in range(size)
+            ]
             votes = [pool.submit(Member(hub, rank).vote, 3, ballots[rank]) for rank in range(size)]
             outcomes = {vote.result(60) for vote in votes}
         [outcome] = outcomes
-        assert (outcome.failed_rank, outcome.samples, outcome.differs) == (min(failed, default=-1), 8 * size, False)
+        assert (outcome.failed_rank, outcome.samples, outcome.differs) == (min(failed, default=-1),
+                                                                           8 * size, False)

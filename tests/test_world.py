@@ -1,4 +1,5 @@
-"""The life of generations in a world of threads: what a run yields, and when the state is copied to a newcomer."""
+"""The life of generations in a world of threads: what a run yields, and when the state is copied to
+a newcomer."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class Given(Alone):
 
     def next_place(self, holds_state: bool, step: int) -> Place:
         self.given += 1
-        return Place(generation=self.given, rank=self.rank, size=self.size, local_rank=0, local_size=1,
+        return Place(generation=self.given,
+                     rank=self.rank,
+                     size=self.size,
+                     local_rank=0,
+                     local_size=1,
                      rendezvous=None)
 
 
@@ -51,7 +56,8 @@ class Seat(Generations):
 
     def __init__(self, hub: Hub, rank: int):
         self.given, self.session = Given(rank, hub.size), Session()
-        super().__init__(Launch(), self.given, Events(None, attempt=1), Hooks(), Member(hub, rank), self.session)
+        super().__init__(Launch(), self.given, Events(None, attempt=1), Hooks(), Member(hub, rank),
+                         self.session)
 
 
 class Count:
@@ -67,8 +73,13 @@ class Count:
         self.value = values["value"]
 
 
-def state_at(committed: int, *, prepared: int | None = None, seen: int = 0, has_state: bool = True) -> ElasticState:
-    """Return the state of a worker that has finished some steps, whose user has seen the end of some."""
+def state_at(committed: int,
+             *,
+             prepared: int | None = None,
+             seen: int = 0,
+             has_state: bool = True) -> ElasticState:
+    """Return the state of a worker that has finished some steps, whose user has seen the end of
+    some."""
     model = torch.nn.Linear(2, 2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,7 +91,8 @@ def state_at(committed: int, *, prepared: int | None = None, seen: int = 0, has_
 
 
 class User:
-    """One worker's training loop: it draws from the run, and counts each finished step in its extra."""
+    """One worker's training loop: it draws from the run, and counts each finished step in its
+    extra."""
 
     def __init__(self, seat: Seat, state: ElasticState):
         self.seat, self.state = seat, state
@@ -105,8 +117,12 @@ class User:
             raise self.breaks.pop(0)
 
     def run(self) -> Iterator[str]:
-        return self.seat.run(self.state, self.body, restore=lambda: "fresh", roll_forward=self.roll_forward,
-                             hand_over=self.hand_over, live_state=lambda: None)
+        return self.seat.run(self.state,
+                             self.body,
+                             restore=lambda: "fresh",
+                             roll_forward=self.roll_forward,
+                             hand_over=self.hand_over,
+                             live_state=lambda: None)
 
     def train(self, on_finished: Callable[[], Any] = lambda: None) -> list[str]:
         for token in self.run():
@@ -119,21 +135,24 @@ class User:
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_all_givers_have_run_the_same_code_when_a_newcomer_receives_the_state(behind: int) -> None:
-    """A step that is rolled forward is yielded as finished, only where it was, before the state is copied."""
+    """A step that is rolled forward is yielded as finished, only where it was, before the state is
+    copied."""
     hub = Hub(3)
     states = [state_at(5, seen=5), state_at(5, seen=5), state_at(0, has_state=False)]
     states[behind] = state_at(4, prepared=5, seen=4)
     users = [User(Seat(hub, rank), state) for rank, state in enumerate(states)]
     with ThreadPoolExecutor(3) as pool:
         drawn = [future.result(60) for future in [pool.submit(user.train) for user in users]]
-    assert drawn == [["finished 5", "enters at 5"] if rank == behind else ["enters at 5"] for rank in range(3)]
+    assert drawn == [["finished 5", "enters at 5"] if rank == behind else ["enters at 5"]
+                     for rank in range(3)]
     for user in users:
         assert user.state.extras["seen"].value.item() == 5
         assert all(bool((p == 5).all()) for p in user.state.model.parameters())
 
 
 def test_a_run_yields_what_its_body_yields_when_generations_follow_each_other() -> None:
-    """A broken generation, or a change of the world, is followed by the next; the caller sees one iterator."""
+    """A broken generation, or a change of the world, is followed by the next; the caller sees one
+    iterator."""
     user = User(Seat(Hub(1), 0), state_at(3))
     user.breaks = [PeersLost("as planned"), WorldChanged()]
     assert user.train() == ["enters at 3"] * 3
@@ -141,7 +160,8 @@ def test_a_run_yields_what_its_body_yields_when_generations_follow_each_other() 
 
 
 def test_the_callers_exception_is_not_taken_for_a_broken_generation() -> None:
-    """The code of the caller runs outside of the run: its exception goes to the caller, whatever its type."""
+    """The code of the caller runs outside of the run: its exception goes to the caller, whatever
+    its type."""
     user = User(Seat(Hub(1), 0), state_at(3))
     with pytest.raises(PeersLost, match="the caller's own"):
         for _ in user.run():

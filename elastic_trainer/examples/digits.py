@@ -2,10 +2,11 @@
 
     ./horovodrun_elastic.sh -- python -m elastic_trainer.examples.digits
 
-Read main() first. BatchNorm's running statistics are part of what must survive a change of the fleet.
-Expected: test accuracy 0.97 or better, in about half a minute.
+Read main() first. BatchNorm's running statistics are part of what must survive a change of the
+fleet. Expected: test accuracy 0.97 or better, in about half a minute.
 
-Source: the images come with scikit-learn, sklearn.datasets.load_digits: 1797 of 8 x 8 pixels, 0 to 16.
+Source: the images come with scikit-learn, sklearn.datasets.load_digits: 1797 of 8 x 8 pixels, 0 to
+16.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def main() -> None:
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     result = train(
         model,
-        torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9, weight_decay=5e-4),
+        torch.optim.SGD(model.parameters(),
+                        lr=options.learning_rate,
+                        momentum=0.9,
+                        weight_decay=5e-4),
         training,
         loss=digit_loss,
         global_batch=options.global_batch,
@@ -46,13 +50,26 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a convolutional net to read scikit-learn's digits.")
+    parser = argparse.ArgumentParser(
+        description="Train a convolutional net to read scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images")
     parser.add_argument("--steps", type=int, help="optimizer updates, to end before --epochs do")
-    parser.add_argument("--global-batch", type=int, default=64, help="images per step, over all workers")
-    parser.add_argument("--shards", type=int, default=8, help="parts of the global batch: the most workers")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="the highest, after the warm-up")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples")
+    parser.add_argument("--global-batch",
+                        type=int,
+                        default=64,
+                        help="images per step, over all workers")
+    parser.add_argument("--shards",
+                        type=int,
+                        default=8,
+                        help="parts of the global batch: the most workers")
+    parser.add_argument("--learning-rate",
+                        type=float,
+                        default=0.1,
+                        help="the highest, after the warm-up")
+    parser.add_argument("--seed",
+                        type=int,
+                        default=0,
+                        help="of the weights and the order of the samples")
     parser.add_argument("--checkpoint-every", default="auto",
                         help='steps (50), seconds ("30s"), "auto" or "0.5%%" of the time')
     return parser.parse_args()

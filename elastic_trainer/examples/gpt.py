@@ -2,10 +2,10 @@
 
     ./horovodrun_elastic.sh -- python -m elastic_trainer.examples.gpt --steps 200
 
-Read main() first: it is all that a job of yours needs. The data is on every machine that has Python, so
-nothing is downloaded; two machines read the same bytes when they run the same Python. Dropout is on, so that
-the random numbers matter too. Expected: the loss falls from 5.5 (ln 256: every byte equally likely) to about
-2.4 in 200 steps, of half a second each on one core.
+Read main() first: it is all that a job of yours needs. The data is on every machine that has
+Python, so nothing is downloaded; two machines read the same bytes when they run the same Python.
+Dropout is on, so that the random numbers matter too. Expected: the loss falls from 5.5 (ln 256:
+every byte equally likely) to about 2.4 in 200 steps, of half a second each on one core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def main() -> None:
     model = GPT()
     result = train(
         model,
-        torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1),
+        torch.optim.AdamW(model.parameters(),
+                          lr=options.learning_rate,
+                          betas=(0.9, 0.95),
+                          weight_decay=0.1),
         SourceWindows(standard_library(), model.context),
         loss=next_byte_loss,
         global_batch=options.global_batch,
@@ -49,13 +52,29 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small byte-level GPT on Python's standard library.")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer updates, unless --epochs end first")
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level GPT on Python's standard library.")
+    parser.add_argument("--steps",
+                        type=int,
+                        default=200,
+                        help="optimizer updates, unless --epochs end first")
     parser.add_argument("--epochs", type=int, default=100, help="most passes over the windows")
-    parser.add_argument("--global-batch", type=int, default=32, help="windows per step, over all workers")
-    parser.add_argument("--shards", type=int, default=8, help="parts of the global batch: the most workers")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest, after the warm-up")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, order of samples and dropout")
+    parser.add_argument("--global-batch",
+                        type=int,
+                        default=32,
+                        help="windows per step, over all workers")
+    parser.add_argument("--shards",
+                        type=int,
+                        default=8,
+                        help="parts of the global batch: the most workers")
+    parser.add_argument("--learning-rate",
+                        type=float,
+                        default=2e-3,
+                        help="the highest, after the warm-up")
+    parser.add_argument("--seed",
+                        type=int,
+                        default=0,
+                        help="of weights, order of samples and dropout")
     parser.add_argument("--checkpoint-every", default="auto",
                         help='steps (50), seconds ("30s"), "auto" or "0.5%%" of the time')
     return parser.parse_args()
@@ -71,9 +90,13 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 class GPT(nn.Module):
     """A pre-norm transformer over bytes, with 0.84 million parameters at its defaults."""
 
-    def __init__(
-        self, *, context: int = 128, width: int = 128, heads: int = 4, layers: int = 4, dropout: float = 0.1
-    ):
+    def __init__(self,
+                 *,
+                 context: int = 128,
+                 width: int = 128,
+                 heads: int = 4,
+                 layers: int = 4,
+                 dropout: float = 0.1):
         super().__init__()
         self.context = context
         self.byte_embedding = nn.Embedding(256, width)
@@ -86,7 +109,8 @@ class GPT(nn.Module):
         self.apply(initialize)
 
     def forward(self, bytes_in: Tensor) -> Tensor:
-        """Map bytes (batch, time), time <= context, to the next byte's logits (batch, time, 256)."""
+        """Map bytes (batch, time), time <= context, to the next byte's logits (batch, time,
+        256)."""
         places = torch.arange(bytes_in.shape[1], device=bytes_in.device)
         x = self.dropout(self.byte_embedding(bytes_in) + self.place_embedding(places))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
@@ -99,7 +123,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(),
+                                 nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,7 +143,8 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         # (batch, time, 3 * width) → three times (batch, heads, time, width / heads)
         parts = self.query_key_value(x).chunk(3, dim=2)
-        query, key, value = (part.view(batch, time, self.heads, -1).transpose(1, 2) for part in parts)
+        query, key, value = (part.view(batch, time, self.heads, -1).transpose(1, 2)
+                             for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.project(mixed.transpose(1, 2).reshape(batch, time, width))
         return projected
@@ -132,7 +158,8 @@ def initialize(module: nn.Module) -> None:
 
 
 class SourceWindows(torch.utils.data.Dataset[Tensor]):
-    """Cut bytes into windows (context + 1,), uint8. The last bytes, which fill none, are left out."""
+    """Cut bytes into windows (context + 1,), uint8. The last bytes, which fill none, are left
+    out."""
 
     def __init__(self, source: bytes, context: int):
         count = len(source) // (context + 1)
@@ -150,16 +177,22 @@ class SourceWindows(torch.utils.data.Dataset[Tensor]):
 
 
 def standard_library(root: Path | None = None) -> bytes:
-    """Return the source files under `root`, by default of the running Python's library, one after the other.
+    """Return the source files under `root`, by default of the running Python's library, one after
+    the other.
 
-    In the order of their relative names, so that it is the same wherever the same Python is installed. About
-    11 MB, in under 0.1 s when the system has the files in its cache.
+    In the order of their relative names, so that it is the same wherever the same Python is
+    installed. About 11 MB, in under 0.1 s when the system has the files in its cache.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files: list[tuple[str, Path]] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(BUILT)]
-        paths = [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(BUILT)]
+        folders[:] = [
+            name for name in folders if name not in SKIPPED and not name.startswith(BUILT)
+        ]
+        paths = [
+            Path(folder, name) for name in names
+            if name.endswith(".py") and not name.startswith(BUILT)
+        ]
         files += [(path.relative_to(root).as_posix(), path) for path in paths]
     return b"".join(path.read_bytes() for _, path in sorted(files))
 

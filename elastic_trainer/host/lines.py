@@ -3,11 +3,15 @@
 worker's stdout, stderr → here → driver (prefixes each line with its host) → the supervisor's output
 
 What always holds:
-1. Of a line without an end at most MAX_LINE_BYTES are kept. A longer one is passed on in pieces of that size.
-2. What follows a carriage return replaces what stands before it, as on a terminal: progress bars (tqdm) end an update so.
-   Of these updates the newest is passed on every UPDATE_S, and the last one when its line or the output ends.
-3. Text that waits for its line end (a prompt, dots) is passed on after UPDATE_S, and its rest is a line of its own.
-4. A mark, which begins a message of our own at the end of a line, is never cut, and no update replaces it.
+1. Of a line without an end at most MAX_LINE_BYTES are kept. A longer one is passed on in pieces of
+   that size.
+2. What follows a carriage return replaces what stands before it, as on a terminal: progress bars
+   (tqdm) end an update so. Of these updates the newest is passed on every UPDATE_S, and the last
+   one when its line or the output ends.
+3. Text that waits for its line end (a prompt, dots) is passed on after UPDATE_S, and its rest is a
+   line of its own.
+4. A mark, which begins a message of our own at the end of a line, is never cut, and no update
+   replaces it.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ class Lines:
         """Take what has been read; returns the lines to be passed on, without their ends."""
         whole = self._rest + data
         *ended, rest = whole.split(b"\n")
-        is_simple = not (self._is_begun or b"\r" in whole or self.mark in whole) and len(whole) <= MAX_LINE_BYTES
+        is_simple = not (self._is_begun or b"\r" in whole
+                         or self.mark in whole) and len(whole) <= MAX_LINE_BYTES
         lines = list(ended) if is_simple else [line for text in ended for line in self._end(text)]
         self._rest = rest = newest_update(rest)
         if len(rest) > MAX_LINE_BYTES:
@@ -82,7 +87,8 @@ class Lines:
 
 
 def lines_of(descriptor: int, mark: bytes) -> Iterator[bytes]:
-    """Yield the lines of a pipe until its last writer closes it. Blocks, but for text that waits for its line end."""
+    """Yield the lines of a pipe until its last writer closes it. Blocks, but for text that waits
+    for its line end."""
     lines, poll = Lines(mark, UPDATE_S), select.poll()
     poll.register(descriptor, select.POLLIN)
     while True:
@@ -97,7 +103,8 @@ def lines_of(descriptor: int, mark: bytes) -> Iterator[bytes]:
 
 
 def newest_update(text: bytes) -> bytes:
-    """Return the last update that says something, and the carriage returns around it that tell where it ends."""
+    """Return the last update that says something, and the carriage returns around it that tell
+    where it ends."""
     before, separator, newest = text.rpartition(b"\r")
     if not separator:
         return text
@@ -118,13 +125,16 @@ def _pieces(line: bytes, mark: bytes) -> list[bytes]:
 
 
 def _end_of_whole(text: bytes, mark: bytes) -> int:
-    """Return how much of a text can be passed on before what follows it is known: no half character, and no half mark."""
+    """Return how much of a text can be passed on before what follows it is known: no half
+    character, and no half mark."""
     end = len(text)
-    start = next((at for at in range(end - 1, max(0, end - 4) - 1, -1) if text[at] & 0xC0 != 0x80), end)
+    start = next((at for at in range(end - 1,
+                                     max(0, end - 4) - 1, -1) if text[at] & 0xC0 != 0x80), end)
     if start < end and text[start] >= 0xC0 and end - start < _length(text[start]):
         end = start
     marked = text.rfind(mark[:1], max(0, end - MARKED_BYTES), end)
-    return marked if marked >= 0 and (text[marked:].startswith(mark) or mark.startswith(text[marked:])) else end
+    return marked if marked >= 0 and (text[marked:].startswith(mark)
+                                      or mark.startswith(text[marked:])) else end
 
 
 def _length(first: int) -> int:

@@ -2,9 +2,10 @@
 
 print → here → pipe of the driver or of sshd, the supervisor's terminal or file
 
-When the driver or an ssh dies, the next print of the user's would raise BrokenPipeError in the middle of a step: a fault
-of the world's would look like the user's own, which ends the run everywhere, and no last checkpoint would be written.
-Driver and supervisor, whose output may be a closed pipe or a full disk, must not end, or stop reading workers, for it.
+When the driver or an ssh dies, the next print of the user's would raise BrokenPipeError in the
+middle of a step: a fault of the world's would look like the user's own, which ends the run
+everywhere, and no last checkpoint would be written. Driver and supervisor, whose output may be a
+closed pipe or a full disk, must not end, or stop reading workers, for it.
 """
 
 from __future__ import annotations

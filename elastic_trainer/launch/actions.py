@@ -48,7 +48,8 @@ class End:
 
 @dataclass(frozen=True)
 class Differ:
-    """Report a newcomer that computes other bits than the world, or that was built with other weights."""
+    """Report a newcomer that computes other bits than the world, or that was built with other
+    weights."""
 
     worker: str
     host: str

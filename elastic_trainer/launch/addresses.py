@@ -102,7 +102,8 @@ def way_to(hosts: Iterable[str],
         return "127.0.0.1"
     first = ", ".join(f"{host} ({why})" for host, why in list(failed.items())[:3])
     raise HostsUnreachable(
-        f"None of {len(failed)} hosts is reached from this machine: {first}. The next attempt looks "
+        f"None of {len(failed)} hosts is reached from this machine: {first}. The next attempt "
+        f"looks "
         f"again. If the names are right, give this machine's interface: --network-interfaces eth0.")
 
 

@@ -78,7 +78,8 @@ def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress
 
 def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str],
               options: dict[str, Any], output: IO[Any] | None = None) -> int:
-    """Run attempts of `horovodrun_options command` until `decide_next` stops; returns the exit code.
+    """Run attempts of `horovodrun_options command` until `decide_next` stops; returns the exit
+    code.
 
     Raises ConfigError when another process drives this run.
     """

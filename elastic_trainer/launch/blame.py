@@ -1,4 +1,5 @@
-"""Whose fault it is that a worker ended or an exception was raised: the user's, a machine's, or none.
+"""Whose fault it is that a worker ended or an exception was raised: the user's, a machine's, or
+none.
 
 heartbeats (errors, failed machines), exits → membership → here: the exit's reason, the user's error
 

@@ -1,8 +1,10 @@
-"""The command `elastic-trainer checkpoints`: look at a run's checkpoints, prove them, take them out, tidy up.
+"""The command `elastic-trainer checkpoints`: look at a run's checkpoints, prove them, take them
+out, tidy up.
 
     elastic-trainer checkpoints ls|show|verify|prune|export URL
 
-URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. Nothing here disturbs a run that is being trained.
+URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. Nothing here disturbs a run that
+is being trained.
 """
 
 from __future__ import annotations
@@ -34,16 +36,20 @@ from elastic_trainer.wire.plain import plain
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands and their options."""
     commands = parser.add_subparsers(dest="action", required=True)
-    for name, what in (("ls", "list the checkpoints that can be restored"), ("show", "show what one is made of, as JSON"),
+    for name, what in (("ls", "list the checkpoints that can be restored"),
+                       ("show", "show what one is made of, as JSON"),
                        ("verify", "read all of them and prove that every byte is whole"),
                        ("prune", "delete what no checkpoint needs"),
-                       ("export", "write one as a safetensors file: what the model's state_dict has")):
+                       ("export",
+                        "write one as a safetensors file: what the model's state_dict has")):
         command = commands.add_parser(name, help=what)
         command.add_argument("url", help="runs/NAME/checkpoints or s3://bucket/prefix/NAME")
         if name in ("show", "export"):
             command.add_argument("--step", type=int, help="which one (the newest)")
         if name == "export":
-            command.add_argument("output", help="a file, or any URL that fsspec can write, e.g. s3://bucket/model.safetensors")
+            command.add_argument(
+                "output",
+                help="a file, or any URL that fsspec can write, e.g. s3://bucket/model.safetensors")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,10 +61,13 @@ def run(options: argparse.Namespace) -> int:
         for damage in log.passed_over:
             print(f"DAMAGED: {plain(damage)}", file=sys.stderr)
         for name in log.strange:
-            print(f"DAMAGED: no worker can have written a record with so high a number as {plain(name)}",
-                  file=sys.stderr)
+            print(
+                f"DAMAGED: no worker can have written a record with so high a number as "
+                f"{plain(name)}",
+                file=sys.stderr)
         if not tail.kept:
-            raise ConfigError(f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
+            raise ConfigError(
+                f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
         match options.action:
             case "ls":
                 return _ls(log, tail)
@@ -78,7 +87,8 @@ def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
     of_step = {kept: sequence for sequence, kept in tail.kept.items()}
     wanted = tail.kept[max(tail.kept)] if step is None else step
     if wanted not in of_step:
-        raise ConfigError(f"there is no checkpoint of step {wanted}. Use --step with one of {sorted(of_step)}.")
+        raise ConfigError(
+            f"there is no checkpoint of step {wanted}. Use --step with one of {sorted(of_step)}.")
     return log.read(of_step[wanted])
 
 
@@ -96,7 +106,8 @@ def _ls(log: CommitLog, tail: Record) -> int:
                      record.lineage]
         except (Damaged, FileNotFoundError) as error:
             facts = ["damaged", "", "", str(error)]
-        table.add_row(str(tail.kept[sequence]), *(Text(plain(fact)) for fact in facts), str(sequence))
+        table.add_row(str(tail.kept[sequence]), *(Text(plain(fact)) for fact in facts),
+                      str(sequence))
     Console().print(table)
     return 0
 
@@ -111,9 +122,12 @@ def _written(record: Record) -> str:
 def _show(record: Record) -> int:
     header = header_of(record)
     outline(header)
-    facts: dict[str, Any] = {"step": record.step, "record": record.sequence, "lineage": record.lineage,
-                             **{k: v for k, v in record.body.items() if k not in ("header", "parts")},
-                             "tensors": named_tensors(header), "parts": record.body.get("parts")}
+    facts: dict[str, Any] = {
+        "step": record.step, "record": record.sequence, "lineage": record.lineage, **{
+            k: v
+            for k, v in record.body.items() if k not in ("header", "parts")
+        }, "tensors": named_tensors(header), "parts": record.body.get("parts")
+    }
     print(json.dumps(facts, indent=2))
     return 0
 
@@ -124,7 +138,10 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
         try:
             record = log.read(sequence)
             count = len(parts_of(record))
-            print(f"whole: step {record.step}, {_payload(store, record).numel()} bytes in {count} parts")
+            print(
+                f"whole: step {record.step}, {_payload(store, record).numel()} bytes in {count} "
+                f"parts"
+            )
         except (Damaged, LayoutError, FileNotFoundError) as error:
             if not _is_kept(log, sequence):
                 print(f"step {tail.kept[sequence]}: no longer kept")
@@ -135,7 +152,8 @@ def _verify(store: Store, log: CommitLog, tail: Record) -> int:
 
 
 def _is_kept(log: CommitLog, sequence: int) -> bool:
-    """True if a checkpoint stays; a run that goes on may have deleted its parts while they were read."""
+    """True if a checkpoint stays; a run that goes on may have deleted its parts while they were
+    read."""
     return sequence in log.newest_whole().kept
 
 
@@ -154,29 +172,43 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
     except LayoutError as error:
         if _is_kept(log, record.sequence):
             raise
-        raise ConfigError(f"step {record.step} is no longer kept: the run let it go while it was read. Run it again, with "
-                          f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
+        raise ConfigError(
+            f"step {record.step} is no longer kept: the run let it go while it was read. Run it "
+            f"again, with "
+            f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
     values = decode(header_of(record), payload)
     check_kinds(values)
     values = with_plain_names(values)
     kept = {**values["parameters"], **values["buffers"]}
-    left_out, aliases = values.get("left_out", []), values.get("aliases", {})  # older records have neither
+    # Older records have neither.
+    left_out, aliases = values.get("left_out", []), values.get("aliases", {})
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
     tensors |= {name: kept[own].clone() for name, own in aliases.items()}
     extra = values.get("extra_state", {})
-    tensors |= {name: value.clone() for name, value in extra.items() if isinstance(value, torch.Tensor)}
+    tensors |= {
+        name: value.clone()
+        for name, value in extra.items() if isinstance(value, torch.Tensor)
+    }
     texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
-        save_file(tensors, path, metadata={"step": str(record.step), "written_by": "elastic-trainer"} | texts)
+        save_file(tensors,
+                  path,
+                  metadata={"step": str(record.step), "written_by": "elastic-trainer"} | texts)
         with fsspec.open(output, "wb") as target, open(path, "rb") as source:
             while piece := source.read(16 << 20):
                 target.write(piece)
     print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
     if texts:
-        print(f"as JSON in the file's metadata, because it is no tensor: {plain(', '.join(sorted(texts)))}")
+        print(
+            f"as JSON in the file's metadata, because it is no tensor: "
+            f"{plain(', '.join(sorted(texts)))}"
+        )
     if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
-        print(f"left out, because safetensors cannot hold tensors in containers: {plain(', '.join(lost))}")
+        print(
+            f"left out, because safetensors cannot hold tensors in containers: "
+            f"{plain(', '.join(lost))}"
+        )
     return 0
 
 
@@ -192,8 +224,9 @@ def _payload(store: Store, record: Record) -> Any:
     """Read and verify all parts of a checkpoint, and its header. Raises LayoutError, Damaged."""
     outlined = outline(header_of(record))
     if outlined.payload_bytes != sum(part.bytes for part in parts_of(record)):
-        raise LayoutError(f"its header describes {outlined.payload_bytes} bytes, and its parts have "
-                          f"others")
+        raise LayoutError(
+            f"its header describes {outlined.payload_bytes} bytes, and its parts have "
+            f"others")
     parts, payload, views = empty_payload(record)
     for part in parts:
         read_part(store, part, views[part.index])

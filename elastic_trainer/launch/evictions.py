@@ -1,4 +1,5 @@
-"""Which workers the driver ends: frozen, stuck, booting too long, unwanted, or computing other bits.
+"""Which workers the driver ends: frozen, stuck, booting too long, unwanted, or computing other
+bits.
 
 roster (who is there, when heard) → here → membership → Stop, Differ
 

@@ -1,4 +1,5 @@
-"""The far end of an ssh: starts one worker on this host, and ends it whatever becomes of the driver.
+"""The far end of an ssh: starts one worker on this host, and ends it whatever becomes of the
+driver.
 
 driver → ssh → here (`python -S remote.py`, messages on stdin) → the worker, in a process group
 supervisor → ssh → here (`python -S remote.py end RUN_DIR`): waits until that run has no worker here

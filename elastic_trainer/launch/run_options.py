@@ -170,7 +170,8 @@ def _check(options: argparse.Namespace, listed: Mapping[str, int]) -> None:
     """Check numbers and name. Raises ConfigError."""
     for name, number in {"--workers": options.workers, "-np": options.num_proc}.items():
         if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}, so no worker would start. Use {name} 1 or more.")
+            raise ConfigError(
+                f"{name} is {number}, so no worker would start. Use {name} 1 or more.")
     begin = options.num_proc or sum(listed.values()) or _workers(options)
     least = 1 if options.min_workers is None else options.min_workers
     if not 1 <= least <= begin:

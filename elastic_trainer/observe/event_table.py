@@ -57,35 +57,35 @@ _VERDICT = one_of("finished", "failed", "user_error", "interrupted")
 _HOST_OF_CLOUD = has(host=NAME, id=NAME, why=TEXT)
 
 _RUN = (
-    EventKind(
-        "run.started", INFO, "A person, or the service, has started the run or resumed it.",
-        has(options=OBJECT), "run {run} started", Phase.STOPPED),
+    EventKind("run.started", INFO, "A person, or the service, has started the run or resumed it.",
+              has(options=OBJECT), "run {run} started", Phase.STOPPED),
     EventKind(
         "attempt.started", INFO,
         "The supervisor starts the driver. `counted_by` names the process that logs the progress "
         "of the attempt.", (*reads(attempt=ATTEMPT), *may_read(counted_by=NAME)),
         "attempt {attempt} started", Phase.RESTARTING),
-    EventKind(
-        "attempt.ended", INFO, "The driver has ended.",
-        (*reads(attempt=ATTEMPT, verdict=_VERDICT), *may_read(exit_code=EXIT_CODE)),
-        "attempt {attempt} ended: {verdict:words}", Phase.RESTARTING,
-        remedy="failed: the next attempt starts by itself, with back-off. After 5 attempts "
-               "without progress the run ends; read the events before."),
-    EventKind(
-        "run.host_not_reached", WARNING,
-        "The supervisor could not end the workers of an earlier attempt on this host.",
-        has(host=HOST, reason=TEXT), "host {host}: old workers may still run: {reason}",
-        remedy="Look at the host. An old worker finds no driver and ends by itself."),
-    EventKind(
-        "run.finished", INFO, "All steps are done, and the result is durable.",
-        (*reads(attempt=ATTEMPT, steps=STEP, samples=SAMPLES, weights_sha256=NAME),
-         *may_read(loss=NUMBER, planned_steps=STEP)), "finished: {steps} steps, {samples} samples, loss {loss:.4f}",
-        Phase.TRAINING),
-    EventKind(
-        "run.finished_early", INFO,
-        "The user's code has asked to finish the run before its planned steps are done.",
-        has(steps=STEP, planned_steps=STEP, reason=TEXT),
-        "finished after {steps} of {planned_steps} steps: {reason}"),
+    EventKind("attempt.ended",
+              INFO,
+              "The driver has ended.",
+              (*reads(attempt=ATTEMPT, verdict=_VERDICT), *may_read(exit_code=EXIT_CODE)),
+              "attempt {attempt} ended: {verdict:words}",
+              Phase.RESTARTING,
+              remedy="failed: the next attempt starts by itself, with back-off. After 5 attempts "
+              "without progress the run ends; read the events before."),
+    EventKind("run.host_not_reached",
+              WARNING,
+              "The supervisor could not end the workers of an earlier attempt on this host.",
+              has(host=HOST, reason=TEXT),
+              "host {host}: old workers may still run: {reason}",
+              remedy="Look at the host. An old worker finds no driver and ends by itself."),
+    EventKind("run.finished", INFO, "All steps are done, and the result is durable.",
+              (*reads(attempt=ATTEMPT, steps=STEP, samples=SAMPLES, weights_sha256=NAME),
+               *may_read(loss=NUMBER, planned_steps=STEP)),
+              "finished: {steps} steps, {samples} samples, loss {loss:.4f}", Phase.TRAINING),
+    EventKind("run.finished_early", INFO,
+              "The user's code has asked to finish the run before its planned steps are done.",
+              has(steps=STEP, planned_steps=STEP,
+                  reason=TEXT), "finished after {steps} of {planned_steps} steps: {reason}"),
 )
 
 _JOB = (

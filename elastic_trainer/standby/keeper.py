@@ -85,7 +85,8 @@ BEHIND_S = 0.05
 LAST_FORWARD_S = 5.0
 """How long the reader may pause before it has the end of the output."""
 CPU_KINDS, IDLE = 8, (3, 4)
-"""psutil's first 8 kinds of a core's time add up to all of it; idle, and idle while a disk works."""
+"""psutil's first 8 kinds of a core's time add up to all of it; idle, and idle while a disk
+works."""
 PR_SET_PDEATHSIG = 1
 CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
 NOT_MINDED = frozenset(

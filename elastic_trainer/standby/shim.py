@@ -33,10 +33,13 @@ from pathlib import Path
 FOLDER_VARIABLE = "ELASTIC_TRAINER_STANDBY_DIR"
 ANSWER_S = 3.0
 """How long a standby has to answer. After that the next one is asked, or the command is run."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+             signal.SIGUSR2)
 IF_A_FOLDER_IS_THERE = (
     f'd="${{{FOLDER_VARIABLE}:-/tmp/elastic-trainer-$(id -u)}}"; python="$1"; shim="$2"; shift 2; '
-    'if [ -d "$d" ] && [ -x "$python" ] && [ -r "$shim" ]; then exec "$python" -S -I "$shim" "$@"; fi; exec "$@"')
+    'if [ -d "$d" ] && [ -x "$python" ] && [ -r "$shim" ]; then exec "$python" -S -I "$shim" '
+    '"$@"; fi; exec "$@"'
+)
 
 
 def standby_folder(env: dict[str, str] | os._Environ[str]) -> Path:

@@ -18,7 +18,12 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
-from elastic_trainer.world.arithmetic import Arithmetic, advice, computes_otherwise, facts_that_differ
+from elastic_trainer.world.arithmetic import (
+    Arithmetic,
+    advice,
+    computes_otherwise,
+    facts_that_differ,
+)
 from elastic_trainer.world.collectives import World
 
 FINISHED_EARLY_FILE = "finished_early.json"
@@ -57,12 +62,17 @@ class Account:
     def describe(self) -> None:
         """Log the numbers of the job."""
         schedule = self.job.schedule
-        self.events.emit(
-            "job.described", dataset_size=schedule.dataset_size,
-            global_batch=schedule.global_batch, shards=schedule.shards, epochs=schedule.epochs,
-            seed=schedule.seed, steps=schedule.steps, reduce=self.reduce, drop_last=schedule.drop_last,
-            max_steps=schedule.max_steps,
-            dropped_samples=schedule.dropped_samples)
+        self.events.emit("job.described",
+                         dataset_size=schedule.dataset_size,
+                         global_batch=schedule.global_batch,
+                         shards=schedule.shards,
+                         epochs=schedule.epochs,
+                         seed=schedule.seed,
+                         steps=schedule.steps,
+                         reduce=self.reduce,
+                         drop_last=schedule.drop_last,
+                         max_steps=schedule.max_steps,
+                         dropped_samples=schedule.dropped_samples)
 
     def enter(self, world: World) -> None:
         """Log the job, at the beginning of a generation."""
@@ -74,7 +84,8 @@ class Account:
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, self.steps_due())
 
-    def step_committed(self, step: int, step_s: float, metrics: dict[str, float], **more: Any) -> None:
+    def step_committed(self, step: int, step_s: float, metrics: dict[str, float],
+                       **more: Any) -> None:
         """Log a finished step, with what it has logged; by rank 0 alone."""
         samples, digest, *_ = self.state.last_vote
         self.events.emit(
@@ -93,7 +104,8 @@ class Account:
         for remark in remarks:
             self.remark(remark, rank)
 
-    def compare_with_writer(self, step: int, mine: Arithmetic | None, facts: Mapping[str, Any]) -> None:
+    def compare_with_writer(self, step: int, mine: Arithmetic | None, facts: Mapping[str,
+                                                                                     Any]) -> None:
         """Log that a run goes on with other arithmetic than its checkpoint was computed with: this
         is allowed, but the bits are not the same any more."""
         writers = None

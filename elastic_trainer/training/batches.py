@@ -4,10 +4,12 @@ the user's dataset and collate → here → the user's loss (loop.py)
 
 What always holds:
 1. A container keeps its type. One in which nothing has to move is handed on as it is.
-2. A tensor is never left on another device in silence: what cannot be moved is a ConfigError that names its type.
+2. A tensor is never left on another device in silence: what cannot be moved is a ConfigError that
+   names its type.
 3. What a dataset raises keeps its type and traceback, and says which sample was read.
 
-What it does not do: read ahead, or look into types that no rule below knows (they may have a method `to(device)`).
+What it does not do: read ahead, or look into types that no rule below knows (they may have a method
+`to(device)`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ MOST_NAMED = 20
 """Of more samples than this, an error names the first ones and counts the others."""
 DEEPEST = 4
 """How many objects inside each other are searched for tensors that cannot be moved."""
-_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), numpy.ndarray, numpy.generic, type)
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), numpy.ndarray, numpy.generic,
+          type)
 
 
 def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
@@ -53,7 +56,9 @@ def _sample(dataset: Any, number: int) -> Any:
     try:
         return dataset[number]
     except Exception as error:
-        add_note(error, f"elastic-trainer read sample {number} of the dataset: dataset[{number}] raised this.")
+        add_note(
+            error,
+            f"elastic-trainer read sample {number} of the dataset: dataset[{number}] raised this.")
         raise
 
 
@@ -75,7 +80,8 @@ class Note(Exception):
 def add_note(error: BaseException, note: str) -> None:
     """Add a sentence to what a traceback prints (PEP 678).
 
-    Python 3.10 has no notes. There the sentence becomes the cause of the exception that began the chain.
+    Python 3.10 has no notes. There the sentence becomes the cause of the exception that began the
+    chain.
     """
     if sys.version_info >= (3, 11):
         error.add_note(note)
@@ -86,7 +92,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device: those in containers, in dataclasses, and where there is a `to(device)`.
+    """Return a batch with its tensors on a device: those in containers, in dataclasses, and where
+    there is a `to(device)`.
 
     Raises ConfigError for an object of another type that holds tensors elsewhere.
     """
@@ -94,7 +101,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, _PLAIN):
         return batch
-    if callable(getattr(batch, "to", None)):  # BatchEncoding, PackedSequence, a graph, the user's own
+    # BatchEncoding, PackedSequence, a graph, the user's own.
+    if callable(getattr(batch, "to", None)):
         moved = batch.to(device)
         return batch if moved is None else moved
     if isinstance(batch, Mapping):
@@ -109,7 +117,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _mapping_on(batch: Mapping[Any, Any], device: torch.device) -> Any:
-    moved = {key: now for key, value in batch.items() if (now := to_device(value, device)) is not value}
+    moved = {
+        key: now
+        for key, value in batch.items() if (now := to_device(value, device)) is not value
+    }
     if not moved:
         return batch
     if isinstance(batch, MutableMapping):
@@ -125,7 +136,8 @@ def _sequence_on(batch: Any, device: torch.device) -> Any:
     if all(now is value for now, value in zip(moved, batch, strict=True)):
         return batch
     if isinstance(batch, tuple):
-        return _rebuilt(getattr(type(batch), "_make", type(batch)), moved, batch, device)  # _make: a named tuple
+        # _make: a named tuple.
+        return _rebuilt(getattr(type(batch), "_make", type(batch)), moved, batch, device)
     clone = copy.copy(batch)
     for number, value in enumerate(moved):
         clone[number] = value
@@ -135,10 +147,14 @@ def _sequence_on(batch: Any, device: torch.device) -> Any:
 def _dataclass_on(batch: Any, device: torch.device) -> Any:
     names = {field.name for field in fields(batch)} | getattr(batch, "__dict__", {}).keys()
     values = {name: getattr(batch, name) for name in sorted(names) if hasattr(batch, name)}
-    moved = {name: now for name, value in values.items() if (now := to_device(value, device)) is not value}
+    moved = {
+        name: now
+        for name, value in values.items() if (now := to_device(value, device)) is not value
+    }
     if not moved:
         return batch
-    clone = copy.copy(batch)  # not replace(): it would need InitVars again, and refuses fields with init=False
+    # Not replace(): it would need InitVars again, and refuses fields with init=False.
+    clone = copy.copy(batch)
     for name, value in moved.items():
         object.__setattr__(clone, name, value)  # frozen ones too
     return clone
@@ -153,8 +169,12 @@ def _rebuilt(make: Callable[[Any], Any], values: Any, batch: Any, device: torch.
 
 def _stuck(batch: Any, device: torch.device) -> ConfigError:
     kind = type(batch).__qualname__
-    return ConfigError(f"a batch holds a {kind} with tensors that are not on {device}, and nothing says how to move them. "
-                       f"Give {kind} a method to(device), or let collate return tensors in dicts, lists or dataclasses.")
+    return ConfigError(
+        f"a batch holds a {kind} with tensors that are not on {device}, and nothing says how to "
+        f"move them. "
+        f"Give {kind} a method to(device), or let collate return tensors in dicts, lists or "
+        f"dataclasses."
+    )
 
 
 def _is_elsewhere(value: Any, device: torch.device, deepest: int = DEEPEST) -> bool:
@@ -171,9 +191,13 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         return value
-    slots = (name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ())))
-    return [*getattr(value, "__dict__", {}).values(),
-            *(getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name))]
+    slots = (name for kind in type(value).__mro__
+             for name in _names(getattr(kind, "__slots__", ())))
+    return [
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name)
+          for name in slots if not name.startswith("__") and hasattr(value, name))
+    ]
 
 
 def _names(slots: Any) -> Iterable[str]:

@@ -1,20 +1,23 @@
-"""What the same bits twice need: torch's settings for a GPU under `exact`, and MKL's kernels on a CPU.
+"""What the same bits twice need: torch's settings for a GPU under `exact`, and MKL's kernels on a
+CPU.
 
 device and reducer → here → torch (loop.py)
 
 What always holds:
 1. On a CPU, and under `ring`, no setting is changed.
-2. A setting of the user's own that contradicts `exact` is a ConfigError, never overwritten without a word.
-3. TF32 is off, because it rounds a product to 10 bits on GPUs that have it, and GPUs that do not have it give other bits.
-   PyTorch has it on for cuDNN unless it is told otherwise.
+2. A setting of the user's own that contradicts `exact` is a ConfigError, never overwritten without
+   a word.
+3. TF32 is off, because it rounds a product to 10 bits on GPUs that have it, and GPUs that do not
+   have it give other bits. PyTorch has it on for cuDNN unless it is told otherwise.
 
-What it does not do: make the bits equal on different kinds of GPU, or with different versions of CUDA, cuDNN and torch.
-An operation that has no deterministic form raises (torch names it). Custom kernels, and cuBLAS handles that were made
-before `train()` (by a product of matrices on the GPU), are not seen. Not run on a GPU so far.
+What it does not do: make the bits equal on different kinds of GPU, or with different versions of
+CUDA, cuDNN and torch. An operation that has no deterministic form raises (torch names it). Custom
+kernels, and cuBLAS handles that were made before `train()` (by a product of matrices on the GPU),
+are not seen. Not run on a GPU so far.
 
 Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, torch/utils/deterministic.py and
-torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's kernels:
-pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
+torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's
+kernels: pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
 """
 
 from __future__ import annotations
@@ -30,23 +33,26 @@ from elastic_trainer.config import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""With one of these cuBLAS gives the same bits on several streams. The first takes 24 MiB, the second is slower."""
+"""With one of these cuBLAS gives the same bits on several streams. The first takes 24 MiB, the
+second is slower."""
 
-VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt",
-                    "tan", "tanh", "trunc")
+VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10",
+                    "log2", "sin", "sqrt", "tan", "tanh", "trunc")
 """What torch hands to MKL's vector library on a CPU."""
 
 
 def choose_kernels() -> None:
-    """Let MKL choose its kernel for each vector function, in one thread. Takes some milliseconds the first time.
+    """Let MKL choose its kernel for each vector function, in one thread. Takes some milliseconds
+    the first time.
 
-    MKL chooses when a function is called first. If several threads of torch call it first at the same time,
-    one of them may get a less exact kernel, for that call alone. Then the first step of a process has other
-    bits than the same step anywhere else. Measured with torch 2.13 (MKL 2024.2) and 2 threads on 2 cores: in
-    one process of six, the first function that it called.
+    MKL chooses when a function is called first. If several threads of torch call it first at the
+    same time, one of them may get a less exact kernel, for that call alone. Then the first step of
+    a process has other bits than the same step anywhere else. Measured with torch 2.13 (MKL 2024.2)
+    and 2 threads on 2 cores: in one process of six, the first function that it called.
     """
     for dtype in (torch.float32, torch.float64):
-        numbers = torch.full((16,), 0.5, dtype=dtype, device="cpu")  # torch gives fewer than 2,048 numbers to one thread
+        # Torch gives fewer than 2,048 numbers to one thread.
+        numbers = torch.full((16,), 0.5, dtype=dtype, device="cpu")
         for name in VECTOR_FUNCTIONS:
             getattr(torch, name)(numbers)
 
@@ -60,53 +66,67 @@ class Settings:
     warns_only: bool
     """Its warn_only: an operation without a deterministic form is told, and runs."""
     tunes_convolutions: bool
-    """torch.backends.cudnn.benchmark: the fastest algorithm is chosen by trial, each time perhaps another."""
+    """torch.backends.cudnn.benchmark: the fastest algorithm is chosen by trial, each time perhaps
+    another."""
     has_deterministic_convolutions: bool
     """torch.backends.cudnn.deterministic"""
     has_tf32_products: bool
     has_tf32_convolutions: bool
     fills_memory: bool
-    """torch.utils.deterministic.fill_uninitialized_memory: each new tensor is filled with NaN, at a cost."""
+    """torch.utils.deterministic.fill_uninitialized_memory: each new tensor is filled with NaN, at a
+    cost."""
     workspace: str | None
-    """The environment's CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it makes its first handle."""
+    """The environment's CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it makes its first
+    handle."""
 
 
 def required(device_type: str, reduce: str, now: Settings) -> Settings | None:
-    """Return the settings that `exact` needs on this kind of device; None if nothing is to be changed.
+    """Return the settings that `exact` needs on this kind of device; None if nothing is to be
+    changed.
 
-    Raises ConfigError for what the user has set to the contrary. A value that is torch's default is nobody's wish.
+    Raises ConfigError for what the user has set to the contrary. A value that is torch's default is
+    nobody's wish.
     """
     if device_type != "cuda" or reduce != "exact":
         return None
     contrary = [
         (now.tunes_convolutions, "torch.backends.cudnn.benchmark is True", "leave it False"),
-        (now.has_tf32_products, "TF32 is on for products of matrices (torch.backends.cuda.matmul.fp32_precision or "
+        (now.has_tf32_products,
+         "TF32 is on for products of matrices (torch.backends.cuda.matmul.fp32_precision or "
          "allow_tf32, set_float32_matmul_precision)", "leave it off"),
         (now.workspace not in (None, *WORKSPACES), f"{WORKSPACE} is {now.workspace!r}",
          f"use {WORKSPACES[0]}, or unset it"),
     ]
     for is_set, fact, remedy in contrary:
         if is_set:
-            raise ConfigError(f'{fact}, but with reduce="exact" the bits must not depend on the GPU or on chance. '
-                              f'{remedy[0].upper()}{remedy[1:]}, or use reduce="ring".')
-    return Settings(is_deterministic=True, warns_only=now.is_deterministic and now.warns_only, tunes_convolutions=False,
-                    has_deterministic_convolutions=True, has_tf32_products=False, has_tf32_convolutions=False,
-                    fills_memory=False, workspace=now.workspace or WORKSPACES[0])
+            raise ConfigError(
+                f'{fact}, but with reduce="exact" the bits must not depend on the GPU or on '
+                f'chance. '
+                f'{remedy[0].upper()}{remedy[1:]}, or use reduce="ring".')
+    return Settings(is_deterministic=True,
+                    warns_only=now.is_deterministic and now.warns_only,
+                    tunes_convolutions=False,
+                    has_deterministic_convolutions=True,
+                    has_tf32_products=False,
+                    has_tf32_convolutions=False,
+                    fills_memory=False,
+                    workspace=now.workspace or WORKSPACES[0])
 
 
 def current(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return torch's settings as they are. Reads the newer names: torch refuses the older ones once both were used."""
+    """Return torch's settings as they are. Reads the newer names: torch refuses the older ones once
+    both were used."""
     backends: Any = torch.backends  # torch makes some of these names when it is imported
     memory: Any = torch.utils.deterministic
-    return Settings(
-        is_deterministic=torch.are_deterministic_algorithms_enabled(),
-        warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        tunes_convolutions=backends.cudnn.benchmark,
-        has_deterministic_convolutions=backends.cudnn.deterministic,
-        has_tf32_products=backends.cuda.matmul.fp32_precision == "tf32",
-        has_tf32_convolutions="tf32" in (backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision),
-        fills_memory=memory.fill_uninitialized_memory,
-        workspace=(os.environ if environ is None else environ).get(WORKSPACE))
+    return Settings(is_deterministic=torch.are_deterministic_algorithms_enabled(),
+                    warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+                    tunes_convolutions=backends.cudnn.benchmark,
+                    has_deterministic_convolutions=backends.cudnn.deterministic,
+                    has_tf32_products=backends.cuda.matmul.fp32_precision == "tf32",
+                    has_tf32_convolutions="tf32"
+                    in (backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision),
+                    fills_memory=memory.fill_uninitialized_memory,
+                    workspace=(os.environ if environ is None else environ).get(WORKSPACE))
 
 
 def apply(settings: Settings) -> None:

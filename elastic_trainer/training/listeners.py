@@ -4,10 +4,10 @@ events → here → the user's listener (train(listeners=…))
 
 What always holds:
 1. A listener that raises stays called: a metrics server that was away for a minute loses a minute.
-2. Its exception is told with its traceback, on stderr and as `worker.listener_failed`: the 1st, 10th, 100th … time, so
-   that one that always fails does not fill the event log.
-3. Passed on are: exceptions that say that the world is broken (a listener may use Horovod's collectives), and what is no
-   `Exception` (sys.exit(), Ctrl-C).
+2. Its exception is told with its traceback, on stderr and as `worker.listener_failed`: the 1st,
+   10th, 100th … time, so that one that always fails does not fill the event log.
+3. Passed on are: exceptions that say that the world is broken (a listener may use Horovod's
+   collectives), and what is no `Exception` (sys.exit(), Ctrl-C).
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ class Guarded:
 
     def _tell(self, event: str, error: str) -> None:
         name = getattr(self.listener, "__qualname__", type(self.listener).__qualname__)
-        print(f"elastic-trainer: the listener {name} raised at {event} (failure {self.failures}). The run goes on, and "
-              f"the listener is called again.\n{error}", file=sys.stderr)
-        self.events.emit("worker.listener_failed", listener=name, heard=event, failures=self.failures, error=error)
+        print(
+            f"elastic-trainer: the listener {name} raised at {event} (failure {self.failures}). "
+            f"The run goes on, and "
+            f"the listener is called again.\n{error}",
+            file=sys.stderr)
+        self.events.emit("worker.listener_failed",
+                         listener=name,
+                         heard=event,
+                         failures=self.failures,
+                         error=error)

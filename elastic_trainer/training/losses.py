@@ -1,10 +1,12 @@
-"""A loss that is not finite: which shards and samples it came from, and what train(on_nan=…) does then.
+"""A loss that is not finite: which shards and samples it came from, and what train(on_nan=…) does
+then.
 
 reduced loss → here → the step is refused (raise), left out (skip), or done all the same (continue)
 
 What always holds:
 1. The decision rests on the reduced loss, which all workers hold, and is made before anything is
-   applied: all do the same. Only the loss counts; gradients that overflow are a scaler's daily work.
+   applied: all do the same. Only the loss counts; gradients that overflow are a scaler's daily
+   work.
 2. The worker that ran a shard knows its loss, and tells which samples it was.
 """
 
@@ -27,7 +29,8 @@ MAX_TOLD = 8
 
 
 class LossNotFinite(ArithmeticError):
-    """The loss of a step is not finite, and train(on_nan="raise") ended the run before it was applied."""
+    """The loss of a step is not finite, and train(on_nan="raise") ended the run before it was
+    applied."""
 
 
 def require_policy(on_nan: str) -> None:
@@ -40,21 +43,31 @@ def require_scalar(loss: Any) -> torch.Tensor:
     """Return a loss of one value without dimensions. Raises TypeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
-    raise TypeError(f"loss(model, batch) returned {kind}. Return the mean over the batch's samples: a tensor of one value.")
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(
+        loss, torch.Tensor) else f"{type(loss).__name__}"
+    raise TypeError(
+        f"loss(model, batch) returned {kind}. Return the mean over the batch's samples: a tensor "
+        f"of one value."
+    )
 
 
 def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:
-    """Return the samples of the shards whose loss is not finite, by shard. On a GPU this waits for the device."""
+    """Return the samples of the shards whose loss is not finite, by shard. On a GPU this waits for
+    the device."""
     return {shard: samples[:MAX_NAMED_SAMPLES].tolist() for shard, (loss, samples) in losses.items()
             if not math.isfinite(float(loss))}
 
 
 def verdict(step: int, loss: float, shards: Mapping[int, list[int]]) -> str:
     """Say to a person where the loss of a step stopped being finite, and what can be done."""
-    told = [f"shard {shard} (samples {', '.join(map(str, samples[:MAX_TOLD]))}"
-            f"{', …' * (len(samples) > MAX_TOLD)})" for shard, samples in sorted(shards.items())[:MAX_TOLD]]
+    told = [
+        f"shard {shard} (samples {', '.join(map(str, samples[:MAX_TOLD]))}"
+        f"{', …' * (len(samples) > MAX_TOLD)})"
+        for shard, samples in sorted(shards.items())[:MAX_TOLD]
+    ]
     more = f" and {len(shards) - MAX_TOLD} more shards" if len(shards) > MAX_TOLD else ""
     where = f"in {', '.join(told)}{more}" if told else "only in the mean over the shards"
-    return (f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. Look at these "
-            f"samples and at the learning rate, or use train(on_nan=\"skip\") to leave such steps out.")
+    return (
+        f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. "
+        f"Look at these "
+        f"samples and at the learning rate, or use train(on_nan=\"skip\") to leave such steps out.")

@@ -19,7 +19,8 @@ from elastic_trainer.world.replicas import fingerprint
 
 
 def program(device: torch.device) -> int:
-    """Return a checksum of what torch makes of fixed numbers: products, convolutions, sums, exponentials."""
+    """Return a checksum of what torch makes of fixed numbers: products, convolutions, sums,
+    exponentials."""
     numbers = torch.Generator().manual_seed(20261123)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -27,15 +28,18 @@ def program(device: torch.device) -> int:
 
     a, b, weight, image = drawn(129, 257), drawn(257, 65), drawn(8, 3, 3, 3), drawn(2, 3, 17, 17)
     product = F.layer_norm(a @ b, (65,))
-    loss = torch.softmax(product, 1).square().sum() + torch.tanh(F.conv2d(image, weight)).exp().mean()
+    loss = torch.softmax(product, 1).square().sum() + torch.tanh(F.conv2d(image,
+                                                                          weight)).exp().mean()
     loss.backward()
     return fingerprint([loss, product, *(tensor.grad for tensor in (a, b, weight, image))])
 
 
 def facts(device: torch.device) -> tuple[tuple[str, str], ...]:
     """Return the names of what the bits depend on, by name."""
-    found = {"cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__,
-             "blas": blas(), "threads": str(torch.get_num_threads())}
+    found = {
+        "cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__, "blas": blas(), "threads": str(torch.get_num_threads())
+    }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
                   "cudnn": str(torch.backends.cudnn.version())}
@@ -45,7 +49,8 @@ def facts(device: torch.device) -> tuple[tuple[str, str], ...]:
 def cpu_model() -> str:
     """Return the name of this machine's processor (proc(5), /proc/cpuinfo)."""
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(r"^model name\s*:\s*(.*)$",
+                          Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
@@ -53,6 +58,7 @@ def cpu_model() -> str:
 
 def blas() -> str:
     """Return which libraries torch multiplies with."""
-    found = re.findall(r"BLAS_INFO=(\w+)|(Intel\(R\) oneAPI Math Kernel Library Version \S+)|(MKL-DNN v\S+)",
-                       torch.__config__.show())
+    found = re.findall(
+        r"BLAS_INFO=(\w+)|(Intel\(R\) oneAPI Math Kernel Library Version \S+)|(MKL-DNN v\S+)",
+        torch.__config__.show())
     return ", ".join(dict.fromkeys(name for names in found for name in names if name))

@@ -35,19 +35,26 @@ def remarks_on_length(schedule: Schedule) -> list[Remark]:
     if schedule.max_steps is None or schedule.max_steps <= schedule.steps:
         return []
     facts = {"max_steps": schedule.max_steps, "epochs": schedule.epochs, "steps": schedule.steps}
-    return [Remark("job.steps_capped",
-                   f"max_steps is {schedule.max_steps}, but epochs={schedule.epochs} has only "
-                   f"{schedule.steps} steps, so the run ends after {schedule.steps}. Leave epochs out "
-                   f"to train for max_steps.", facts)]
+    return [
+        Remark(
+            "job.steps_capped",
+            f"max_steps is {schedule.max_steps}, but epochs={schedule.epochs} has only "
+            f"{schedule.steps} steps, so the run ends after {schedule.steps}. Leave epochs out "
+            f"to train for max_steps.", facts)
+    ]
 
 
 def remarks_on_last_batch(schedule: Schedule) -> list[Remark]:
     """Say how many samples `drop_last` leaves out."""
     if not (dropped := schedule.dropped_samples):
         return []
-    return [Remark("job.samples_dropped",
-                   f"drop_last leaves {dropped} of {schedule.dataset_size} samples out of each epoch, others each time.",
-                   {"samples": dropped, "dataset_size": schedule.dataset_size})]
+    return [
+        Remark(
+            "job.samples_dropped",
+            f"drop_last leaves {dropped} of {schedule.dataset_size} samples out of each epoch, "
+            f"others each time.",
+            {"samples": dropped, "dataset_size": schedule.dataset_size})
+    ]
 
 
 def split_schedule(
@@ -55,15 +62,18 @@ def split_schedule(
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> tuple[LRScheduler | None, Callable[[int], float]]:
-    """Return the torch scheduler, if it is one, and the multiplier of the rates. Raises ConfigError."""
+    """Return the torch scheduler, if it is one, and the multiplier of the rates. Raises
+    ConfigError."""
     if not isinstance(schedule, LRScheduler):
-        # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13, optim/lr_scheduler.py).
+        # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13,
+        # optim/lr_scheduler.py).
         if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in members_of(optimizer)):
             raise ConfigError(
-                "a torch learning-rate scheduler was built on this optimizer, but train() was not given "
-                "it, so both would set the rates. Hand it over as schedule=scheduler, or build a new "
-                "optimizer."
-            )
+                "a torch learning-rate scheduler was built on this optimizer, but train() was not "
+                "given "
+                "it, so both would set the rates. Hand it over as schedule=scheduler, or build a "
+                "new "
+                "optimizer.")
         if schedule is not None and not callable(schedule):
             raise ConfigError(
                 f"schedule is {schedule!r}. Use a function of the step, or a torch LRScheduler."
@@ -72,9 +82,9 @@ def split_schedule(
     name = type(schedule).__name__
     if isinstance(optimizer, Several):
         raise ConfigError(
-            f"the schedule is a {name}, which sets the rates of one optimizer, but there are several. "
-            f"Use a function of the step."
-        )
+            f"the schedule is a {name}, which sets the rates of one optimizer, but there are "
+            f"several. "
+            f"Use a function of the step.")
     if schedule.optimizer is not optimizer:
         raise ConfigError(
             f"the schedule {name} belongs to another optimizer than train() was given. Build it on "
@@ -82,9 +92,9 @@ def split_schedule(
         )
     if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "min":
         raise ConfigError(
-            f"the schedule {name} has mode {schedule.mode!r}, but it hears each step's loss, which is "
-            f"to fall. Use mode='min', or set the rate by a function of the step."
-        )
+            f"the schedule {name} has mode {schedule.mode!r}, but it hears each step's loss, "
+            f"which is "
+            f"to fall. Use mode='min', or set the rate by a function of the step.")
     if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
         raise ConfigError(
             f"the schedule {name} has total_steps {schedule.total_steps}, but the run has {steps} "
@@ -93,29 +103,41 @@ def split_schedule(
     return schedule, lambda step: 1.0
 
 
-# --- what a run that is gone on with was asked for before ---------------------------------------------
+# --- what a run that is gone on with was asked for before -----------------------------------------
 
-PROGRESS_KEYS = {"last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"}
+PROGRESS_KEYS = {
+    "last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"
+}
 """What a torch scheduler's state has beside its settings; so has each key that begins with "_"."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
 
 def settings_of(
-    optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    scaler: torch.amp.GradScaler | None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return what a job was built with, as JSON values: before its first step, and before a checkpoint is read."""
+    """Return what a job was built with, as JSON values: before its first step, and before a
+    checkpoint is read."""
     found: dict[str, Any] = {"optimizer": kind_of(optimizer), **more}
     groups = optimizer.param_groups
     for number, group in enumerate(groups):
         place = f"optimizer.groups[{number}]" if len(groups) > 1 else "optimizer"
-        doubled = {"params", "lr" if "initial_lr" in group else "initial_lr"}  # a scheduler has changed lr already
-        found |= {f"{place}.{key}": _plain(value) for key, value in group.items() if key not in doubled}
+        # A scheduler has changed lr already.
+        doubled = {"params", "lr" if "initial_lr" in group else "initial_lr"}
+        found |= {
+            f"{place}.{key}": _plain(value)
+            for key, value in group.items() if key not in doubled
+        }
     if scheduler is not None:
         found |= {f"schedule.{key}": value for key, value in _scheduler_settings(scheduler).items()}
     if scaler is not None and (kept := scaler.state_dict()):
-        found |= {f"scaler.{key}": kept[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
+        found |= {
+            f"scaler.{key}": kept[key]
+            for key in ("growth_factor", "backoff_factor", "growth_interval")
+        }
     return found
 
 
@@ -129,13 +151,19 @@ def settle(run: dict[str, Any], given: dict[str, Any]) -> tuple[list[Remark], di
 
 def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
     """Say that a function of the step gives another rate for a step that is done."""
-    return [] if used == now or used != used else [_differs(f"schedule (the rate of step {step})", used, now, "given")]
+    return [] if used == now or used != used else [
+        _differs(f"schedule (the rate of step {step})", used, now, "given")
+    ]
 
 
 def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
-    what = {"run": "The run's holds, because it is part of the checkpoint: to train with the other value give the run "
-                   "another name (--run, run_dir)", "given": "What is given now holds from here on"}[holds]
-    return Remark("job.settings_differ", f"{key} is {run!r} in the run, but {given!r} is given. {what}.",
+    what = {
+        "run": "The run's holds, because it is part of the checkpoint: to train with the other "
+               "value give the run "
+        "another name (--run, run_dir)", "given": "What is given now holds from here on"
+    }[holds]
+    return Remark("job.settings_differ",
+                  f"{key} is {run!r} in the run, but {given!r} is given. {what}.",
                   {"key": key, "run_value": run, "given": given, "holds": holds})
 
 
@@ -158,35 +186,52 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return value if value is None or isinstance(value,
+                                                (bool, int, float, str)) else type(value).__name__
 
 
-# --- options that have no effect ----------------------------------------------------------------------
+# --- options that have no effect ------------------------------------------------------------------
 
 
 def remarks_on_launcher(
-    *, run_dir: str | None, store: str | None, reduce: str | None, launcher_run_dir: str | None, launcher_store: str,
+    *,
+    run_dir: str | None,
+    store: str | None,
+    reduce: str | None,
+    launcher_run_dir: str | None,
+    launcher_store: str,
     launcher_reduce: str | None,
 ) -> list[Remark]:
     """Say which of train()'s options and the launcher's holds, where both are given and differ."""
     remarks = []
     if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
-        remarks.append(_ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}", "Use --runs-dir"))
+        remarks.append(
+            _ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}",
+                     "Use --runs-dir"))
     if store and launcher_store and store != launcher_store:
-        remarks.append(_ignored("--store", launcher_store, f"train(store={store!r}) holds", "Give one of the two"))
+        remarks.append(
+            _ignored("--store", launcher_store, f"train(store={store!r}) holds",
+                     "Give one of the two"))
     if reduce and launcher_reduce and reduce != launcher_reduce:
-        remarks.append(_ignored("--reduce", launcher_reduce, f"train(reduce={reduce!r}) holds", "Give one of the two"))
+        remarks.append(
+            _ignored("--reduce", launcher_reduce, f"train(reduce={reduce!r}) holds",
+                     "Give one of the two"))
     return remarks
 
 
-def remarks_on_effect(has_place: bool, device: str, cpu_threads: int, checkpoints: dict[str, Any]) -> list[Remark]:
+def remarks_on_effect(has_place: bool, device: str, cpu_threads: int,
+                      checkpoints: dict[str, Any]) -> list[Remark]:
     """Say which options do nothing here; `checkpoints` are those that are not the defaults."""
     remarks = []
     if not has_place:
-        remarks += [_ignored(key, value, "nothing is written without run_dir, store or a launcher", "Give run_dir=…")
-                    for key, value in checkpoints.items()]
+        remarks += [
+            _ignored(key, value, "nothing is written without run_dir, store or a launcher",
+                     "Give run_dir=…") for key, value in checkpoints.items()
+        ]
     if device != "cpu" and cpu_threads != 1:
-        remarks.append(_ignored("cpu_threads", cpu_threads, f"the model is on {device}", "Use torch.set_num_threads"))
+        remarks.append(
+            _ignored("cpu_threads", cpu_threads, f"the model is on {device}",
+                     "Use torch.set_num_threads"))
     return remarks
 
 
@@ -194,10 +239,14 @@ def remarks_on_workers(size: int, shards: int) -> list[Remark]:
     """Say how many workers have nothing to do, because each takes whole shards."""
     if size <= shards:
         return []
-    return [Remark("job.workers_idle",
-                   f"the world has {size} workers, but a batch has {shards} shards, so {size - shards} workers compute "
-                   f"nothing. Use shards={size} or more (for a new run), or fewer workers.",
-                   {"size": size, "shards": shards, "idle": size - shards})]
+    return [
+        Remark(
+            "job.workers_idle",
+            f"the world has {size} workers, but a batch has {shards} shards, so {size - shards} "
+            f"workers compute "
+            f"nothing. Use shards={size} or more (for a new run), or fewer workers.",
+            {"size": size, "shards": shards, "idle": size - shards})
+    ]
 
 
 def _ignored(option: str, value: Any, because: str, remedy: str) -> Remark:

@@ -1,15 +1,18 @@
-"""Several optimizers by name, each with a phase of its own in every step (a GAN's discriminator and generator).
+"""Several optimizers by name, each with a phase of its own in every step (a GAN's discriminator and
+generator).
 
-Trainer(optimizer={"d": …, "g": …}) → here → one set of groups and one state, for what keeps, compares and sends them
+Trainer(optimizer={"d": …, "g": …}) → here → one set of groups and one state, for what keeps,
+compares and sends them
 
-A step has one phase for each optimizer, in the order of their names in the dict. A phase is a step in small: shards →
-reduce → vote → apply, of this optimizer alone. What always holds:
-1. Progress is counted in phases (`ElasticState.ticks`), as it is counted in steps with one optimizer. So if a generation
-   breaks between two phases, all workers agree on the next phase and go on there. No phase is done twice, and no copy of
-   the weights is needed to undo one.
-2. A worker that joins in the middle of a step receives the state as it is between two phases, with the number of the
-   phase. It skips the phases that are done: their loops have no batches for it.
-3. A checkpoint is made at the end of a step only, and the world changes as planned at the end of a step only.
+A step has one phase for each optimizer, in the order of their names in the dict. A phase is a step
+in small: shards → reduce → vote → apply, of this optimizer alone. What always holds:
+1. Progress is counted in phases (`ElasticState.ticks`), as it is counted in steps with one
+   optimizer. So if a generation breaks between two phases, all workers agree on the next phase and
+   go on there. No phase is done twice, and no copy of the weights is needed to undo one.
+2. A worker that joins in the middle of a step receives the state as it is between two phases, with
+   the number of the phase. It skips the phases that are done: their loops have no batches for it.
+3. A checkpoint is made at the end of a step only, and the world changes as planned at the end of a
+   step only.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ def as_one(optimizers: Mapping[str, torch.optim.Optimizer]) -> Several:
         ):
             if (other := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
-                    f"parameter {number} of the optimizer {name!r} is in the optimizer {other!r} too, so two phases "
-                    f"would move it. Give each parameter to one of them."
-                )
+                    f"parameter {number} of the optimizer {name!r} is in the optimizer {other!r} "
+                    f"too, so two phases "
+                    f"would move it. Give each parameter to one of them.")
     return Several(optimizers)

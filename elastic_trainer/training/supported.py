@@ -1,6 +1,7 @@
 """What of a model and an optimizer cannot be trained here: said at the start, with names.
 
-model, optimizer → here → ConfigError (loop.py); buffers before and after a forward pass → here → an error with names
+model, optimizer → here → ConfigError (loop.py); buffers before and after a forward pass → here → an
+error with names
 
 What always holds:
 1. Everything here is a pure function of values.
@@ -15,8 +16,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.nn.parameter import is_lazy
 
-BUFFERS_STAY = ("A buffer keeps its name, shape and type during training. Register it in __init__ with its largest "
-                "size, or keep it in a plain attribute if it is no part of the state.")
+BUFFERS_STAY = (
+    "A buffer keeps its name, shape and type during training. Register it in __init__ with its "
+    "largest "
+    "size, or keep it in a plain attribute if it is no part of the state.")
 MOST_NAMES = 8
 """A message names so many parameters or buffers."""
 
@@ -24,14 +27,19 @@ MOST_NAMES = 8
 def some(names: Iterable[str]) -> str:
     """Return names for a message: the first ones of many."""
     found = list(names)
-    return ", ".join(found[:MOST_NAMES]) + (f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else "")
+    return ", ".join(found[:MOST_NAMES]) + (f" and {len(found) - MOST_NAMES} more"
+                                            if len(found) > MOST_NAMES else "")
 
 
 def parameters_stay(names: Iterable[str]) -> str:
-    """Return an error for parameters that the loss, the forward or the backward pass has changed."""
-    return (f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. Workers compute different "
-            f"shards, so their weights would differ. train() steps the optimizer; change weights in after_step(step), and "
-            f"leave max_norm of embeddings out.")
+    """Return an error for parameters that the loss, the forward or the backward pass has
+    changed."""
+    return (
+        f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. "
+        f"Workers compute different "
+        f"shards, so their weights would differ. train() steps the optimizer; change weights in "
+        f"after_step(step), and "
+        f"leave max_norm of embeddings out.")
 
 
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -39,31 +47,41 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     if lazy := [name for name, tensor in (parameters | buffers).items() if is_lazy(tensor)]:
-        return (f"{some(lazy)} of the model are not initialized (lazy modules), so they have no shape. Run one batch "
-                f"through the model before you build the optimizer.")
+        return (
+            f"{some(lazy)} of the model are not initialized (lazy modules), so they have no "
+            f"shape. Run one batch "
+            f"through the model before you build the optimizer.")
     if found := [name for name, p in parameters.items() if p.layout != torch.strided]:
         return f"the parameters {some(found)} are sparse. Use dense parameters."
     if found := [name for name, p in parameters.items() if p.is_complex()]:
         return (f"the parameters {some(found)} are complex. Keep their real view as the parameter "
                 f"(torch.view_as_real), and use torch.view_as_complex in forward.")
     if found := [name for name, b in buffers.items() if b.layout != torch.strided]:
-        return (f"the buffers {some(found)} are sparse. Keep their indices and values as dense buffers, or as plain "
-                f"attributes if they never change.")
+        return (
+            f"the buffers {some(found)} are sparse. Keep their indices and values as dense "
+            f"buffers, or as plain "
+            f"attributes if they never change.")
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         return f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and embeddings with sparse=False."
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        return (f"the optimizer {kind} has a state_dict of its own, so it keeps values that a checkpoint and a newcomer "
-                f"would lack. Use an optimizer that keeps all of them in its state and param_groups.")
+        return (
+            f"the optimizer {kind} has a state_dict of its own, so it keeps values that a "
+            f"checkpoint and a newcomer "
+            f"would lack. Use an optimizer that keeps all of them in its state and param_groups.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return (f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but a step here is one "
-                f"gradient of all workers. Use an optimizer whose step needs no closure.")
+        return (
+            f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but "
+            f"a step here is one "
+            f"gradient of all workers. Use an optimizer whose step needs no closure.")
     return None
 
 
-def moved_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Say which buffers are new, gone, or have another shape or type than before a forward pass, by name."""
+def moved_buffers(before: Mapping[str, torch.Tensor],
+                  after: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Say which buffers are new, gone, or have another shape or type than before a forward pass, by
+    name."""
     found = {name: f"{name} (new)" for name in after if name not in before}
     for name, was in before.items():
         now = after.get(name)
@@ -74,4 +92,3 @@ def moved_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.
         elif now.dtype != was.dtype:
             found[name] = f"{name} ({was.dtype}, now {now.dtype})"
     return found
-

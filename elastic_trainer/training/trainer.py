@@ -391,7 +391,8 @@ class Step:
         return self._shard
 
     def every(self, interval: str) -> bool:
-        """Return whether this step ends an interval: "1 epoch", "500 steps", "30 s", "10 min", "2 h".
+        """Return whether this step ends an interval: "1 epoch", "500 steps", "30 s", "10 min", "2
+        h".
 
         The same on every worker: rank 0's clock, which comes with the vote, decides of times. They
         are times of training, over all attempts.
@@ -428,9 +429,9 @@ class Step:
             f"the inner loop of {of}step {self.number} was {'left early' if is_left else 'not run'}"
         )
         return RuntimeError(
-            f"{how}, so samples would be lost. Run `for batch in step` to its end: it ends when the "
-            f"step is finished on every worker."
-        )
+            f"{how}, so samples would be lost. Run `for batch in step` to its end: it ends when "
+            f"the "
+            f"step is finished on every worker.")
 
     def _require_finished(self, what: str) -> None:
         if self._stage == "over":
@@ -457,7 +458,8 @@ def interval_of(text: str) -> tuple[int, str]:
     found = re.fullmatch(units, text) if isinstance(text, str) else None
     if not found or not int(found[1]):
         raise ConfigError(
-            f"every() got {text!r}. Use a number and a unit: \"1 epoch\", \"500 steps\", \"10 min\"."
+            f"every() got {text!r}. Use a number and a unit: \"1 epoch\", \"500 steps\", \"10 "
+            f"min\"."
         )
     return int(found[1]), found[2] or found[3]
 

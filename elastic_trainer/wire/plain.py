@@ -2,9 +2,10 @@
 
 workers' output and errors, agents' reasons, host names, event logs, stores → here → print, rich
 
-A terminal obeys the control sequences in what it shows: they can hide or rewrite other lines, set the clipboard, or answer
-as if the user had typed (xterm, "Control Sequences"). Unicode's marks of direction reorder what a person reads.
-Text for `rich` is wrapped in `rich.text.Text` besides: a plain string is parsed as markup.
+A terminal obeys the control sequences in what it shows: they can hide or rewrite other lines, set
+the clipboard, or answer as if the user had typed (xterm, "Control Sequences"). Unicode's marks of
+direction reorder what a person reads. Text for `rich` is wrapped in `rich.text.Text` besides: a
+plain string is parsed as markup.
 """
 
 from __future__ import annotations

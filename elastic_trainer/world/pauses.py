@@ -1,16 +1,17 @@
-"""What a change of the world costs: from the end of the last finished step to that of the next, less one normal step.
+"""What a change of the world costs: from the end of the last finished step to that of the next,
+less one normal step.
 
 world (its time stamps) → here → worker.pause_ended → the books of report
 
 The parts follow each other, and add up to the pause:
-    noticing   until the generation is left: a frozen worker is silent for seconds, and all wait for it
-    deciding   until the last place is given; tries to form a world that failed are in it
-    forming    until hvd.init() has returned
-    transfer   until all members hold the state
-    redoing    until the step is done, as far as the normal step does not pay for it
+    noticing   until the generation is left: a frozen worker is silent for seconds, and all wait for
+    it deciding   until the last place is given; tries to form a world that failed are in it forming
+    until hvd.init() has returned transfer   until all members hold the state redoing    until the
+    step is done, as far as the normal step does not pay for it
 
-What always holds: a step takes its normal time also without a fault. What was waited before the fault was noticed pays for
-that first, then the step that is done behind it. So a change that was planned costs no noticing.
+What always holds: a step takes its normal time also without a fault. What was waited before the
+fault was noticed pays for that first, then the step that is done behind it. So a change that was
+planned costs no noticing.
 """
 
 from __future__ import annotations
@@ -51,15 +52,20 @@ class Parts:
         return float(sum(vars(self).values()))
 
 
-def parts_of(survivors: Iterable[Survivor], *, forming_s: float, transfer_s: float, step_s: float) -> Parts:
-    """Return the parts of a pause by what the survivors knew when the world had formed, in `forming_s`."""
+def parts_of(survivors: Iterable[Survivor], *, forming_s: float, transfer_s: float,
+             step_s: float) -> Parts:
+    """Return the parts of a pause by what the survivors knew when the world had formed, in
+    `forming_s`."""
     longest = max(survivors)
     since_step_s, since_left_s, normal_s = (milliseconds / 1000.0 for milliseconds in longest)
     waited_s = max(0.0, since_step_s - since_left_s)
     noticing_s = max(0.0, waited_s - normal_s)
     redoing_s = max(0.0, step_s - max(0.0, normal_s - waited_s))
-    return Parts(noticing_s=noticing_s, deciding_s=max(0.0, since_left_s - forming_s), forming_s=forming_s,
-                 transfer_s=transfer_s, redoing_s=redoing_s)
+    return Parts(noticing_s=noticing_s,
+                 deciding_s=max(0.0, since_left_s - forming_s),
+                 forming_s=forming_s,
+                 transfer_s=transfer_s,
+                 redoing_s=redoing_s)
 
 
 class Pauses:
@@ -88,7 +94,8 @@ class Pauses:
         return Survivor(*(int(1000 * seconds) for seconds in stamps))
 
     def enter(self, survivors: Iterable[Survivor]) -> None:
-        """Note that all members hold the state, and who of them held it before (nobody: no pause)."""
+        """Note that all members hold the state, and who of them held it before (nobody: no
+        pause)."""
         self._entered, self._survivors = time.monotonic(), list(survivors)
 
     def step(self, step_s: float) -> Parts | None:
@@ -98,5 +105,7 @@ class Pauses:
         if not ended:
             self._steps.append(step_s)
             return None
-        return parts_of(ended, forming_s=self._formed - self._placed, transfer_s=self._entered - self._formed,
+        return parts_of(ended,
+                        forming_s=self._formed - self._placed,
+                        transfer_s=self._entered - self._formed,
                         step_s=self.step_ended - self._entered)

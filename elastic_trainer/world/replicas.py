@@ -1,30 +1,39 @@
-"""Whether all workers hold the same bits: a checksum of one slice of the state in each vote, and who differs.
+"""Whether all workers hold the same bits: a checksum of one slice of the state in each vote, and
+who differs.
 
-ElasticState → here → vote (one checksum) → all the same: apply; else each worker's checksums → judge
+ElasticState → here → vote (one checksum) → all the same: apply; else each worker's checksums →
+judge
 
 What always holds:
-1. A checksum follows from the values' bytes, their names and the step alone: not from memory addresses, strides, or
-   the time at which a worker joined. So replicas that are the same are never told apart.
-2. Each flipped bit of a slice changes its checksum. Blocks of 4,096 bytes are summed as 64-bit integers, so one
-   flipped bit changes one sum by ±2^k, which is a run of at most 64 changed bits. CRC-32 detects each burst of up to
-   32 bits and each run of fewer than 2^32 - 1 changed bits (its polynomial is primitive). Other differences are
-   missed with a probability of 2^-32, and an exchange within a block is missed always.
-3. Step t checks slice t mod `slices`. So a difference is found at most `slices` (at most 256) steps after it arose.
-4. Everything is compared before a newcomer receives the state, from each worker a share, and before the run finishes.
+1. A checksum follows from the values' bytes, their names and the step alone: not from memory
+   addresses, strides, or the time at which a worker joined. So replicas that are the same are never
+   told apart.
+2. Each flipped bit of a slice changes its checksum. Blocks of 4,096 bytes are summed as 64-bit
+   integers, so one flipped bit changes one sum by ±2^k, which is a run of at most 64 changed bits.
+   CRC-32 detects each burst of up to 32 bits and each run of fewer than 2^32 - 1 changed bits (its
+   polynomial is primitive). Other differences are missed with a probability of 2^-32, and an
+   exchange within a block is missed always.
+3. Step t checks slice t mod `slices`. So a difference is found at most `slices` (at most 256) steps
+   after it arose.
+4. Everything is compared before a newcomer receives the state, from each worker a share, and before
+   the run finishes.
 
-A slice is at least 256 KiB of the parameters, or 8 of them, with all that the optimizer keeps of them (AdamW: three times
-the bytes). Measured with AdamW, 2 workers on 2 cores: 0.63 ms of the demo model's steps of 194 ms (0.3 %; 0.8 M
-parameters, 12 slices). Alone in a loop 0.27 ms, and 0.5 ms for 105 M parameters (256 slices).
+A slice is at least 256 KiB of the parameters, or 8 of them, with all that the optimizer keeps of
+them (AdamW: three times the bytes). Measured with AdamW, 2 workers on 2 cores: 0.63 ms of the demo
+model's steps of 194 ms (0.3 %; 0.8 M parameters, 12 slices). Alone in a loop 0.27 ms, and 0.5 ms
+for 105 M parameters (256 slices).
 
-The bound means: between the flip and the step that finds it that worker's shards were computed on a wrong value, so
-their gradients were too, and all workers have applied them alike. With more than one slice the weights may therefore
-differ from those of an undisturbed run, though all replicas are the same again; with one slice (a model of under 512
-KiB) they do not. A checkpoint of a step in between may hold the wrong value itself, in the share of that worker.
-`compared_after` (state/cadence.py) keeps one that is older, and a run that goes back takes that one.
+The bound means: between the flip and the step that finds it that worker's shards were computed on a
+wrong value, so their gradients were too, and all workers have applied them alike. With more than
+one slice the weights may therefore differ from those of an undisturbed run, though all replicas are
+the same again; with one slice (a model of under 512 KiB) they do not. A checkpoint of a step in
+between may hold the wrong value itself, in the share of that worker. `compared_after`
+(state/cadence.py) keeps one that is older, and a run that goes back takes that one.
 
-What it does not do: find a fault in a world of one. See a wrong gradient: all workers apply the same one. Send anybody
-away where workers were let in that compute other bits (arithmetic.py): there rounding makes replicas drift, and it is
-only told. Look at extras (their `state_dict()` may be dear) and at the data.
+What it does not do: find a fault in a world of one. See a wrong gradient: all workers apply the
+same one. Send anybody away where workers were let in that compute other bits (arithmetic.py): there
+rounding makes replicas drift, and it is only told. Look at extras (their `state_dict()` may be
+dear) and at the data.
 
 Source: Peterson and Brown, "Cyclic Codes for Error Detection" (1961), for the bursts.
 """
@@ -47,7 +56,8 @@ from elastic_trainer.state.names import named_parameters
 SLICE_BYTES = 256 << 10
 """A slice has at least so many bytes of the parameters (0.03 ms a tensor, measured)."""
 SLICE_TENSORS = 8
-"""A slice of a model of many small tensors has about so many parameters: each tensor takes 0.01 ms, however small."""
+"""A slice of a model of many small tensors has about so many parameters: each tensor takes 0.01 ms,
+however small."""
 MOST_SLICES = 256
 """Into no more slices is a large model cut, so a difference is found within so many steps."""
 BLOCK_BYTES = 4096
@@ -57,11 +67,13 @@ Part = tuple[str, int]
 
 
 class ReplicaDiffers(Exception):
-    """This worker holds other bits than most of its world: it leaves, and a new one receives the state."""
+    """This worker holds other bits than most of its world: it leaves, and a new one receives the
+    state."""
 
 
 class ReplicasDisagree(RuntimeError):
-    """The workers hold different bits, no majority holds the same, and no checkpoint is old enough to go back to."""
+    """The workers hold different bits, no majority holds the same, and no checkpoint is old enough
+    to go back to."""
 
 
 class Replica:
@@ -71,13 +83,17 @@ class Replica:
         self.state = state
         self.parameters = named_parameters(state.model)
         self.names = list(self.parameters)
-        self._ends = list(accumulate(p.numel() * p.element_size() for p in self.parameters.values()))
+        self._ends = list(accumulate(p.numel() * p.element_size()
+                                     for p in self.parameters.values()))
         total = self._ends[-1] if self._ends else 0
-        self.slices = max(1, min(MOST_SLICES, max(total // SLICE_BYTES, len(self.names) // SLICE_TENSORS)))
+        self.slices = max(
+            1, min(MOST_SLICES, max(total // SLICE_BYTES,
+                                    len(self.names) // SLICE_TENSORS)))
         """After so many steps everything has been compared."""
 
     def parts(self, step: int) -> list[Part]:
-        """Return the checksums of the slice of a step: of weights, optimizer state, buffers and numbers."""
+        """Return the checksums of the slice of a step: of weights, optimizer state, buffers and
+        numbers."""
         return self._parts(step % self.slices, self.slices)
 
     def all_parts(self) -> list[Part]:
@@ -96,12 +112,14 @@ class Replica:
             if at >= stop:
                 break
             # An element belongs to the slice in which it starts.
-            low, high = (min(parameter.numel(), max(0, -(-(edge - at) // size))) for edge in (start, stop))
+            low, high = (min(parameter.numel(), max(0, -(-(edge - at) // size)))
+                         for edge in (start, stop))
             found.append((name, _folded(parameter, low, high, parameter.numel())))
             kept = self.state.optimizer.state.get(parameter, {})
             for key in sorted(kept, key=str):
                 found.append((f"{name}/{key}", _folded(kept[key], low, high, parameter.numel())))
-        buffers = self.state.buffers_before() or self.state.buffers  # a forward pass of this step has changed the others
+        # A forward pass of this step has changed the others.
+        buffers = self.state.buffers_before() or self.state.buffers
         names = sorted(buffers)
         for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
             found.append((name, _folded(buffers[name], 0, 1, 1)))
@@ -109,8 +127,13 @@ class Replica:
 
     def _numbers(self) -> Any:
         state = self.state
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
-        return [state.committed, state.samples, groups, state.scaler.state_dict() if state.scaler else None]
+        groups = [{k: v
+                   for k, v in group.items() if k != "params"}
+                  for group in state.optimizer.param_groups]
+        return [
+            state.committed, state.samples, groups,
+            state.scaler.state_dict() if state.scaler else None
+        ]
 
 
 def checksum(parts: Sequence[Part]) -> int:
@@ -124,8 +147,8 @@ def checksum(parts: Sequence[Part]) -> int:
 def words(value: int) -> list[int]:
     """Return 32 bits as integers to be summed over all workers: each half, and its square.
 
-    n numbers are equal if and only if n times the sum of their squares is the square of their sum. The sums fit 64 bits
-    for worlds of up to 2^31 workers.
+    n numbers are equal if and only if n times the sum of their squares is the square of their sum.
+    The sums fit 64 bits for worlds of up to 2^31 workers.
     """
     low, high = value & 0xFFFF, value >> 16
     return [low, low * low, high, high * high]
@@ -155,7 +178,8 @@ def judge(told: Sequence[Sequence[Part]]) -> Difference:
     has_majority = 2 * count > len(held)
     majority = tuple(rank for rank, parts in enumerate(held) if has_majority and parts == common)
     odd = tuple(rank for rank in range(len(held)) if rank not in majority)
-    names = dict.fromkeys(name for parts in held for name, value in sorted(set(parts) ^ set(common)))
+    names = dict.fromkeys(name for parts in held
+                          for name, value in sorted(set(parts) ^ set(common)))
     return Difference(majority, odd, tuple(names))
 
 
@@ -165,7 +189,8 @@ def fingerprint(value: Any) -> int:
 
 
 def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int:
-    """Return a checksum of a value: of a tensor that part which belongs to the elements [low, high) of `count`."""
+    """Return a checksum of a value: of a tensor that part which belongs to the elements [low, high)
+    of `count`."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         size = value.numel()
         facts = f"{value.dtype}{size}".encode()
@@ -180,12 +205,13 @@ def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int
             before = _folded(item, low, high, count, zlib.crc32(b",", before))
         return before
     is_plain = value is None or isinstance(value, (bool, int, float, str))
-    return zlib.crc32((repr(value) if is_plain else type(value).__name__).encode(), before)  # a repr may be an address
+    # A repr may be an address.
+    return zlib.crc32((repr(value) if is_plain else type(value).__name__).encode(), before)
 
 
 def _elements(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Return the elements [low, high) in the order of a contiguous tensor, flat; of another one only those rows are
-    copied."""
+    """Return the elements [low, high) in the order of a contiguous tensor, flat; of another one
+    only those rows are copied."""
     if tensor.is_contiguous() or tensor.dim() == 0:
         return tensor.reshape(-1)[low:high]
     while tensor.shape[0] == 1:

@@ -1,17 +1,19 @@
 """The last resort inside `hvd.init()`: start this same process anew, in place, with its live state.
 
-C++ exception in `hvd.init()`, or a member that died during it → here → exec → train() goes on at the same step
+C++ exception in `hvd.init()`, or a member that died during it → here → exec → train() goes on at
+the same step
 
 Why: in a Horovod without 06-init-fails.patch, and wherever Gloo throws in a thread of its own,
-`GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444), so one
-participant's death aborts all of them (F1). `std::set_terminate` runs our function instead; it writes the live state
-into memory that has no name (memfd), and `exec`s the same command. The pid stays, so driver and ssh notice nothing.
+`GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444),
+so one participant's death aborts all of them (F1). `std::set_terminate` runs our function instead;
+it writes the live state into memory that has no name (memfd), and `exec`s the same command. The pid
+stays, so driver and ssh notice nothing.
 
 What always holds:
-1. Parameters that may be half changed are never written (`ElasticState.is_applying`): then the successor comes back
-   as a newcomer and receives the state.
-2. Live state is read once, by the process that wrote it (same pid). Only that process holds it: whatever ends the
-   process in between, by SIGKILL too, frees the memory.
+1. Parameters that may be half changed are never written (`ElasticState.is_applying`): then the
+   successor comes back as a newcomer and receives the state.
+2. Live state is read once, by the process that wrote it (same pid). Only that process holds it:
+   whatever ends the process in between, by SIGKILL too, frees the memory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _kept: list[Any] = []  # a C callback must outlive its registration
 
 
 def on_terminate(act: Callable[[str], None]) -> None:
-    """Run `act` with an exception's text when an uncaught C++ exception would abort this process (any thread). `act`
-    should not return."""
+    """Run `act` with an exception's text when an uncaught C++ exception would abort this process
+    (any thread). `act` should not return."""
     def terminate() -> None:
         text = ""
         with suppress(Exception):  # not to know why is no reason to die of it
@@ -48,14 +50,17 @@ def on_terminate(act: Callable[[str], None]) -> None:
 
     callback = _TERMINATE(terminate)
     _kept.append(callback)
-    ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(callback)  # std::set_terminate, Itanium mangling
+    # Std::set_terminate, Itanium mangling.
+    ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(callback)
 
 
 def _uncaught() -> str:
-    """Return the text of the C++ exception that this thread dies of, if it is one of Gloo's or of the standard library's.
+    """Return the text of the C++ exception that this thread dies of, if it is one of Gloo's or of
+    the standard library's.
 
-    Source: Itanium C++ ABI, 2.9.4 (a type_info's second word is its name) and 2.5.2 (`what` is a std::exception's third
-    virtual function, behind two destructors); x86-64's calling convention for what `current_exception` returns.
+    Source: Itanium C++ ABI, 2.9.4 (a type_info's second word is its name) and 2.5.2 (`what` is a
+    std::exception's third virtual function, behind two destructors); x86-64's calling convention
+    for what `current_exception` returns.
     """
     runtime, thrown = ctypes.CDLL("libstdc++.so.6"), ctypes.c_void_p()
     runtime.__cxa_current_exception_type.restype = ctypes.c_void_p
@@ -63,26 +68,32 @@ def _uncaught() -> str:
     if not kind or platform.machine() != "x86_64":
         return ""
     name = ctypes.cast(kind, ctypes.POINTER(ctypes.c_char_p))[1] or b""
-    if not name.startswith((b"N4gloo", b"St")):  # anything may be thrown, and only those have a `what`
+    # Anything may be thrown, and only those have a `what`.
+    if not name.startswith((b"N4gloo", b"St")):
         return name.decode(errors="replace")
-    runtime._ZSt17current_exceptionv(ctypes.byref(thrown))  # a std::exception_ptr is a pointer to it
+    # A std::exception_ptr is a pointer to it.
+    runtime._ZSt17current_exceptionv(ctypes.byref(thrown))
     table = ctypes.cast(thrown, ctypes.POINTER(ctypes.c_void_p))[0]
     what = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[2] or 0
     return (_WHAT(what)(thrown) or b"").decode(errors="replace")
 
 
-def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor], facts: dict[str, Any]) -> int | None:
-    """Write the live state for this process's successor; returns the descriptor of its memory, or None when this
-    process holds no state that is whole.
+def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor],
+                     facts: dict[str, Any]) -> int | None:
+    """Write the live state for this process's successor; returns the descriptor of its memory, or
+    None when this process holds no state that is whole.
 
-    `gradients` are the reduced flat buffers if the state is prepared: the vote may have passed for somebody else.
+    `gradients` are the reduced flat buffers if the state is prepared: the vote may have passed for
+    somebody else.
     """
     if not state.has_state or state.is_applying:
         return None
     step = state.ticks, state.begun
-    packed = pack({"pid": os.getpid(), "begun": state.begun, "prepared": state.prepared, "state": state.values(),
-                   "gradients": gradients, "buffers_before": state.buffers_before(),
-                   "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)})
+    packed = pack({
+        "pid": os.getpid(), "begun": state.begun, "prepared": state.prepared,
+        "state": state.values(), "gradients": gradients, "buffers_before": state.buffers_before(),
+        "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)
+    })
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:
@@ -124,7 +135,8 @@ _once = threading.Lock()
 
 
 def start_anew(live_state: int | None, generation: int, count: int, since: float) -> None:
-    """Replace this process by a fresh one of the same command and pid. Does not return; the first caller wins.
+    """Replace this process by a fresh one of the same command and pid. Does not return; the first
+    caller wins.
 
     The rest is for `Launch.revived_…`.
     """
@@ -139,5 +151,6 @@ def start_anew(live_state: int | None, generation: int, count: int, since: float
         live_state = os.dup2(live_state, 3)  # the lowest, so that all others can be closed
         os.set_inheritable(live_state, True)  # dup2 does not do that where it is 3 already
         os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state)
-    os.closerange(3 if live_state is None else 4, 65536)  # else peers would wait for Gloo's sockets, which are inherited
+    # Else peers would wait for Gloo's sockets, which are inherited.
+    os.closerange(3 if live_state is None else 4, 65536)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

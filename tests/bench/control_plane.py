@@ -1,11 +1,13 @@
-"""What the driver costs while nothing happens: the real driver process, with simulated workers over real sockets.
+"""What the driver costs while nothing happens: the real driver process, with simulated workers over
+real sockets.
 
     .venv/bin/python tests/bench/control_plane.py [--sizes 64,512] [--seconds 20]
 
-Each slot of the driver is a `sleep`. This process sends the words of all workers as `our_driver.OurDriver` does: each has a
-connection of its own, stands ready, accepts the offer, and then sends one heartbeat after the other. CPU time is that of
-the driver's process (all threads), in cores. A heartbeat's answer is late by what it took beyond the time for which the
-driver holds it (`Membership.hold_s`).
+Each slot of the driver is a `sleep`. This process sends the words of all workers as
+`our_driver.OurDriver` does: each has a connection of its own, stands ready, accepts the offer, and
+then sends one heartbeat after the other. CPU time is that of the driver's process (all threads), in
+cores. A heartbeat's answer is late by what it took beyond the time for which the driver holds it
+(`Membership.hold_s`).
 
 Last line: one JSON object with cpu_64, cpu_512, beat_p99_s, wrong_evictions, met.
 """
@@ -45,8 +47,10 @@ class Simulated:
         self.host, _, port = driver.rpartition(":")
         self.port, self.key, self.name, self.count = int(port), bytes.fromhex(key), name, 0
         self.session = Session()
-        self.words: dict[str, Any] = {"phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
-                                      "drains": False, "step": 0, "door": 1, "unreachable": []}
+        self.words: dict[str, Any] = {
+            "phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
+            "drains": False, "step": 0, "door": 1, "unreachable": []
+        }
         self.trains = asyncio.Event()
         self.lateness_s: list[float] = []
 
@@ -58,16 +62,21 @@ class Simulated:
     async def ask(self, seen: str) -> dict[str, Any]:
         """Say a word and return the driver's answer."""
         self.count += 1
-        word = {"worker": self.name, "count": self.count, "pid": 1, "time": time.time(), **self.words,
-                "hold_s": 0.25, "seen": seen}
+        word = {
+            "worker": self.name, "count": self.count, "pid": 1, "time": time.time(),
+            **self.words, "hold_s": 0.25, "seen": seen
+        }
         body, nonce = json.dumps(word).encode(), self.session.nonce()
         signature = seal(self.key, Kind.WORD, self.name.encode(), nonce.encode(), body)
-        self.writer.write((f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
-                           f"Content-Length: {len(body)}\r\n{WORKER}: {self.name}\r\n{NONCE}: {nonce}\r\n"
-                           f"{SIGNATURE}: {signature}\r\n\r\n").encode() + body)
+        self.writer.write((
+            f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
+            f"Content-Length: {len(body)}\r\n{WORKER}: {self.name}\r\n{NONCE}: {nonce}\r\n"
+            f"{SIGNATURE}: {signature}\r\n\r\n").encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         assert " 200 " in head.splitlines()[0], head
-        length = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
+        length = next(
+            int(line.split(":")[1]) for line in head.splitlines()
+            if line.lower().startswith("content-length"))
         return dict(json.loads(await self.reader.readexactly(length)))
 
     async def live(self, hold_s: float) -> None:
@@ -81,7 +90,10 @@ class Simulated:
                 self.lateness_s.append(time.monotonic() - asked_at - hold_s)
             seen = news["version"]
             if place := news.get("place"):
-                self.words |= {"phase": "training", "generation": place["generation"], "accepted": 0, "holds_state": True}
+                self.words |= {
+                    "phase": "training", "generation": place["generation"], "accepted": 0,
+                    "holds_state": True
+                }
                 self.trains.set()
             else:
                 self.words["accepted"] = news.get("offer", 0)
@@ -101,30 +113,43 @@ async def until(seen: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], int], Awaitable[Any]]) -> Any:
-    """Run the driver and `size` workers, and `act` with the workers and the driver's pid once all train."""
+async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], int],
+                                                              Awaitable[Any]]) -> Any:
+    """Run the driver and `size` workers, and `act` with the workers and the driver's pid once all
+    train."""
     slots = folder / "slots"
     slots.mkdir()
     hosts = "".join(f"127.0.{number // 250}.{number % 250 + 1}:1\n" for number in range(size))
     (folder / "hosts").write_text(hosts)
-    command = [sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", str(size), "--min-np", str(size),
-               "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT, str(slots)]
+    command = [
+        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np",
+        str(size), "--min-np",
+        str(size), "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT,
+        str(slots)
+    ]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(folder / "run"),
                         "ELASTIC_TRAINER_LIMITS": f"boot_s={START_S:.0f},start_s={START_S:.0f}"}
-    with open(folder / "log", "wb") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log,
+    with open(folder / "log", "wb") as log, subprocess.Popen(command,
+                                                             env=env,
+                                                             stdout=log,
+                                                             stderr=log,
                                                              start_new_session=True) as driver:
         tasks: list[asyncio.Task[None]] = []
         try:
             def started() -> list[list[str]]:
                 assert driver.poll() is None, (folder / "log").read_text()
-                return [text.split() for path in slots.iterdir() if (text := path.read_text()).endswith("\n")]
+                return [
+                    text.split() for path in slots.iterdir()
+                    if (text := path.read_text()).endswith("\n")
+                ]
 
             await until(lambda: len(started()) == size)
             workers = [Simulated(*words) for words in started()]
             membership = Membership(size, size, None)
             membership.roster.workers = {w.name: Worker(w.name, "", 0, 0.0, 0.0) for w in workers}
             tasks = [asyncio.create_task(worker.live(membership.hold_s())) for worker in workers]
-            await until(lambda: all(worker.trains.is_set() for worker in workers) or any(t.done() for t in tasks))
+            await until(lambda: all(worker.trains.is_set()
+                                    for worker in workers) or any(t.done() for t in tasks))
             assert not any(t.done() for t in tasks), [t.exception() for t in tasks if t.done()][:1]
             return await act(workers, driver.pid)
         finally:
@@ -148,7 +173,9 @@ def measure(size: int, seconds: float) -> tuple[float, list[float], int]:
 
     with tempfile.TemporaryDirectory() as name:
         cores, lateness_s = asyncio.run(with_workers(Path(name), size, idle))
-        evicted = [e for e in read_events(Path(name) / "run") if e["event"] == "driver.worker_evicted"]
+        evicted = [
+            e for e in read_events(Path(name) / "run") if e["event"] == "driver.worker_evicted"
+        ]
     return cores, lateness_s, len(evicted)
 
 
@@ -166,9 +193,13 @@ def main() -> None:
         late += lateness_s
         evictions += evicted
         met &= cores <= BARS.get(size, 1.0)
-        print(f"{size} workers: {cores:.3f} cores, {len(lateness_s) / options.seconds:.0f} heartbeats a second, the last "
-              f"of 100 answered {sorted(lateness_s)[int(len(lateness_s) * 0.99)]:.3f} s late, {evicted} evicted (limit "
-              f"{Limits().silence_s:.0f} s)", flush=True)
+        print(
+            f"{size} workers: {cores:.3f} cores, {len(lateness_s) / options.seconds:.0f} "
+            f"heartbeats a second, the last "
+            f"of 100 answered {sorted(lateness_s)[int(len(lateness_s) * 0.99)]:.3f} s late, "
+            f"{evicted} evicted (limit "
+            f"{Limits().silence_s:.0f} s)",
+            flush=True)
     p99_s = sorted(late)[int(len(late) * 0.99)]
     print(json.dumps(result | {"beat_p99_s": round(p99_s, 3), "wrong_evictions": evictions,
                                "met": met and p99_s < LATE_S and not evictions}))

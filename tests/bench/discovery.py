@@ -2,10 +2,12 @@
 
     .venv/bin/python tests/bench/discovery.py
 
-The instances are described by an EC2 API on loopback that answers in pages of 1,000, like AWS's (moto takes minutes to
-make so many). A poll is EC2's answer, the decision and the file. The script is what horovodrun calls every second.
+The instances are described by an EC2 API on loopback that answers in pages of 1,000, like AWS's
+(moto takes minutes to make so many). A poll is EC2's answer, the decision and the file. The script
+is what horovodrun calls every second.
 
-Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000, notice_to_file_s, met.
+Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000,
+notice_to_file_s, met.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Api(BaseHTTPRequestHandler):
     count = 0
 
     def do_POST(self) -> None:
-        asked = dict(urllib.parse.parse_qsl(self.rfile.read(int(self.headers["Content-Length"])).decode()))
+        asked = dict(
+            urllib.parse.parse_qsl(self.rfile.read(int(self.headers["Content-Length"])).decode()))
         action, start = asked["Action"], int(asked.get("NextToken", 0))
         stop = min(start + PAGE, self.count)
         token = f"<nextToken>{stop}</nextToken>" if stop < self.count else ""
@@ -62,12 +65,14 @@ class Api(BaseHTTPRequestHandler):
                 text = f"<reservationSet>{items}</reservationSet>{token}"
             case "DescribeInstanceStatus":
                 fine = "<status>ok</status>"
-                items = "".join(f"<item><instanceId>i-{n:017x}</instanceId><instanceStatus>{fine}</instanceStatus>"
-                                f"<systemStatus>{fine}</systemStatus></item>" for n in range(start, stop))
+                items = "".join(
+                    f"<item><instanceId>i-{n:017x}</instanceId><instanceStatus>{fine}</instanceStatus>"
+                    f"<systemStatus>{fine}</systemStatus></item>" for n in range(start, stop))
                 text = f"<instanceStatusSet>{items}</instanceStatusSet>{token}"
             case _:
                 text = "<instanceTypeSet><item><instanceType>c5.large</instanceType></item></instanceTypeSet>"
-        body = f'<{action}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">{text}</{action}Response>'.encode()
+        body = f'<{action}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">{text}</{action}Response>'.encode(
+        )
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -81,7 +86,11 @@ def polled(folder: Path, count: int) -> tuple[float, int]:
     """Return seconds and API calls of a poll, after the first."""
     Api.count = count
     cloud = Ec2({"Job": "bench"})
-    poller = Poller(cloud, folder / f"hosts-{count}", Policy(settle_s=0.0), interval_s=0.0, patience_s=60.0)
+    poller = Poller(cloud,
+                    folder / f"hosts-{count}",
+                    Policy(settle_s=0.0),
+                    interval_s=0.0,
+                    patience_s=60.0)
     with ThreadPoolExecutor(1) as pool:
         poller.poll(pool)
         calls, started = cloud.calls, time.monotonic()
@@ -96,8 +105,13 @@ def script_ms(folder: Path) -> float:
     seconds = []
     for _ in range(20):
         started = time.monotonic()
-        subprocess.run([sys.executable, "-S", str(ROOT / "discovery" / "__main__.py"), "hosts-file", str(folder / "hosts"),
-                        "120"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([
+            sys.executable, "-S",
+            str(ROOT / "discovery" / "__main__.py"), "hosts-file",
+            str(folder / "hosts"), "120"
+        ],
+                       check=True,
+                       stdout=subprocess.DEVNULL)
         seconds.append(time.monotonic() - started)
     return statistics.median(seconds) * 1000
 
@@ -110,18 +124,28 @@ class OneHost:
 
 
 def notice_to_file(folder: Path) -> float:
-    """Return the seconds from a notice in the metadata service to a hosts file without the host (a real agent)."""
+    """Return the seconds from a notice in the metadata service to a hosts file without the host (a
+    real agent)."""
     folder = Path(tempfile.mkdtemp(dir=folder))  # a poller remembers there who was under notice
     key, hosts, port = folder / "key", folder / "noticed", free_port()
     key.write_text("0123456789abcdef" * 4)
     key.chmod(0o600)
     with ExitStack() as stack:
         service = stack.enter_context(MetadataServer())
-        stack.enter_context(process([sys.executable, "-m", "elastic_trainer.discovery",
-                                     "agent", "--bind", "127.0.0.1", "--port", str(port),
-                                     "--key-file", str(key), "--metadata", service.endpoint], folder / "agent.log",
-                                    PYTHONPATH=str(ROOT)))
-        poller = Poller(OneHost(), hosts, Policy(agents=True, settle_s=0.0), agent_port=port, key=key.read_bytes())
+        stack.enter_context(
+            process([
+                sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1",
+                "--port",
+                str(port), "--key-file",
+                str(key), "--metadata", service.endpoint
+            ],
+                    folder / "agent.log",
+                    PYTHONPATH=str(ROOT)))
+        poller = Poller(OneHost(),
+                        hosts,
+                        Policy(agents=True, settle_s=0.0),
+                        agent_port=port,
+                        key=key.read_bytes())
         stopping = threading.Event()
 
         def poll() -> None:
@@ -148,16 +172,22 @@ def main() -> None:
     """Measure and print."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    os.environ.update(AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}", AWS_ACCESS_KEY_ID="x",
-                      AWS_SECRET_ACCESS_KEY="x", AWS_REGION="us-east-1", AWS_DEFAULT_REGION="us-east-1")
+    os.environ.update(AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}",
+                      AWS_ACCESS_KEY_ID="x",
+                      AWS_SECRET_ACCESS_KEY="x",
+                      AWS_REGION="us-east-1",
+                      AWS_DEFAULT_REGION="us-east-1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small, large = polled(folder, 1000), polled(folder, 10000)
         notice_s, script = max(notice_to_file(folder) for _ in range(3)), script_ms(folder)
-        print(json.dumps({"script_ms": round(script, 1), "poll_s_1000": round(small[0], 3),
-                          "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
-                          "notice_to_file_s": round(notice_s, 2),
-                          "met": script < SCRIPT_MS and notice_s < NOTICE_S}))
+        print(
+            json.dumps({
+                "script_ms": round(script, 1), "poll_s_1000": round(small[0], 3),
+                "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
+                "notice_to_file_s": round(notice_s,
+                                          2), "met": script < SCRIPT_MS and notice_s < NOTICE_S
+            }))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
     .venv/bin/python tests/bench/join.py [--joins 5] [--cold-joins 3] [--peer-joins 2]
 
-The pause is the longest time between two finished steps from the moment the hosts file names the fifth host until three
-steps after it trains, less a step's usual time before. In the cold arm no standby waits on the fifth host, as none does
-for the peer: its worker boots while the others train, and then joins. The peer: stock horovodrun with `hvd.elastic.run`
-and `TorchState`, at its defaults. Same model, same machine, one after the other.
+The pause is the longest time between two finished steps from the moment the hosts file names the
+fifth host until three steps after it trains, less a step's usual time before. In the cold arm no
+standby waits on the fifth host, as none does for the peer: its worker boots while the others train,
+and then joins. The peer: stock horovodrun with `hvd.elastic.run` and `TorchState`, at its defaults.
+Same model, same machine, one after the other.
 
-A peer that does not train with five within 180 s has failed: its seconds are null, and where that is half of the peer's
-joins or more there is no median to compare with, and nothing is met.
+A peer that does not train with five within 180 s has failed: its seconds are null, and where that
+is half of the peer's joins or more there is no median to compare with, and nothing is met.
 
-Last line: one JSON object with median_s, median_cold_s, peer_median_s, ratio, ratio_cold, peer_failed, met.
+Last line: one JSON object with median_s, median_cold_s, peer_median_s, ratio, ratio_cold,
+peer_failed, met.
 """
 
 from __future__ import annotations
@@ -34,23 +36,28 @@ PEER_DEADLINE_S = 180.0
 
 
 def pause(times: list[float], since: float, until: float) -> float:
-    """Return the longest gap between steps that overlaps [since, until], less the median gap before it."""
+    """Return the longest gap between steps that overlaps [since, until], less the median gap before
+    it."""
     gaps = list(zip(times, times[1:], strict=False))
     usual = statistics.median(b - a for a, b in gaps if b <= since)
     return max(b - a for a, b in gaps if b > since and a < until) - usual
 
 
 def ours(folder: Path, joins: int, standby: int) -> list[float]:
-    """Return the pause of each join, with so many workers standing by; the fifth host leaves again in between."""
+    """Return the pause of each join, with so many workers standing by; the fifth host leaves again
+    in between."""
     pauses, generation = [], 0
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
-    with Cluster(folder, hosts=5, start_with=4, command=job, options=["--standby", str(standby)]) as cluster:
+    with Cluster(folder, hosts=5, start_with=4, command=job, options=["--standby",
+                                                                      str(standby)]) as cluster:
         for number in range(joins):
             generation = cluster.wait_for_world(4, after=generation)
             if standby:
-                cluster.wait_for("standby", lambda n=number: len(cluster.events("standby.booted")) > n)
+                cluster.wait_for("standby",
+                                 lambda n=number: len(cluster.events("standby.booted")) > n)
             started = len(cluster.events("worker.step_committed"))
-            cluster.wait_for("steps", lambda n=started: len(cluster.events("worker.step_committed")) > n + 8)
+            cluster.wait_for("steps",
+                             lambda n=started: len(cluster.events("worker.step_committed")) > n + 8)
             joined_at = time.time()
             cluster.set_hosts(cluster.all_hosts)
             generation = cluster.wait_for_world(5, after=generation)
@@ -60,9 +67,14 @@ def ours(folder: Path, joins: int, standby: int) -> list[float]:
                         if e["generation"] == g and not e.get("repeated")]
 
             cluster.wait_for("steps", lambda seen=with_five: len(seen()) >= STEPS_AFTER)
-            times = [e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")]
-            pauses.append(pause([t for t in times if t > joined_at - 20], joined_at, with_five()[STEPS_AFTER - 1]))
-            print(f"ours, {standby} standing by: join {number + 1}, a pause of {pauses[-1]:.3f} s", flush=True)
+            times = [
+                e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")
+            ]
+            pauses.append(
+                pause([t for t in times if t > joined_at - 20], joined_at,
+                      with_five()[STEPS_AFTER - 1]))
+            print(f"ours, {standby} standing by: join {number + 1}, a pause of {pauses[-1]:.3f} s",
+                  flush=True)
             cluster.set_hosts(cluster.all_hosts[:4])
     return pauses
 
@@ -98,18 +110,22 @@ def main() -> None:
     for number in range(options.peer_joins):
         with tempfile.TemporaryDirectory() as folder:
             theirs.append(peer(Path(folder)))
-            print(f"peer: join {number + 1}, " + (f"a pause of {theirs[-1]:.3f} s" if math.isfinite(theirs[-1]) else
-                  f"failed: it did not train with five in {PEER_DEADLINE_S:.0f} s"), flush=True)
+            print(f"peer: join {number + 1}, " + (f"a pause of {theirs[-1]:.3f} s" if math.isfinite(
+                theirs[-1]) else f"failed: it did not train with five in {PEER_DEADLINE_S:.0f} s"),
+                  flush=True)
     median_s, cold_s, peer_median_s = (statistics.median(pauses) for pauses in (mine, cold, theirs))
     is_measured = math.isfinite(peer_median_s)
-    print(json.dumps({"median_s": round(median_s, 3), "median_cold_s": round(cold_s, 3),
-                      "peer_median_s": round(peer_median_s, 3) if is_measured else None,
-                      "ratio": round(median_s / peer_median_s, 4) if is_measured else None,
-                      "ratio_cold": round(cold_s / peer_median_s, 4) if is_measured else None,
-                      "seconds": [round(s, 3) for s in mine], "cold_seconds": [round(s, 3) for s in cold],
-                      "peer_seconds": [round(s, 3) if math.isfinite(s) else None for s in theirs],
-                      "peer_failed": sum(math.isinf(s) for s in theirs),
-                      "met": is_measured and median_s < 1.0 and median_s < peer_median_s / 10}))
+    print(
+        json.dumps({
+            "median_s": round(median_s, 3), "median_cold_s": round(cold_s, 3),
+            "peer_median_s": round(peer_median_s, 3) if is_measured else None,
+            "ratio": round(median_s / peer_median_s, 4) if is_measured else None,
+            "ratio_cold": round(cold_s / peer_median_s, 4) if is_measured else None,
+            "seconds": [round(s, 3) for s in mine], "cold_seconds": [round(s, 3) for s in cold],
+            "peer_seconds": [round(s, 3) if math.isfinite(s) else None
+                             for s in theirs], "peer_failed": sum(math.isinf(s) for s in theirs),
+            "met": is_measured and median_s < 1.0 and median_s < peer_median_s / 10
+        }))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What the event log of a long run costs its readers: `verify` and `report`, each in a process of its own.
+"""What the event log of a long run costs its readers: `verify` and `report`, each in a process of
+its own.
 
     python tests/bench/long_run.py [--steps 1000000] [--faults 10000]
 
-The log has the lines that a run writes (a worker lost and a step done again at each fault, a checkpoint every 200 steps,
-every 50th fault the end of the attempt and a start from the newest checkpoint), in sealed and compressed segments.
+The log has the lines that a run writes (a worker lost and a step done again at each fault, a
+checkpoint every 200 steps, every 50th fault the end of the attempt and a start from the newest
+checkpoint), in sealed and compressed segments.
 
-Last line: one JSON object with verify_s, verify_mb, report_s, report_mb (the peak of resident memory), and what was read.
+Last line: one JSON object with verify_s, verify_mb, report_s, report_mb (the peak of resident
+memory), and what was read.
 """
 
 from __future__ import annotations
@@ -36,7 +39,12 @@ class Run:
 
     def __init__(self, run_dir: Path, steps: int):
         self.events = Events(run_dir, run=run_dir.name)
-        self.schedule = Schedule(dataset_size=SIZE, global_batch=BATCH, shards=16, seed=7, epochs=None, max_steps=steps)
+        self.schedule = Schedule(dataset_size=SIZE,
+                                 global_batch=BATCH,
+                                 shards=16,
+                                 seed=7,
+                                 epochs=None,
+                                 max_steps=steps)
         self.digests: list[int] = []
         each = self.schedule.steps_per_epoch
         for first in range(0, steps, each):
@@ -49,7 +57,12 @@ class Run:
         self.events.write(json.dumps(told | facts))
 
     def by_rank_0(self, event: str, **facts: Any) -> None:
-        self.say(event, worker=f"10.0.0.1/0/{self.generation}", generation=self.generation, rank=0, size=WORLD, **facts)
+        self.say(event,
+                 worker=f"10.0.0.1/0/{self.generation}",
+                 generation=self.generation,
+                 rank=0,
+                 size=WORLD,
+                 **facts)
 
     def start(self) -> None:
         self.attempt, self.generation = self.attempt + 1, 0
@@ -58,7 +71,11 @@ class Run:
             self.boot(slot)
         self.step -= self.step % CHECKPOINT_STEPS
         if self.step:
-            self.by_rank_0("state.checkpoint_restored", step=self.step, record=self.step, bytes=10**9, list_s=0.1)
+            self.by_rank_0("state.checkpoint_restored",
+                           step=self.step,
+                           record=self.step,
+                           bytes=10**9,
+                           list_s=0.1)
         self.enter("checkpoint" if self.step else "fresh", 0.5)
 
     def boot(self, slot: int) -> None:
@@ -70,19 +87,32 @@ class Run:
     def enter(self, source: str, pause_s: float) -> None:
         self.generation += 1
         self.now += pause_s
-        self.say("driver.generation_formed", generation=self.generation, size=WORLD, hosts=["10.0.0.1"], reason="lost")
+        self.say("driver.generation_formed",
+                 generation=self.generation,
+                 size=WORLD,
+                 hosts=["10.0.0.1"],
+                 reason="lost")
         if source == "memory":
             self.by_rank_0("worker.step_redone", step=self.step)
         self.by_rank_0("worker.generation_started", step=self.step, source=source, pause_s=pause_s)
         schedule = self.schedule
         keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps", "steps")
-        self.by_rank_0("job.described", **{key: getattr(schedule, key) for key in keys}, reduce="exact")
+        self.by_rank_0("job.described",
+                       **{key: getattr(schedule, key)
+                          for key in keys},
+                       reduce="exact")
         if self.step:
             self.committed(self.step - 1, repeated=True)
 
     def committed(self, step: int, **more: Any) -> None:
-        self.by_rank_0("worker.step_committed", step=step, samples=self.schedule.batch_size(step),
-                       digest=self.digests[step], loss=1.0 + 1000.0 / (step + 1000), lr=0.1, step_s=0.21012, **more)
+        self.by_rank_0("worker.step_committed",
+                       step=step,
+                       samples=self.schedule.batch_size(step),
+                       digest=self.digests[step],
+                       loss=1.0 + 1000.0 / (step + 1000),
+                       lr=0.1,
+                       step_s=0.21012,
+                       **more)
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -90,13 +120,24 @@ class Run:
             self.committed(self.step)
             self.step += 1
             if self.step % CHECKPOINT_STEPS == 0:
-                self.by_rank_0("state.checkpoint_published", step=self.step, bytes=10**9, record=self.step, lineage=1,
-                               parts=60, pause_s=0.08, uploaded_bytes=10**9, duration_s=8.0)
+                self.by_rank_0("state.checkpoint_published",
+                               step=self.step,
+                               bytes=10**9,
+                               record=self.step,
+                               lineage=1,
+                               parts=60,
+                               pause_s=0.08,
+                               uploaded_bytes=10**9,
+                               duration_s=8.0)
 
     def lose(self, fault: int) -> None:
         slot = fault % WORLD
-        self.say("driver.worker_gone", worker=f"10.0.0.{slot}/0/{self.number}", host=f"10.0.0.{slot}", pid=self.number,
-                 exit_code=-9, reason="crashed")
+        self.say("driver.worker_gone",
+                 worker=f"10.0.0.{slot}/0/{self.number}",
+                 host=f"10.0.0.{slot}",
+                 pid=self.number,
+                 exit_code=-9,
+                 reason="crashed")
         if fault % FAULTS_AN_ATTEMPT == 0:
             self.say("attempt.ended", exit_code=1, verdict="failed")
             self.start()
@@ -115,15 +156,23 @@ def write(run_dir: Path, steps: int, faults: int) -> None:
         run.lose(fault)
     run.train(steps)
     samples = sum(run.schedule.batch_size(step) for step in range(steps))
-    run.by_rank_0("run.finished", steps=steps, samples=samples, loss=1.0 + 1000.0 / (steps + 999), weights_sha256="5a" * 32)
+    run.by_rank_0("run.finished",
+                  steps=steps,
+                  samples=samples,
+                  loss=1.0 + 1000.0 / (steps + 999),
+                  weights_sha256="5a" * 32)
     run.say("attempt.ended", exit_code=0, verdict="finished")
     compress(run_dir, late_s=0.0)
 
 
 def cost(command: str, run_dir: Path) -> tuple[float, float, str]:
-    """Return how long a command takes on a run, its peak of resident memory in MB, and what it says."""
+    """Return how long a command takes on a run, its peak of resident memory in MB, and what it
+    says."""
     started = time.monotonic()
-    done = subprocess.run([sys.executable, __file__, "--read", command, str(run_dir)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, __file__, "--read", command,
+                           str(run_dir)],
+                          capture_output=True,
+                          text=True,
                           check=True)
     said, _, peak_kb = done.stdout.rstrip().rpartition("\n")
     return time.monotonic() - started, int(peak_kb) / 1024, said
@@ -151,9 +200,13 @@ def main() -> None:
         report_s, report_mb, reported = cost("report", run_dir)
         print(reported)
     assert f"in {options.steps} of {options.steps} steps, each counted exactly once" in verified
-    print(json.dumps({"verify_s": round(verify_s, 1), "verify_mb": round(verify_mb), "report_s": round(report_s, 1),
-                      "report_mb": round(report_mb), "steps": options.steps, "faults": options.faults,
-                      "segments": len(sealed) + 1, "on_disk_mb": round(on_disk / 2**20)}))
+    print(
+        json.dumps({
+            "verify_s": round(verify_s,
+                              1), "verify_mb": round(verify_mb), "report_s": round(report_s, 1),
+            "report_mb": round(report_mb), "steps": options.steps, "faults": options.faults,
+            "segments": len(sealed) + 1, "on_disk_mb": round(on_disk / 2**20)
+        }))
 
 
 if __name__ == "__main__":

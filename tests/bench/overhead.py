@@ -1,14 +1,17 @@
-"""What elasticity costs when nothing happens: our loop against plain DistributedDataParallel, 2 workers, same batch.
+"""What elasticity costs when nothing happens: our loop against plain DistributedDataParallel, 2
+workers, same batch.
 
     .venv/bin/python tests/bench/overhead.py [--steps 40] [--rounds 3]
 
-Both train the demo model with a global batch of 32, one thread a worker, over Gloo. The arms take turns; a ratio is
-our samples/s over theirs (medians over all steps). Our driver gives its workers settings of glibc's allocator
-(elastic_trainer/config.py, ALLOCATOR), which speed DDP up too: the ratios `_same_allocator` are against DDP with them.
-With --shards 2 each worker does its half of the batch in one piece, as DDP does; the ratios with 8 shards (the demo's;
-up to 8 workers could share them) stand beside.
+Both train the demo model with a global batch of 32, one thread a worker, over Gloo. The arms take
+turns; a ratio is our samples/s over theirs (medians over all steps). Our driver gives its workers
+settings of glibc's allocator (elastic_trainer/config.py, ALLOCATOR), which speed DDP up too: the
+ratios `_same_allocator` are against DDP with them. With --shards 2 each worker does its half of the
+batch in one piece, as DDP does; the ratios with 8 shards (the demo's; up to 8 workers could share
+them) stand beside.
 
-Last line: one JSON object with ratio_ring, ratio_exact, ratio_ring_same_allocator, ratio_exact_same_allocator.
+Last line: one JSON object with ratio_ring, ratio_exact, ratio_ring_same_allocator,
+ratio_exact_same_allocator.
 """
 
 from __future__ import annotations
@@ -32,16 +35,24 @@ GLOBAL_BATCH, WORKERS = 32, 2
 
 
 def peer_seconds(steps: int, settings: dict[str, str]) -> list[float]:
-    """Run the DDP job, with settings in its environment, and return the seconds of each step after the warm-up."""
+    """Run the DDP job, with settings in its environment, and return the seconds of each step after
+    the warm-up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [subprocess.Popen([sys.executable, str(HERE / "jobs" / "ddp_gpt.py"), str(steps), str(GLOBAL_BATCH)],
-                              stdout=subprocess.PIPE, text=True,
-                              env=os.environ | settings | {
-                                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-                                  "WORLD_SIZE": str(WORKERS), "GLOO_SOCKET_IFNAME": "lo"})
-             for rank in range(WORKERS)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable,
+             str(HERE / "jobs" / "ddp_gpt.py"),
+             str(steps),
+             str(GLOBAL_BATCH)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | settings | {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+                "WORLD_SIZE": str(WORKERS), "GLOO_SOCKET_IFNAME": "lo"
+            }) for rank in range(WORKERS)
+    ]
     outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     return list(json.loads(outputs[0].splitlines()[-1]))[WARM_UP_STEPS:]
 
@@ -57,16 +68,24 @@ def main() -> None:
     for _ in range(options.rounds):
         for arm, seconds in found.items():
             if arm.startswith("ddp"):
-                seconds += peer_seconds(options.steps, ALLOCATOR if arm == "ddp_same_allocator" else {})
+                seconds += peer_seconds(options.steps,
+                                        ALLOCATOR if arm == "ddp_same_allocator" else {})
             else:
                 shards = "8" if arm.endswith("8_shards") else "2"
-                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps, "--shards", shards)
-            print(f"{arm}: {GLOBAL_BATCH / statistics.median(seconds):.1f} samples/s so far", flush=True)
+                seconds += step_seconds(WORKERS,
+                                        arm.partition("_")[0], options.steps, "--shards", shards)
+            print(f"{arm}: {GLOBAL_BATCH / statistics.median(seconds):.1f} samples/s so far",
+                  flush=True)
     median = {arm: statistics.median(seconds) for arm, seconds in found.items()}
     result = {f"ratio_{arm}{suffix}": round(median[f"ddp{suffix}"] / median[arm], 3)
               for suffix in ("", "_same_allocator") for arm in arms if not arm.startswith("ddp")}
-    rates = {f"{arm}_samples_per_s": round(GLOBAL_BATCH / seconds, 1) for arm, seconds in median.items()}
-    print(json.dumps(result | rates | {"met": result["ratio_ring"] >= 1.0 and result["ratio_exact"] >= 0.9}))
+    rates = {
+        f"{arm}_samples_per_s": round(GLOBAL_BATCH / seconds, 1)
+        for arm, seconds in median.items()
+    }
+    print(
+        json.dumps(result | rates
+                   | {"met": result["ratio_ring"] >= 1.0 and result["ratio_exact"] >= 0.9}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""How long a silent loss costs: a random host out of 4 is cut off without a word, until the next finished step.
+"""How long a silent loss costs: a random host out of 4 is cut off without a word, until the next
+finished step.
 
-    .venv/bin/python tests/bench/partition.py [--cuts 5] [--peer-cuts 1] [--peer-wait 120]        (as root: tests/netlab.py)
+    .venv/bin/python tests/bench/partition.py [--cuts 5] [--peer-cuts 1] [--peer-wait 120]
+    (as root: tests/netlab.py)
 
-Hosts are namespaces with an sshd each. Ours: one run; a host is unplugged (no RST, no FIN), the world goes on with 3, it is
-plugged in again, and when 4 train the next one goes. The peer: stock horovodrun over the same ssh, a fresh job for each
-cut; its driver waits for the dead host's ssh, so it is given up after --peer-wait seconds ("at least").
+Hosts are namespaces with an sshd each. Ours: one run; a host is unplugged (no RST, no FIN), the
+world goes on with 3, it is plugged in again, and when 4 train the next one goes. The peer: stock
+horovodrun over the same ssh, a fresh job for each cut; its driver waits for the dead host's ssh, so
+it is given up after --peer-wait seconds ("at least").
 
 Last line: one JSON object with median_s, peer_median_s, second_victims.
 """
@@ -59,7 +62,8 @@ def ours(folder: Path, cuts: int, chance: random.Random) -> tuple[list[float], i
                 print(f"ours: {victim} cut off, next step after {seconds[-1]:.3f} s", flush=True)
                 generation += 1
                 lab.plug_in(victim)
-            lost = len([e for e in fleet.lost() if e["worker"] not in struck]) + len(fleet.events("worker.revives"))
+            lost = len([e for e in fleet.lost() if e["worker"] not in struck]) + len(
+                fleet.events("worker.revives"))
     return seconds, lost
 
 
@@ -68,8 +72,11 @@ def peer(folder: Path, chance: random.Random, wait_s: float) -> float:
     (folder / "lab").mkdir()
     with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
         lab.boot(COORDINATOR, *FOUR)
-        with StockJob(folder, FOUR, interface=INTERFACE,
-                      start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
+        with StockJob(
+                folder,
+                FOUR,
+                interface=INTERFACE,
+                start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
             assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 120), job.output()
             cut_at = time.time()
             lab.unplug(chance.choice(FOUR))
@@ -94,11 +101,14 @@ def main() -> None:
             theirs.append(peer(Path(folder), chance, options.peer_wait))
             print(f"peer: cut {number + 1}, next step after {theirs[-1]:.3f} s", flush=True)
     at_least = [min(s, options.peer_wait) for s in theirs]
-    print(json.dumps({
-        "median_s": round(statistics.median(seconds), 3),
-        "peer_median_s": round(statistics.median(at_least), 3) if theirs else None,
-        "peer_is_at_least": any(s > options.peer_wait for s in theirs), "second_victims": lost,
-        "seconds": [round(s, 3) for s in seconds], "met": statistics.median(seconds) < LIMIT_S and not lost}))
+    print(
+        json.dumps({
+            "median_s": round(statistics.median(seconds), 3),
+            "peer_median_s": round(statistics.median(at_least), 3) if theirs else None,
+            "peer_is_at_least": any(s > options.peer_wait for s in theirs), "second_victims": lost,
+            "seconds": [round(s, 3)
+                        for s in seconds], "met": statistics.median(seconds) < LIMIT_S and not lost
+        }))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Announced losses, in the shape of Ray Train's benchmark: 8 workers, 4 of them are taken one after the other.
+"""Announced losses, in the shape of Ray Train's benchmark: 8 workers, 4 of them are taken one after
+the other.
 
     .venv/bin/python tests/bench/preemption.py [--events 4]
 
-Each event is a notice at a metadata service of the host's own (rank 0's host first); a real agent hears it, the poller
-takes the host off the list, its worker leaves at a step's end. Theirs: 91 steps wasted and about 184 s down per event.
+Each event is a notice at a metadata service of the host's own (rank 0's host first); a real agent
+hears it, the poller takes the host off the list, its worker leaves at a step's end. Theirs: 91
+steps wasted and about 184 s down per event.
 
 steps_wasted are those that were done again, whether one by one or from a checkpoint.
 
@@ -43,7 +45,8 @@ BETWEEN = 40
 
 
 class Machines:
-    """A cloud of this machine's loopback addresses, each with an agent and a metadata service of its own."""
+    """A cloud of this machine's loopback addresses, each with an agent and a metadata service of
+    its own."""
 
     def __init__(self, names: list[str], folder: Path, stack: ExitStack, port: int):
         self.started = dict.fromkeys(names, 0.0)
@@ -53,17 +56,24 @@ class Machines:
         key.chmod(0o600)
         self.key = key.read_bytes()
         for name in names:
-            stack.enter_context(process(
-                [sys.executable, "-m", "elastic_trainer.discovery",
-                 "agent", "--bind", name, "--port", str(port), "--key-file", str(key),
-                 "--metadata", self.services[name].endpoint, "--folder", str(folder)], folder / f"agent-{name}.log",
-                PYTHONPATH=str(ROOT)))
+            stack.enter_context(
+                process([
+                    sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", name,
+                    "--port",
+                    str(port), "--key-file",
+                    str(key), "--metadata", self.services[name].endpoint, "--folder",
+                    str(folder)
+                ],
+                        folder / f"agent-{name}.log",
+                        PYTHONPATH=str(ROOT)))
         self.gone: set[str] = set()
 
     def instances(self) -> list[Instance]:
         """Return what a cloud would."""
-        return [Instance(id=f"{name}@{at}", name=name, launched=at) for name, at in self.started.items()
-                if name not in self.gone]
+        return [
+            Instance(id=f"{name}@{at}", name=name, launched=at)
+            for name, at in self.started.items() if name not in self.gone
+        ]
 
 
 def main() -> None:
@@ -76,7 +86,11 @@ def main() -> None:
         job = ["--steps", str(STEPS), "--checkpoint-every", "500"]
         cluster = Cluster(folder, hosts=WORKERS, min_workers=2, job=job)
         machines = Machines(cluster.all_hosts, folder, stack, port)
-        poller = Poller(machines, cluster.hosts_file, Policy(agents=True), interval_s=1.0, agent_port=port,
+        poller = Poller(machines,
+                        cluster.hosts_file,
+                        Policy(agents=True),
+                        interval_s=1.0,
+                        agent_port=port,
                         key=machines.key)
         stopping = threading.Event()
 
@@ -94,17 +108,26 @@ def main() -> None:
             redone = len(cluster.events("worker.step_redone"))
             finished = json.loads((cluster.run_dir / "result.json").read_text())
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-        twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
-    print(json.dumps({
-        "steps_wasted": max(redone, finished["steps_redone"]), "pause_max_s": round(max(result["pauses"]), 3),
-        "events": len(result["pauses"]),
-        "bits_equal": finished["weights_sha256"] == twin.stdout.split("weights ")[1].strip(), "verified": proved,
-        "pauses_s": [round(s, 3) for s in result["pauses"]], "notice_to_left_s": [round(s, 2) for s in result["left"]],
-        "ray_train": {"steps_wasted": 91, "down_s": 184}}))
+        twin = subprocess.run([*JOB, *job],
+                              env=env,
+                              capture_output=True,
+                              text=True,
+                              check=True,
+                              cwd=folder)
+    print(
+        json.dumps({
+            "steps_wasted": max(redone, finished["steps_redone"]),
+            "pause_max_s": round(max(result["pauses"]), 3), "events": len(result["pauses"]),
+            "bits_equal": finished["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+            "verified": proved, "pauses_s": [round(s, 3) for s in result["pauses"]],
+            "notice_to_left_s": [round(s, 2) for s in result["left"]
+                                 ], "ray_train": {"steps_wasted": 91, "down_s": 184}
+        }))
 
 
 def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, list[float]]:
-    """Announce and take one host after the other; returns the survivors' pauses, and the time from notice to gone."""
+    """Announce and take one host after the other; returns the survivors' pauses, and the time from
+    notice to gone."""
     pauses, left = [], []
     for number in range(events):
         cluster.wait_for_world(WORKERS - number)
@@ -120,12 +143,16 @@ def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, li
         left.append(gone[0]["time"] - announced_at)
         until = time.time()
         cluster.wait_for_step(cluster.events("worker.step_committed")[-1]["step"] + 5)
-        times = [e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")]
+        times = [
+            e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")
+        ]
         gaps = list(zip(times, times[1:], strict=False))
         usual = statistics.median(b - a for a, b in gaps[-60:])
         pauses.append(max(b - a for a, b in gaps if b > announced_at and a < until) - usual)
-        print(f"event {number + 1}: {victim} left {left[-1]:.2f} s after its notice, a pause of {pauses[-1]:.3f} s",
-              flush=True)
+        print(
+            f"event {number + 1}: {victim} left {left[-1]:.2f} s after its notice, a pause of "
+            f"{pauses[-1]:.3f} s",
+            flush=True)
     return {"pauses": pauses, "left": left}
 
 

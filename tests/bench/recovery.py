@@ -2,9 +2,10 @@
 
     .venv/bin/python tests/bench/recovery.py [--kills 10] [--peer-kills 3]
 
-Ours: one run; a worker is killed, the world goes on with 3, its host gets a new worker, and when 4 train again the
-next one is killed. The peer: stock horovodrun with `hvd.elastic.run` and `TorchState` at its defaults, a fresh job for
-each kill (it bans the host). Same model, same machine, one after the other.
+Ours: one run; a worker is killed, the world goes on with 3, its host gets a new worker, and when 4
+train again the next one is killed. The peer: stock horovodrun with `hvd.elastic.run` and
+`TorchState` at its defaults, a fresh job for each kill (it bans the host). Same model, same
+machine, one after the other.
 
 Last line: one JSON object with median_s, peer_median_s, ratio, second_victims, steps_redone_max.
 """
@@ -44,23 +45,27 @@ def ours(folder: Path, kills: int, chance: random.Random, reduce: str) -> dict[s
             victim = chance.choice(cluster.all_hosts)
             struck.add(cluster.signal_worker(victim, signal.SIGKILL))
 
-            def after_the_kill(since: float = killed_at, old: int = generation) -> list[dict[str, float]]:
+            def after_the_kill(since: float = killed_at,
+                               old: int = generation) -> list[dict[str, float]]:
                 return [e for e in cluster.events("worker.step_committed")
                         if e["generation"] > old and not e.get("repeated") and e["time"] > since]
 
             cluster.wait_for("a step after the kill", after_the_kill)
             seconds.append(after_the_kill()[0]["time"] - killed_at)
-            redone.append(len([e for e in cluster.events("worker.step_redone") if e["time"] > killed_at]))
+            redone.append(
+                len([e for e in cluster.events("worker.step_redone") if e["time"] > killed_at]))
             generation += 1
             print(f"ours: rank on {victim} killed, next step after {seconds[-1]:.3f} s", flush=True)
-        cluster.wait_for_world(4, after=generation - 1)  # also who goes some steps after a kill is its victim
+        # Also who goes some steps after a kill is its victim.
+        cluster.wait_for_world(4, after=generation - 1)
         second = [e for e in cluster.lost() if e["pid"] not in struck]
         revived = cluster.events("worker.revives")
     return {"seconds": seconds, "redone": redone, "second_victims": [len(second) + len(revived)]}
 
 
 def peer(folder: Path, chance: random.Random) -> tuple[float, int]:
-    """Run one stock job, kill one rank; return the seconds to the next finished step and healthy workers lost."""
+    """Run one stock job, kill one rank; return the seconds to the next finished step and healthy
+    workers lost."""
     with StockJob(folder, HOSTS[:4]) as job:
         assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 180), job.output()
         pids = job.pids()
@@ -75,7 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--peer-kills", type=int, default=3)
-    parser.add_argument("--reduce", choices=("exact", "ring"), default="exact", help="the peer's is a ring (%(default)s)")
+    parser.add_argument("--reduce",
+                        choices=("exact", "ring"),
+                        default="exact",
+                        help="the peer's is a ring (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -85,17 +93,23 @@ def main() -> None:
     for number in range(options.peer_kills):
         with tempfile.TemporaryDirectory() as folder:
             theirs.append(peer(Path(folder), chance))
-            print(f"peer: kill {number + 1}, next step after {theirs[-1][0]:.3f} s, {theirs[-1][1]} healthy lost",
-                  flush=True)
+            print(
+                f"peer: kill {number + 1}, next step after {theirs[-1][0]:.3f} s, {theirs[-1][1]} "
+                f"healthy lost",
+                flush=True)
     median_s = statistics.median(mine["seconds"])
     peer_median_s = statistics.median(seconds for seconds, _ in theirs) if theirs else float("nan")
-    print(json.dumps({
-        "median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3),
-        "ratio": round(median_s / peer_median_s, 4), "second_victims": sum(mine["second_victims"]),
-        "steps_redone_max": max(mine["redone"]), "seconds": [round(s, 3) for s in mine["seconds"]],
-        "peer_seconds": [round(s, 3) for s, _ in theirs], "peer_second_victims": sum(lost for _, lost in theirs),
-        "met": (median_s < 1.0 and median_s < peer_median_s / 10 and not sum(mine["second_victims"])
-                and max(mine["redone"]) <= 1)}))
+    print(
+        json.dumps({
+            "median_s": round(median_s, 3), "peer_median_s": round(peer_median_s, 3),
+            "ratio": round(median_s / peer_median_s, 4),
+            "second_victims": sum(mine["second_victims"]), "steps_redone_max": max(mine["redone"]),
+            "seconds": [round(s, 3)
+                        for s in mine["seconds"]], "peer_seconds": [round(s, 3) for s, _ in theirs],
+            "peer_second_victims": sum(lost for _, lost in theirs),
+            "met": (median_s < 1.0 and median_s < peer_median_s / 10
+                    and not sum(mine["second_victims"]) and max(mine["redone"]) <= 1)
+        }))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What the same bits for every world cost: `exact` against `ring` on the demo model, 2 and 4 workers.
+"""What the same bits for every world cost: `exact` against `ring` on the demo model, 2 and 4
+workers.
 
     .venv/bin/python tests/bench/reduce.py [--steps 40] [--rounds 2]
 
-The arms take turns; a ratio is the median step time of all of `exact`'s steps over that of all of `ring`'s.
+The arms take turns; a ratio is the median step time of all of `exact`'s steps over that of all of
+`ring`'s.
 
 Last line: one JSON object with ratio_2, ratio_4.
 """
@@ -25,10 +27,13 @@ WARM_UP_STEPS = 5
 
 def step_seconds(workers: int, kind: str, steps: int, *options: str) -> list[float]:
     """Train the demo model and return the seconds of each step after the warm-up."""
-    job = [sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps", str(steps), "--checkpoint-every", "100000",
-           *options]
+    job = [
+        sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps",
+        str(steps), "--checkpoint-every", "100000", *options
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        with Cluster(Path(folder), hosts=workers, command=job, options=["--reduce", kind]) as cluster:
+        with Cluster(Path(folder), hosts=workers, command=job, options=["--reduce",
+                                                                        kind]) as cluster:
             assert cluster.wait(600) == 0, cluster.story()
             return [e["step_s"] for e in cluster.events("worker.step_committed")
                     if e["step"] >= WARM_UP_STEPS and not e.get("repeated")]
@@ -46,7 +51,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for kind, found in seconds.items():
                 found += step_seconds(workers, kind, options.steps)
-                print(f"{workers} workers, {kind}: {statistics.median(found):.4f} s a step so far", flush=True)
+                print(f"{workers} workers, {kind}: {statistics.median(found):.4f} s a step so far",
+                      flush=True)
         medians = {kind: statistics.median(found) for kind, found in seconds.items()}
         result[f"ratio_{workers}"] = round(medians["exact"] / medians["ring"], 3)
         result |= {f"{kind}_{workers}_s": round(median, 4) for kind, median in medians.items()}

@@ -1,15 +1,17 @@
 """Run: .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
 
-What this measures: the seconds and the memory it takes to know which samples come next, for a worker that
-starts and then lives through one resize. Ours is at a billion samples, the peer at 10 million.
-- ours: construct the Schedule, then the samples of all shards of a step in mid-epoch (the resize: nothing
-  is rebuilt) and of the epoch's last
-- peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half the epoch, one reset() as a
-  resize makes it (0.28.1 makes two), and start to iterate
+What this measures: the seconds and the memory it takes to know which samples come next, for a
+worker that starts and then lives through one resize. Ours is at a billion samples, the peer at 10
+million.
+- ours: construct the Schedule, then the samples of all shards of a step in mid-epoch (the resize:
+  nothing is rebuilt) and of the epoch's last
+- peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half the epoch, one reset()
+  as a resize makes it (0.28.1 makes two), and start to iterate
 
-Where it stands: schedule, Horovod's sampler → here → stdout. Each arm is a fresh process with one repetition,
-cold, as at a real start. Time starts after the imports. Memory is the growth of the process's peak since then
-(VmHWM less the VmRSS before, so what the imports had let go again counts too).
+Where it stands: schedule, Horovod's sampler → here → stdout. Each arm is a fresh process with one
+repetition, cold, as at a real start. Time starts after the imports. Memory is the growth of the
+process's peak since then (VmHWM less the VmRSS before, so what the imports had let go again counts
+too).
 """
 
 import json
@@ -29,7 +31,11 @@ def ours() -> dict[str, float]:
     from elastic_trainer.schedule import Schedule
 
     def construct() -> Schedule:
-        return Schedule(dataset_size=OURS_SAMPLES, global_batch=GLOBAL_BATCH, shards=SHARDS, epochs=2, seed=1)
+        return Schedule(dataset_size=OURS_SAMPLES,
+                        global_batch=GLOBAL_BATCH,
+                        shards=SHARDS,
+                        epochs=2,
+                        seed=1)
 
     def samples(step: int) -> int:
         return sum(schedule.shard_samples(step, shard).size for shard in range(SHARDS))
@@ -75,13 +81,18 @@ def timed(act: Callable[[], T]) -> tuple[T, float]:
 
 
 def status_mb(key: str) -> float:
-    """Read one line of /proc/self/status: VmRSS is the memory now, VmHWM its peak. Source: proc(5)."""
+    """Read one line of /proc/self/status: VmRSS is the memory now, VmHWM its peak. Source:
+    proc(5)."""
     with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024 / 1e6
+        return next(int(line.split()[1])
+                    for line in lines if line.startswith(key + ":")) * 1024 / 1e6
 
 
 def in_fresh_process(arm: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, __file__, arm], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, __file__, arm],
+                          stdout=subprocess.PIPE,
+                          text=True,
+                          check=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     return {f"{arm}_{key}": float(f"{value:.4g}") for key, value in measured.items()}
 
@@ -90,5 +101,7 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         print(json.dumps({"ours": ours, "peer": peer}[sys.argv[1]]()))
     else:
-        sizes = {"ours_samples": OURS_SAMPLES, "peer_samples": PEER_SAMPLES, "global_batch": GLOBAL_BATCH}
+        sizes = {
+            "ours_samples": OURS_SAMPLES, "peer_samples": PEER_SAMPLES, "global_batch": GLOBAL_BATCH
+        }
         print(json.dumps(in_fresh_process("ours") | in_fresh_process("peer") | sizes))

@@ -2,19 +2,20 @@
 
     .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150] [--measure-at 100]
 
-A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker boots for about 100
-steps), so that the run ends by itself soon after the last one. Data take a while to read, so that a fast machine does
-not run out of steps while frozen workers are waited for. Compared with the twin: the same job alone, undisturbed, in
-one process, without that wait.
+A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker
+boots for about 100 steps), so that the run ends by itself soon after the last one. Data take a
+while to read, so that a fast machine does not run out of steps while frozen workers are waited for.
+Compared with the twin: the same job alone, undisturbed, in one process, without that wait.
 
-What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers train and no other lives
-(further hosts are taken off the list for that moment): the resident memory and the open files of the driver's process
-and of a worker's. Workers are replaced, so the worker's figures are the medians of the four; `open_files` is the
-driver's and a worker's together.
+What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers train
+and no other lives (further hosts are taken off the list for that moment): the resident memory and
+the open files of the driver's process and of a worker's. Workers are replaced, so the worker's
+figures are the medians of the four; `open_files` is the driver's and a worker's together.
 
-Last line: one JSON object with driver_mb_100, driver_mb_end, worker_mb_100, worker_mb_end, open_files_100,
-open_files_end (those of 100 are null in a run with fewer faults), and faults, second_victims, bits_equal, evict_max_s
-(null when a frozen worker was never evicted: `not_evicted` names them), finished.
+Last line: one JSON object with driver_mb_100, driver_mb_end, worker_mb_100, worker_mb_end,
+open_files_100, open_files_end (those of 100 are null in a run with fewer faults), and faults,
+second_victims, bits_equal, evict_max_s (null when a frozen worker was never evicted: `not_evicted`
+names them), finished.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ FOOTPRINT = ("driver_mb", "worker_mb", "open_files", "driver_open_files", "worke
 STEP_S = 0.015
 """How long each of a step's 8 shards takes to read, at least."""
 SPARE_STEPS = 3000
-"""A host that was struck again and again is left alone for up to a minute, and the others train on meanwhile."""
+"""A host that was struck again and again is left alone for up to a minute, and the others train on
+meanwhile."""
 
 
 def main() -> None:
@@ -54,8 +56,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps-per-fault", type=int, default=150)
-    parser.add_argument("--spare-steps", type=int, default=SPARE_STEPS, help="steps after the last fault")
-    parser.add_argument("--measure-at", type=int, default=100, help="after how many faults the growth is counted from")
+    parser.add_argument("--spare-steps",
+                        type=int,
+                        default=SPARE_STEPS,
+                        help="steps after the last fault")
+    parser.add_argument("--measure-at",
+                        type=int,
+                        default=100,
+                        help="after how many faults the growth is counted from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
     options = parser.parse_args()
@@ -76,7 +84,8 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         listed = list(cluster.all_hosts[:FEWEST])
         for number in range(1, options.faults + 1):
             cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
-            cluster.wait_for("world of 4", lambda: len(training(cluster, struck, listed)) >= FEWEST, 300)
+            cluster.wait_for("world of 4", lambda: len(training(cluster, struck, listed)) >= FEWEST,
+                             300)
             workers = {name.split("/")[0]: name for name in training(cluster, struck, listed)}
             kind = chance.choice(KINDS)
             absent = [h for h in cluster.all_hosts if h not in listed]
@@ -100,9 +109,12 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
             if number in (options.measure_at, options.faults):
                 calm = listed[:FEWEST]  # each worker more is some sockets more
                 cluster.set_hosts(calm)
-                now = cluster.wait_for("calm world", lambda calm=calm: footprint(cluster, struck, calm), 300)
+                now = cluster.wait_for("calm world",
+                                       lambda calm=calm: footprint(cluster, struck, calm),
+                                       300)
                 cluster.set_hosts(listed)
-                grown |= {f"{name}_100": value for name, value in now.items()} if number == options.measure_at else {}
+                grown |= {f"{name}_100": value
+                          for name, value in now.items()} if number == options.measure_at else {}
                 grown |= {f"{name}_end": value for name, value in now.items()}
         exit_code = cluster.wait(1800)
         evictions = {e["worker"]: e["time"] for e in cluster.events("driver.worker_evicted")}
@@ -113,36 +125,52 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         result = json.loads((cluster.run_dir / "result.json").read_text())
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     (folder / "hurry").touch()
-    twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
+    twin = subprocess.run([*JOB, *job],
+                          env=env,
+                          capture_output=True,
+                          text=True,
+                          check=True,
+                          cwd=folder)
     return {
-        "faults": sum(done.values()), "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
+        "faults": sum(done.values()),
+        "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
         "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
-        "evict_max_s": None if missed else round(max((evictions[w] - t for w, t in frozen.items()), default=0.0), 2),
-        "not_evicted": missed, **grown,
-        "finished": exit_code == 0, "verified": verdict.is_proved, "kinds": dict(done), "steps": result["steps"],
-        "revived_in_init": len(revivals), "generations": result["generations"], "attempts": result["attempts"],
-        "steps_redone": result["steps_redone"], "wall_s": result["wall_s"], "goodput": result["goodput"],
-        "victims": [{k: e[k] for k in ("worker", "exit_code", "reason")} for e in victims]}
+        "evict_max_s": None if missed else round(
+            max((evictions[w] - t for w, t in frozen.items()), default=0.0), 2),
+        "not_evicted": missed, **grown, "finished": exit_code == 0, "verified": verdict.is_proved,
+        "kinds": dict(done), "steps": result["steps"], "revived_in_init": len(revivals),
+        "generations": result["generations"], "attempts": result["attempts"],
+        "steps_redone": result["steps_redone"], "wall_s": result["wall_s"],
+        "goodput": result["goodput"],
+        "victims": [{k: e[k]
+                     for k in ("worker", "exit_code", "reason")} for e in victims]
+    }
 
 
 def footprint(cluster: Cluster, struck: set[str], listed: list[str]) -> dict[str, float]:
-    """Return FOOTPRINT of the driver and of the median worker; nothing unless FEWEST workers train and no other lives."""
+    """Return FOOTPRINT of the driver and of the median worker; nothing unless FEWEST workers train
+    and no other lives."""
     live, workers = cluster.live_pids(), training(cluster, struck, listed)
     if len(workers) != FEWEST or len(live) != FEWEST:
         return {}
     try:
-        driver, *others = (psutil.Process(pid) for pid in (cluster.driver_pid(), *(live[name] for name in workers)))
-        driver_files, worker_files = driver.num_fds(), statistics.median(worker.num_fds() for worker in others)
+        driver, *others = (psutil.Process(pid)
+                           for pid in (cluster.driver_pid(), *(live[name] for name in workers)))
+        driver_files, worker_files = driver.num_fds(), statistics.median(worker.num_fds()
+                                                                         for worker in others)
         worker_bytes = statistics.median(worker.memory_info().rss for worker in others)
-        return dict(zip(FOOTPRINT, (
-            round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1), driver_files + worker_files,
-            driver_files, worker_files), strict=True))
+        return dict(
+            zip(FOOTPRINT,
+                (round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1),
+                 driver_files + worker_files, driver_files, worker_files),
+                strict=True))
     except (psutil.NoSuchProcess, StopIteration):  # one ended meanwhile
         return {}
 
 
 def training(cluster: Cluster, struck: set[str], listed: list[str]) -> list[str]:
-    """Return the living workers of the newest generation that no fault has met yet (the driver may not know so soon)."""
+    """Return the living workers of the newest generation that no fault has met yet (the driver may
+    not know so soon)."""
     formed, live = cluster.events("driver.generation_formed"), cluster.live_pids()
     return [name for name in (formed[-1]["workers"] if formed else [])
             if name in live and name not in struck and name.split("/")[0] in listed]

@@ -2,12 +2,14 @@
 
     .venv/bin/python tests/bench/standby.py [--rounds 2] [--steps 30]
 
-Four workers train on all cores. In each round: steps with no standby, steps while one boots, steps while it waits; then
-it is ended, and in the end there are steps with none again. Ratios are of medians over all steps: to the extent that a
-machine's pace drifts, those with none are on both sides of the others. Memory is the standby's and its keeper's together:
-resident, and the part that no other process shares (what the host would have without it).
+Four workers train on all cores. In each round: steps with no standby, steps while one boots, steps
+while it waits; then it is ended, and in the end there are steps with none again. Ratios are of
+medians over all steps: to the extent that a machine's pace drifts, those with none are on both
+sides of the others. Memory is the standby's and its keeper's together: resident, and the part that
+no other process shares (what the host would have without it).
 
-Last line: one JSON object with standby_memory_mb, standby_own_memory_mb, boot_s, booting_ratio, waiting_ratio.
+Last line: one JSON object with standby_memory_mb, standby_own_memory_mb, boot_s, booting_ratio,
+waiting_ratio.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def main() -> None:
     boots, resident, own = [], [], []
     with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), command=job) as cluster:
         def measure(what: str, since: float, until: float) -> None:
-            times = [e["time"] for e in cluster.events("worker.step_committed") if since <= e["time"] <= until]
+            times = [
+                e["time"] for e in cluster.events("worker.step_committed")
+                if since <= e["time"] <= until
+            ]
             seconds[what] += [b - a for a, b in zip(times, times[1:], strict=False)]
 
         def let_pass(steps: int) -> tuple[float, float]:
@@ -61,12 +66,16 @@ def main() -> None:
         cluster.wait_for_step(10)
         for number in range(options.rounds):
             measure("none", *let_pass(options.steps))
-            service = subprocess.Popen(
-                [sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(cluster.run_dir), "--", *job],
-                env=os.environ | {FOLDER_VARIABLE: f"{folder}/standbys"}, stdin=subprocess.DEVNULL)
+            service = subprocess.Popen([
+                sys.executable, "-m", "elastic_trainer", "standby", "--run-dir",
+                str(cluster.run_dir), "--", *job
+            ],
+                                       env=os.environ | {FOLDER_VARIABLE: f"{folder}/standbys"},
+                                       stdin=subprocess.DEVNULL)
             try:
                 since = time.time()
-                booted = cluster.wait_for("standby", lambda n=number: cluster.events("standby.booted")[n:])[0]
+                booted = cluster.wait_for("standby",
+                                          lambda n=number: cluster.events("standby.booted")[n:])[0]
                 measure("booting", since, booted["time"])
                 boots.append(booted["boot_s"])
                 measure("waiting", *let_pass(options.steps))
@@ -78,16 +87,27 @@ def main() -> None:
             finally:
                 service.terminate()
                 service.wait()
-            print({what: round(statistics.median(found), 4) for what, found in seconds.items()},
-                  f"{resident[-1]:.0f} MB, {own[-1]:.0f} of them its own; booted in {boots[-1]:.1f} s", flush=True)
+            print(
+                {what: round(statistics.median(found), 4)
+                 for what, found in seconds.items()},
+                f"{resident[-1]:.0f} MB, {own[-1]:.0f} of them its own; booted in {boots[-1]:.1f} "
+                f"s",
+                flush=True)
         measure("none", *let_pass(options.steps))
     median = {what: statistics.median(found) for what, found in seconds.items()}
     waiting = median["waiting"] / median["none"]
-    print(json.dumps({
-        "standby_memory_mb": round(statistics.median(resident)), "standby_own_memory_mb": round(statistics.median(own)),
-        "boot_s": round(statistics.median(boots), 2), "booting_ratio": round(median["booting"] / median["none"], 3),
-        "waiting_ratio": round(waiting, 3), "step_s": {what: round(s, 4) for what, s in median.items()},
-        "steps": {what: len(found) for what, found in seconds.items()}, "met": waiting <= NOTHING_MEASURABLE}))
+    print(
+        json.dumps({
+            "standby_memory_mb": round(statistics.median(resident)),
+            "standby_own_memory_mb": round(statistics.median(own)),
+            "boot_s": round(statistics.median(boots),
+                            2), "booting_ratio": round(median["booting"] / median["none"],
+                                                       3), "waiting_ratio": round(waiting, 3),
+            "step_s": {what: round(s, 4)
+                       for what, s in median.items()},
+            "steps": {what: len(found)
+                      for what, found in seconds.items()}, "met": waiting <= NOTHING_MEASURABLE
+        }))
 
 
 if __name__ == "__main__":

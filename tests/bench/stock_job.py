@@ -1,4 +1,5 @@
-"""The peer: stock horovodrun with the script of its own documentation, on names of this machine that it takes for hosts."""
+"""The peer: stock horovodrun with the script of its own documentation, on names of this machine
+that it takes for hosts."""
 
 from __future__ import annotations
 
@@ -30,16 +31,25 @@ class Line:
 class StockJob:
     """One job; use as a context manager."""
 
-    def __init__(self, folder: Path, hosts: Sequence[str], *, interface: str = "lo", job: Sequence[str] = (),
+    def __init__(self,
+                 folder: Path,
+                 hosts: Sequence[str],
+                 *,
+                 interface: str = "lo",
+                 job: Sequence[str] = (),
                  start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen):
         self.folder, self.log = folder, folder / "steps"
         self.set_hosts(hosts)
         script = folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
-        command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(len(hosts)), "--min-np", "2",
-                   "--host-discovery-script", str(script), "--network-interfaces", interface,
-                   sys.executable, str(HERE / "jobs" / "stock.py"), str(self.log), "1000000", *job]
+        command = [
+            str(Path(sys.executable).parent / "horovodrun"), "-np",
+            str(len(hosts)), "--min-np", "2", "--host-discovery-script",
+            str(script), "--network-interfaces", interface, sys.executable,
+            str(HERE / "jobs" / "stock.py"),
+            str(self.log), "1000000", *job
+        ]
         self.is_here = start is subprocess.Popen
         self.process = start(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
                              start_new_session=True)
@@ -57,7 +67,8 @@ class StockJob:
         except subprocess.TimeoutExpired:
             self.process.kill()
         for pid in self.pids():
-            if Path(f"/proc/{pid}").exists() and b"stock.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if Path(f"/proc/{pid}").exists() and b"stock.py" in Path(
+                    f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
@@ -71,12 +82,18 @@ class StockJob:
         if not self.log.exists():
             return []
         rows = [line.split() for line in self.log.read_text().splitlines()]
-        return [Line(float(t), int(rank), int(size), int(step), int(pid)) for t, rank, size, step, pid in rows]
+        return [
+            Line(float(t), int(rank), int(size), int(step), int(pid))
+            for t, rank, size, step, pid in rows
+        ]
 
     def next_step_after(self, moment: float, size: int, deadline_s: float) -> float:
-        """Return how long after a moment the first step of a world of another size was finished; inf: not in time."""
-        after = self.wait(lambda: [line.time for line in self.lines() if line.time > moment + 0.05 and line.size != size],
-                          deadline_s)
+        """Return how long after a moment the first step of a world of another size was finished;
+        inf: not in time."""
+        after = self.wait(
+            lambda:
+            [line.time for line in self.lines() if line.time > moment + 0.05 and line.size != size],
+            deadline_s)
         return float(after[0] - moment) if after else float("inf")
 
     def pids(self) -> set[int]:
@@ -84,7 +101,8 @@ class StockJob:
         return {line.pid for line in self.lines()}
 
     def wait(self, seen: Callable[[], Any], deadline_s: float) -> Any:
-        """Wait until `seen()` is true; returns it, or what is false at the deadline or when the job ends."""
+        """Wait until `seen()` is true; returns it, or what is false at the deadline or when the job
+        ends."""
         deadline = time.monotonic() + deadline_s
         while not (found := seen()) and time.monotonic() < deadline and self.process.poll() is None:
             time.sleep(0.02)

@@ -1,4 +1,5 @@
-"""An hour of a real spot fleet in ten minutes: what is left of the work that the hosts present could have done.
+"""An hour of a real spot fleet in ten minutes: what is left of the work that the hosts present
+could have done.
 
     .venv/bin/python tests/bench/storm.py TRACE [--seconds 600] [--hosts 6] [--arm both|ours|peer]  (as root)
 
@@ -6,11 +7,12 @@ TRACE has lines `milliseconds,add|remove,node`, e.g. the p3 trace of uclasystem/
 long; the number of nodes is scaled to --hosts hosts (namespaces with an sshd each, a new name for each incarnation). A host
 that is removed gets two minutes' notice, speeded up as well: it leaves the list, and then its power is cut.
 
-goodput: useful samples against what the hosts present (booting ones too) would have done undisturbed, at the pace that
-the run itself had between the changes with as many workers (its median step). Reading a sample takes time, so that more
-hosts do more also on few cores. A change costs the same time however fast the trace is played: goodput_at_trace_rate is
-what the measured cost of a change leaves of an hour with as many changes as the trace's first hour has. The peer: stock
-horovodrun, `hvd.elastic.run`, a commit each step, at its defaults, over the same ssh.
+goodput: useful samples against what the hosts present (booting ones too) would have done
+undisturbed, at the pace that the run itself had between the changes with as many workers (its
+median step). Reading a sample takes time, so that more hosts do more also on few cores. A change
+costs the same time however fast the trace is played: goodput_at_trace_rate is what the measured
+cost of a change leaves of an hour with as many changes as the trace's first hour has. The peer:
+stock horovodrun, `hvd.elastic.run`, a commit each step, at its defaults, over the same ssh.
 
 Last line: one JSON object with goodput, goodput_at_trace_rate, peer_goodput, bits_equal, changes.
 """
@@ -42,7 +44,8 @@ from stock_job import StockJob  # noqa: E402
 HOUR_S = 3600.0
 NOTICE_S = 120.0
 STEP_S = 0.15
-"""How long a worker takes to read one of the 8 shards of a batch (the peer: its part of a batch)."""
+"""How long a worker takes to read one of the 8 shards of a batch (the peer: its part of a
+batch)."""
 SHARDS = 8
 INTERFACE = "lab0"
 AIM = 0.95
@@ -62,14 +65,17 @@ def capacity(trace: Path) -> list[tuple[float, int]]:
     with open(trace) as file:
         rows = [(int(at) / 1000, 1 if what == "add" else -1) for at, what, _ in csv.reader(file)]
     nodes, found = 0, []
-    for at, group in itertools.groupby((row for row in rows if row[0] < HOUR_S), key=lambda row: row[0]):
+    for at, group in itertools.groupby((row for row in rows if row[0] < HOUR_S),
+                                       key=lambda row: row[0]):
         nodes += sum(change for _, change in group)
         found.append((at, nodes))
     return found
 
 
-def scaled(nodes: Sequence[tuple[float, int]], hosts: int, seconds: float) -> list[tuple[float, int]]:
-    """Return the plan: (seconds of ours, hosts present from then on), without what changes nothing."""
+def scaled(nodes: Sequence[tuple[float, int]], hosts: int,
+           seconds: float) -> list[tuple[float, int]]:
+    """Return the plan: (seconds of ours, hosts present from then on), without what changes
+    nothing."""
     most = max(count for _, count in nodes)
     plan: list[tuple[float, int]] = []
     for at, count in nodes:
@@ -121,18 +127,22 @@ class Storm:
         self.present.append((time.time(), len(self.names)))
 
 
-def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: float, ended: float) -> float:
-    """Return useful samples by those that the hosts present would have done undisturbed, between two moments."""
+def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: float,
+            ended: float) -> float:
+    """Return useful samples by those that the hosts present would have done undisturbed, between
+    two moments."""
     pace: dict[int, float] = {}
     steps = [step for step in steps if step.time <= ended]  # after that nobody keeps the pace
     for size in {step.size for step in steps}:
         gaps = [after.time - before.time for before, after in itertools.pairwise(steps)
                 if before.size == after.size == size]
         if len(gaps) >= 5:
-            pace[size] = statistics.median(step.samples for step in steps if step.size == size) / statistics.median(gaps)
+            pace[size] = statistics.median(
+                step.samples for step in steps if step.size == size) / statistics.median(gaps)
     possible = 0.0
     for (start, hosts), (stop, _) in itertools.pairwise([*present, (ended, 0)]):
-        best = max((rate for size, rate in pace.items() if size <= hosts), default=min(pace.values()))
+        best = max((rate for size, rate in pace.items() if size <= hosts),
+                   default=min(pace.values()))
         possible += max(0.0, min(stop, ended) - max(start, began)) * pace.get(hosts, best)
     return sum(step.samples for step in steps if began < step.time) / possible
 
@@ -154,14 +164,26 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
             exit_code = fleet.wait(280.0)
             told = [e for e in fleet.events("worker.step_committed") if not e.get("repeated")]
             kept = {e["step"]: e for e in told}  # what was done again counts once
-            steps = [Step(e["time"], e["size"], e["samples"]) for e in sorted(kept.values(), key=lambda e: e["time"])]
+            steps = [
+                Step(e["time"], e["size"], e["samples"])
+                for e in sorted(kept.values(), key=lambda e: e["time"])
+            ]
             result = json.loads((fleet.run_dir / "result.json").read_text())
             lost, generations = len(fleet.lost()), result["generations"]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    twin = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True, cwd=folder)
-    return {"goodput": goodput(steps, storm.present, began, ended), "finished": exit_code == 0, "generations": generations,
-            "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(), "second_victims": lost,
-            "steps": len(steps), "steps_redone": result["steps_redone"], "attempts": result["attempts"]}
+    twin = subprocess.run([*JOB, *job],
+                          env=env,
+                          capture_output=True,
+                          text=True,
+                          check=True,
+                          cwd=folder)
+    return {
+        "goodput": goodput(steps, storm.present, began,
+                           ended), "finished": exit_code == 0, "generations": generations,
+        "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+        "second_victims": lost, "steps": len(steps), "steps_redone": result["steps_redone"],
+        "attempts": result["attempts"]
+    }
 
 
 def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> float:
@@ -170,8 +192,12 @@ def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> flo
     with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
         first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
         lab.boot(COORDINATOR, *first)
-        with StockJob(folder, first, interface=INTERFACE, job=[str(2 * STEP_S), "256"],
-                      start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
+        with StockJob(
+                folder,
+                first,
+                interface=INTERFACE,
+                job=[str(2 * STEP_S), "256"],
+                start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
             assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 120), job.output()
             storm = Storm(lab, job.set_hosts, len(first))
             began, ended = storm.play(plan, seconds)
@@ -201,8 +227,11 @@ def main() -> None:
             result |= ours(Path(folder), plan, options.seconds)
         cost_s = (1.0 - result["goodput"]) * options.seconds / changes
         at_rate = 1.0 - cost_s * (len(nodes) - 1) / HOUR_S
-        result |= {"goodput": round(result["goodput"], 4), "cost_of_a_change_s": round(cost_s, 2),
-                   "goodput_at_trace_rate": round(at_rate, 4), "met": at_rate >= AIM and result["bits_equal"]}
+        result |= {
+            "goodput": round(result["goodput"], 4), "cost_of_a_change_s": round(cost_s, 2),
+            "goodput_at_trace_rate": round(at_rate,
+                                           4), "met": at_rate >= AIM and result["bits_equal"]
+        }
     if options.arm != "ours":
         with tempfile.TemporaryDirectory() as folder:
             result["peer_goodput"] = round(peer(Path(folder), plan, options.seconds), 4)

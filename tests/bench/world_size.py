@@ -2,12 +2,15 @@
 
     .venv/bin/python tests/bench/world_size.py [--sizes 4,8,16,32,48]
 
-For each size one run of a tiny job whose workers are real processes, on this machine. `form_s`: from the moment at which
-the last worker stands ready until the first generation trains. `kill_to_step_s`: from the SIGKILL of a worker that is not
-rank 0 until the next finished step. `join_pause_s`: the longest time between two finished steps while the killed worker's
-host comes back with a new one, less a step's usual time. `revived`: workers that restarted in place, in all runs.
+For each size one run of a tiny job whose workers are real processes, on this machine. `form_s`:
+from the moment at which the last worker stands ready until the first generation trains.
+`kill_to_step_s`: from the SIGKILL of a worker that is not rank 0 until the next finished step.
+`join_pause_s`: the longest time between two finished steps while the killed worker's host comes
+back with a new one, less a step's usual time. `revived`: workers that restarted in place, in all
+runs.
 
-Last line: one JSON object with form_s, kill_to_step_s, join_pause_s (by size), revived, lost (healthy workers), met.
+Last line: one JSON object with form_s, kill_to_step_s, join_pause_s (by size), revived, lost
+(healthy workers), met.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
     """Run one world of this size; return its seconds, revivals and healthy workers lost."""
     os.environ["ELASTIC_TRAINER_LIMITS"] = LIMITS
     job = [sys.executable, str(HERE / "jobs" / "tiny.py")]
-    with Cluster(folder, hosts=size, command=job, min_workers=1, options=["--standby", "0"]) as cluster:
+    with Cluster(folder, hosts=size, command=job, min_workers=1, options=["--standby",
+                                                                          "0"]) as cluster:
         def steps(generation: int = 0) -> list[float]:
             return [e["time"] for e in cluster.events("worker.step_committed")
                     if e["generation"] >= generation and not e.get("repeated")]
@@ -50,7 +54,8 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
 
         first = wait_for_world(0)
         ready = max(e["time"] for e in cluster.events("driver.worker_ready"))
-        formed = next(e["time"] for e in cluster.events("worker.generation_started") if e["generation"] == first)
+        formed = next(e["time"] for e in cluster.events("worker.generation_started")
+                      if e["generation"] == first)
         cluster.wait_for("steps", lambda: len(steps()) > 2 * STEPS_AFTER, BOOT_S)
         formed_of = cluster.events("driver.generation_formed")[-1]
         killed_at = time.time()
@@ -66,7 +71,9 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
         result = {"form_s": formed - ready, "kill_to_step_s": went_on_s, "join_pause_s": pause_s,
                   "revived": len(cluster.events("worker.revives")), "lost": len(lost),
                   "step_s": statistics.median(gaps) if gaps else float("nan")}
-        print(f"{size} workers: " + ", ".join(f"{name} {value:.2f}" for name, value in result.items()), flush=True)
+        print(f"{size} workers: " + ", ".join(f"{name} {value:.2f}"
+                                              for name, value in result.items()),
+              flush=True)
         return result
 
 
@@ -81,8 +88,10 @@ def main() -> None:
             results[size] = measure(size, Path(folder))
     told = {name: {size: round(result[name], 2) for size, result in results.items()}
             for name in ("form_s", "kill_to_step_s", "join_pause_s")}
-    revived, lost = (sum(result[name] for result in results.values()) for name in ("revived", "lost"))
-    met = not revived and not lost and all(told[name][size] < bar for name, bar in BARS.items() for size in sizes)
+    revived, lost = (sum(result[name] for result in results.values())
+                     for name in ("revived", "lost"))
+    met = not revived and not lost and all(told[name][size] < bar for name, bar in BARS.items()
+                                           for size in sizes)
     print(json.dumps(told | {"revived": revived, "lost": lost, "met": met}))
 
 

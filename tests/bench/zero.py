@@ -1,11 +1,14 @@
-"""How long it takes when everybody is gone: four hosts vanish at once, four others come, until the first new step.
+"""How long it takes when everybody is gone: four hosts vanish at once, four others come, until the
+first new step.
 
-    .venv/bin/python tests/bench/zero.py [--every 20]                                           (as root: tests/netlab.py)
+    .venv/bin/python tests/bench/zero.py [--every 20]                                           (as
+    root: tests/netlab.py)
 
-Hosts are namespaces with an sshd each; they end without a FIN, and new ones, under other names, boot at once. The clock
-starts when ssh on the new ones answers: in it are what is left of the time to find out that the old ones are gone, the
-next attempt, the workers' boot over ssh, the restore from the last checkpoint, which is in S3 (ministack), and the first
-step. The new hosts' disks are empty.
+Hosts are namespaces with an sshd each; they end without a FIN, and new ones, under other names,
+boot at once. The clock starts when ssh on the new ones answers: in it are what is left of the time
+to find out that the old ones are gone, the next attempt, the workers' boot over ssh, the restore
+from the last checkpoint, which is in S3 (ministack), and the first step. The new hosts' disks are
+empty.
 
 Last line: one JSON object with first_step_s, steps_lost, phases.
 """
@@ -34,7 +37,10 @@ LIMIT_S = 30.0
 def main() -> None:
     """Run it and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (%(default)s)")
+    parser.add_argument("--every",
+                        type=int,
+                        default=20,
+                        help="steps between checkpoints (%(default)s)")
     options = parser.parse_args()
     netlab.prepare()
     with tempfile.TemporaryDirectory() as folder:
@@ -43,10 +49,20 @@ def main() -> None:
 
 def zero(folder: Path, every: int) -> dict[str, Any]:
     """Return what it cost."""
-    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every", str(every)]
+    job = [
+        sys.executable,
+        str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every",
+        str(every)
+    ]
     (folder / "lab").mkdir()
     with Lab(folder / "lab", has_agents=False) as lab:
-        fleet = Fleet(lab, folder, OLD, command=job, min_workers=1, own_disks=True, options=["--store", f"s3://{BUCKET}/zero"])
+        fleet = Fleet(lab,
+                      folder,
+                      OLD,
+                      command=job,
+                      min_workers=1,
+                      own_disks=True,
+                      options=["--store", f"s3://{BUCKET}/zero"])
         lab.boot(COORDINATOR, "h9", *OLD)
         with store_on(lab, "h9", folder / "s3") as environment, ExitStack() as stack:
             fleet.env |= environment
@@ -60,12 +76,17 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
             fleet.set_hosts(NEW)
 
             def new_steps() -> list[dict[str, Any]]:
-                return [e for e in fleet.events("worker.step_committed") if e["attempt"] == 2 and not e.get("repeated")]
+                return [
+                    e for e in fleet.events("worker.step_committed")
+                    if e["attempt"] == 2 and not e.get("repeated")
+                ]
 
             fleet.wait_for("first new step", new_steps)
             moments = [("old ones given up", "attempt.ended"), ("next attempt", "attempt.started"),
-                       ("workers started", "driver.worker_started"), ("workers ready", "driver.worker_ready"),
-                       ("world formed", "driver.generation_formed"), ("restored", "state.checkpoint_restored"),
+                       ("workers started", "driver.worker_started"),
+                       ("workers ready", "driver.worker_ready"),
+                       ("world formed", "driver.generation_formed"),
+                       ("restored", "state.checkpoint_restored"),
                        ("first step", "worker.step_committed")]
             phases, before = {}, ready_at
             for phase, event in moments:
@@ -75,8 +96,10 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
                 phases[phase], before = round(at - before, 3), max(at, before)
             first = new_steps()[0]
     first_step_s, lost = first["time"] - ready_at, last + 1 - first["step"]
-    return {"first_step_s": round(first_step_s, 3), "steps_lost": lost, "checkpoint_every": every, "phases": phases,
-            "met": first_step_s < LIMIT_S and lost <= every}
+    return {
+        "first_step_s": round(first_step_s, 3), "steps_lost": lost, "checkpoint_every": every,
+        "phases": phases, "met": first_step_s < LIMIT_S and lost <= every
+    }
 
 
 if __name__ == "__main__":

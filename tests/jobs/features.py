@@ -1,13 +1,16 @@
-"""A job with the code that users write into plain PyTorch loops, all at once: worlds of any size must give its bits.
+"""A job with the code that users write into plain PyTorch loops, all at once: worlds of any size
+must give its bits.
 
     python tests/jobs/features.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
-    python tests/jobs/features.py --shards 1 [--plain]              one shard; with --plain a plain PyTorch loop
+    python tests/jobs/features.py --shards 1 [--plain]              one shard; with --plain a plain
+    PyTorch loop
 
-Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in `after_step`, and in `loss` by
-a counter of the state), layers that no batch uses, or some batches only, a buffer that the first forward pass makes, a
-complex and an expanded one; a torch scheduler that cycles rates and momentum, rates that are tensors, two groups, clipping;
-extra state that the forward pass changes, batches that are dataclasses, a short last batch that BatchNorm could not take in
-single samples, a sample whose loss is not a number (`on_nan="skip"`), a listener that raises.
+Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in
+`after_step`, and in `loss` by a counter of the state), layers that no batch uses, or some batches
+only, a buffer that the first forward pass makes, a complex and an expanded one; a torch scheduler
+that cycles rates and momentum, rates that are tensors, two groups, clipping; extra state that the
+forward pass changes, batches that are dataclasses, a short last batch that BatchNorm could not take
+in single samples, a sample whose loss is not a number (`on_nan="skip"`), a listener that raises.
 The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 """
 
@@ -27,7 +30,8 @@ from faults import Injector  # noqa: E402
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
     injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-    injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
+    injector("boot",
+             {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
 import torch  # noqa: E402
 
@@ -39,9 +43,14 @@ from elastic_trainer.training.shards import seed_everything  # noqa: E402
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--shards", type=int, default=8)
-parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least, "
+parser.add_argument("--step-s",
+                    type=float,
+                    default=0.0,
+                    help="each sample batch takes so long to read, at least, "
                     "until there is a file named hurry in the test's folder")
-parser.add_argument("--plain", action="store_true", help="train without elastic-trainer, each batch in one piece")
+parser.add_argument("--plain",
+                    action="store_true",
+                    help="train without elastic-trainer, each batch in one piece")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 SIZE, BATCH, SEED = 971, 64, 3  # the last batch of an epoch has 11 samples, for 8 shards
@@ -81,7 +90,8 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 class Scale(torch.nn.Module):
-    """Divides by the largest value that it has seen, as FP8 layers do, which it keeps as extra state."""
+    """Divides by the largest value that it has seen, as FP8 layers do, which it keeps as extra
+    state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +119,8 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = torch.nn.Linear(20, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
+        self.first, self.middle, self.last = torch.nn.Linear(20, 64), torch.nn.Linear(
+            64, 64), torch.nn.Linear(64, 4)
         self.norm, self.scale = torch.nn.BatchNorm1d(64), Scale()
         self.sometimes, self.unused = torch.nn.Linear(20, 4), torch.nn.Linear(4, 4)
         self.register_buffer("turn", torch.polar(torch.ones(()), torch.zeros(())))
@@ -118,7 +129,9 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "late"):
             self.register_buffer("late", x.detach().abs().mean(0).clamp(min=0.5))
-        if self.training:  # moves in steps that are means of shards, as BatchNorm's statistics do: nothing here reads them
+        # Moves in steps that are means of shards, as BatchNorm's statistics do: nothing here reads
+        # them.
+        if self.training:
             self.turn = self.turn * torch.polar(torch.ones(()), torch.full((), 0.001))
         hidden = self.scale(torch.relu(self.norm(self.first(x / self.late))) * self.spread)
         out: torch.Tensor = self.last(torch.relu(self.middle(hidden)))
@@ -142,10 +155,15 @@ torch.manual_seed(1)
 torch.set_num_threads(1)
 model, counter = Net(), Counter()
 last = [*model.last.parameters()]
-others = [parameter for parameter in model.parameters() if all(parameter is not one for one in last)]
-optimizer = torch.optim.AdamW([{"params": others}, {"params": last, "lr": torch.tensor(2e-2)}], lr=torch.tensor(1e-2),
+others = [
+    parameter for parameter in model.parameters() if all(parameter is not one for one in last)
+]
+optimizer = torch.optim.AdamW([{"params": others}, {"params": last, "lr": torch.tensor(2e-2)}],
+                              lr=torch.tensor(1e-2),
                               weight_decay=0.1)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=options.steps + 1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer,
+                                                max_lr=[1e-2, 2e-2],
+                                                total_steps=options.steps + 1)
 model.first.requires_grad_(False)
 
 
@@ -177,7 +195,12 @@ def complain(event: str, facts: dict[str, Any]) -> None:
 def train_plainly() -> None:
     """Train as a script without this library does, on the same batches."""
     samples = Samples()
-    schedule = Schedule(dataset_size=SIZE, global_batch=BATCH, shards=1, epochs=1000, seed=SEED, max_steps=options.steps)
+    schedule = Schedule(dataset_size=SIZE,
+                        global_batch=BATCH,
+                        shards=1,
+                        epochs=1000,
+                        seed=SEED,
+                        max_steps=options.steps)
     for step in range(options.steps):
         batch = collate(samples.__getitems__(schedule.shard_samples(step, 0).tolist()))
         seed_everything(schedule.shard_seed(step, 0))
@@ -198,15 +221,29 @@ def train_plainly() -> None:
 
 def parameters_sha256() -> str:
     """Return the SHA-256 of the parameters alone."""
-    return hashlib.sha256(b"".join(byte_view(parameter).numpy().tobytes() for parameter in model.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(
+        byte_view(parameter).numpy().tobytes() for parameter in model.parameters())).hexdigest()
 
 
 if options.plain:
     train_plainly()
 else:
-    result = train(model, optimizer, Samples(), loss=loss, global_batch=BATCH, shards=options.shards, epochs=1000,
-                   seed=SEED, max_steps=options.steps, extras={"counter": counter}, after_step=after_step,
-                   collate=collate, schedule=scheduler, clip_norm=1.0, on_nan="skip", checkpoint_every=20,
+    result = train(model,
+                   optimizer,
+                   Samples(),
+                   loss=loss,
+                   global_batch=BATCH,
+                   shards=options.shards,
+                   epochs=1000,
+                   seed=SEED,
+                   max_steps=options.steps,
+                   extras={"counter": counter},
+                   after_step=after_step,
+                   collate=collate,
+                   schedule=scheduler,
+                   clip_norm=1.0,
+                   on_nan="skip",
+                   checkpoint_every=20,
                    listeners=[*([injector] if injector else []), complain])
     print("loss", result.loss)
     print("weights", result.weights_sha256)

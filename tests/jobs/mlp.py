@@ -1,9 +1,11 @@
-"""The job of the fault tests: small, but with BatchNorm, dropout, clipping, a schedule and short last batches.
+"""The job of the fault tests: small, but with BatchNorm, dropout, clipping, a schedule and short
+last batches.
 
-    python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
-    python tests/jobs/mlp.py --iterator                        the same training, with a loop of its own
+    python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin python
+    tests/jobs/mlp.py --iterator                        the same training, with a loop of its own
 
-It is an ordinary training script; the faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
+It is an ordinary training script; the faults come from outside (`ELASTIC_TEST_PLAN`, see
+tests/faults.py).
 """
 
 import argparse
@@ -19,12 +21,15 @@ from faults import Injector  # noqa: E402
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
     injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-    injector("boot", {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
+    injector("boot",
+             {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
-if injector:  # torch's compiler and exporter are half of what a worker needs to boot, and nothing here uses them
+# Torch's compiler and exporter are half of what a worker needs to boot, and nothing here uses them.
+if injector:
     for unused in ("torch._meta_registrations", "torch.export"):
         sys.modules[unused] = types.ModuleType(unused)
-    compiler = types.ModuleType("torch._dynamo")  # imported by the first optimizer, to be left alone by it
+    # Imported by the first optimizer, to be left alone by it.
+    compiler = types.ModuleType("torch._dynamo")
     compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
     sys.modules["torch._dynamo"] = compiler
 
@@ -35,13 +40,19 @@ from elastic_trainer import Trainer, cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--step-s", type=float, default=0.0, help="each sample batch takes so long to read, at least, "
+parser.add_argument("--step-s",
+                    type=float,
+                    default=0.0,
+                    help="each sample batch takes so long to read, at least, "
                     "until there is a file named hurry in the test's folder")
 parser.add_argument("--checkpoint-every", type=int, default=20)
 parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
-parser.add_argument("--odd-host", help="the worker on this host computes other bits, as another processor does")
-parser.add_argument("--iterator", action="store_true", help="train in a loop of the user's, and not by train()")
+parser.add_argument("--odd-host",
+                    help="the worker on this host computes other bits, as another processor does")
+parser.add_argument("--iterator",
+                    action="store_true",
+                    help="train in a loop of the user's, and not by train()")
 parser.add_argument("--raise-at", help="host:step: the loop raises on this host behind this step")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
@@ -65,17 +76,21 @@ class Samples(torch.utils.data.Dataset):
         if injector:
             self.reads += 1
             injector("data", {"reads": self.reads, "first": numbers[0]})
-        noise = 0.01 * torch.randn(len(numbers), 20)  # augmentation: must follow the shard's seed, not the worker
+        # Augmentation: must follow the shard's seed, not the worker.
+        noise = 0.01 * torch.randn(len(numbers), 20)
         return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
 
 
 torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Dropout(0.1),
-                            torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
+model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(),
+                            torch.nn.Dropout(0.1), torch.nn.Linear(256, 256), torch.nn.ReLU(),
+                            torch.nn.Linear(256, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if injector:
     weight = model[0].weight
-    injector.tensors = {"weight": lambda: weight, "moment": lambda: optimizer.state[weight]["exp_avg"]}
+    injector.tensors = {
+        "weight": lambda: weight, "moment": lambda: optimizer.state[weight]["exp_avg"]
+    }
 is_odd = options.odd_host is not None and os.environ.get("HOROVOD_HOSTNAME") == options.odd_host
 
 
@@ -85,8 +100,11 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return found * (1 + 2**-20) if is_odd else found
 
 
-given = {"global_batch": 64, "shards": 8, "seed": 3, "clip_norm": 1.0, "checkpoint_every": options.checkpoint_every,
-         "part_bytes": options.part_bytes, "reduce": options.reduce, "listeners": [injector] if injector else []}
+given = {
+    "global_batch": 64, "shards": 8, "seed": 3, "clip_norm": 1.0,
+    "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
+    "reduce": options.reduce, "listeners": [injector] if injector else []
+}
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 if options.iterator:
     trainer = Trainer(model, optimizer, Samples(), until=f"{options.steps} steps", lr=rate, **given)
@@ -97,6 +115,12 @@ if options.iterator:
             raise ValueError("in the loop, as planned")
     result = trainer.result
 else:
-    result = train(model, optimizer, Samples(), max_steps=options.steps, loss=loss, schedule=rate, **given)
+    result = train(model,
+                   optimizer,
+                   Samples(),
+                   max_steps=options.steps,
+                   loss=loss,
+                   schedule=rate,
+                   **given)
 print("loss", result.loss)
 print("weights", result.weights_sha256)

@@ -1,10 +1,12 @@
-"""A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's pause is, beside its peers'.
+"""A job with a large state and little arithmetic, for bench/checkpoint.py: what a checkpoint's
+pause is, beside its peers'.
 
-At the end of each of the steps before a checkpoint (COPIES of them) every worker times, at the same time as the others, a
-bare copy of as many bytes of the state as its share has, into memory that is there already. At the step that --peers-at
-names it times `torch.distributed.checkpoint.async_save` of the state to a folder, and (rank 0 alone, the others wait, as
-they would) `torch.save` to a file and through s3fs, `torch.load` and broadcasts to the others. The first `torch.save` and
-the first `async_save` of the process are cold, and noted as such.
+At the end of each of the steps before a checkpoint (COPIES of them) every worker times, at the same
+time as the others, a bare copy of as many bytes of the state as its share has, into memory that is
+there already. At the step that --peers-at names it times `torch.distributed.checkpoint.async_save`
+of the state to a folder, and (rank 0 alone, the others wait, as they would) `torch.save` to a file
+and through s3fs, `torch.load` and broadcasts to the others. The first `torch.save` and the first
+`async_save` of the process are cold, and noted as such.
 """
 
 import argparse
@@ -32,15 +34,18 @@ options = parser.parse_args()
 
 BLOCKS = 16
 COPIES = 3
-WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)  # 12 bytes a parameter: itself and Adam's two moments
+# 12 bytes a parameter: itself and Adam's two moments.
+WIDTH = int((options.gb * 1e9 / 12 / BLOCKS) ** 0.5)
 
 
 class Model(torch.nn.Module):
-    """Square matrices, of which each sample uses all, and which no gradient vanishes in: every byte of state changes."""
+    """Square matrices, of which each sample uses all, and which no gradient vanishes in: every byte
+    of state changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(BLOCKS))
+        self.blocks = torch.nn.ParameterList(
+            torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(BLOCKS))
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         rows = points.repeat(options.work, 1)
@@ -60,14 +65,20 @@ def timed(act: Any) -> float:
 
 
 def bare_copy(rank: int, size: int) -> Any:
-    """Return what copies as much of the state as this worker's share, tensor by tensor, into memory that is there already.
+    """Return what copies as much of the state as this worker's share, tensor by tensor, into memory
+    that is there already.
 
     A share is whole parts, so shares may differ.
     """
-    tensors = [tensor for parameter in model.parameters() for tensor in
-               (parameter.detach(), *(v for v in optimizer.state[parameter].values() if v.numel() > 1))]
+    tensors = [
+        tensor for parameter in model.parameters()
+        for tensor in (parameter.detach(),
+                       *(v for v in optimizer.state[parameter].values() if v.numel() > 1))
+    ]
     total = sum(tensor.nbytes for tensor in tensors)
-    wanted = sum(min(PART_BYTES, total - start) for start in range(rank * PART_BYTES, total, size * PART_BYTES))
+    wanted = sum(
+        min(PART_BYTES, total - start)
+        for start in range(rank * PART_BYTES, total, size * PART_BYTES))
     sources = []
     for tensor in tensors:
         if wanted > 0:
@@ -84,7 +95,8 @@ def bare_copy(rank: int, size: int) -> Any:
 
 
 def others_ways(rank: int, size: int) -> float:
-    """Time what others would do, each alone on the machine; returns the pause of async_save, notes the rest in `facts`."""
+    """Time what others would do, each alone on the machine; returns the pause of async_save, notes
+    the rest in `facts`."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -116,7 +128,8 @@ def others_ways(rank: int, size: int) -> float:
 
 
 def to_s3(rank: int) -> tuple[float, float]:
-    """Rank 0 writes and reads through s3fs; what it has read goes to the others by broadcasts, tensor by tensor."""
+    """Rank 0 writes and reads through s3fs; what it has read goes to the others by broadcasts,
+    tensor by tensor."""
     import s3fs
     import torch.distributed as dist
 
@@ -147,7 +160,8 @@ def after_step(step: int) -> None:
     rank, size = place["rank"], place["size"]
     if step == 0:
         copier.append(bare_copy(rank, size))
-    elif -(step + 1) % options.every in range(1, COPIES + 1):  # at a step's end, as the snapshot is; no upload is in flight
+    elif -(step + 1) % options.every in range(
+            1, COPIES + 1):  # at a step's end, as the snapshot is; no upload is in flight
         note("memcpy", timed(copier[0]))
     if step + 1 != options.peers_at:
         return
@@ -174,6 +188,15 @@ copier: list[Any] = []
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 points = torch.randn(64, WIDTH)
-train(model, optimizer, torch.utils.data.TensorDataset(points), loss=lambda m, batch: m(batch[0]).square().mean(),
-      global_batch=16, shards=4, epochs=10**6, max_steps=options.steps, checkpoint_every=options.every, keep_last=1,
-      after_step=after_step, listeners=[listen])
+train(model,
+      optimizer,
+      torch.utils.data.TensorDataset(points),
+      loss=lambda m, batch: m(batch[0]).square().mean(),
+      global_batch=16,
+      shards=4,
+      epochs=10**6,
+      max_steps=options.steps,
+      checkpoint_every=options.every,
+      keep_last=1,
+      after_step=after_step,
+      listeners=[listen])

@@ -1,6 +1,8 @@
-"""The peer's arm of overhead.py: the demo model in a plain DistributedDataParallel loop, as in PyTorch's tutorial.
+"""The peer's arm of overhead.py: the demo model in a plain DistributedDataParallel loop, as in
+PyTorch's tutorial.
 
-    MASTER_ADDR=127.0.0.1 MASTER_PORT=… RANK=0 WORLD_SIZE=2 python tests/bench/jobs/ddp_gpt.py STEPS GLOBAL_BATCH
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=… RANK=0 WORLD_SIZE=2 python tests/bench/jobs/ddp_gpt.py STEPS
+    GLOBAL_BATCH
 
 Rank 0 prints the seconds of each step as one JSON list.
 """
@@ -24,7 +26,8 @@ model = DistributedDataParallel(GPT())
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 dataset = SourceWindows(standard_library(), 128)
 sampler = DistributedSampler(dataset, shuffle=True, seed=0)
-loader = iter(DataLoader(dataset, batch_size=global_batch // dist.get_world_size(), sampler=sampler))
+loader = iter(DataLoader(dataset, batch_size=global_batch // dist.get_world_size(),
+                         sampler=sampler))
 seconds = []
 for _ in range(steps):
     started = time.monotonic()

@@ -1,4 +1,5 @@
-"""The benchmarks' job under our trainer: a 10-million-parameter MLP with Adam (122 MB of state), as in the peer's arm.
+"""The benchmarks' job under our trainer: a 10-million-parameter MLP with Adam (122 MB of state), as
+in the peer's arm.
 
     python tests/bench/jobs/mlp.py --steps N
 """
@@ -19,5 +20,13 @@ options = parser.parse_args()
 torch.manual_seed(0)
 model = build()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-train(model, optimizer, samples(), loss=loss, global_batch=64, shards=4, epochs=10**6, max_steps=options.steps,
-      checkpoint_every=options.checkpoint_every, reduce=options.reduce)
+train(model,
+      optimizer,
+      samples(),
+      loss=loss,
+      global_batch=64,
+      shards=4,
+      epochs=10**6,
+      max_steps=options.steps,
+      checkpoint_every=options.checkpoint_every,
+      reduce=options.reduce)

@@ -5,9 +5,11 @@ import torch
 
 def build(width: int = 2048) -> torch.nn.Module:
     """Return the MLP: 10.2 million parameters, 41 MB of gradient, at its full width."""
-    return torch.nn.Sequential(torch.nn.Linear(256, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU(),
-                               torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 640),
-                               torch.nn.ReLU(), torch.nn.Linear(640, 10))
+    return torch.nn.Sequential(torch.nn.Linear(256, width), torch.nn.ReLU(),
+                               torch.nn.Linear(width, width), torch.nn.ReLU(),
+                               torch.nn.Linear(width, width), torch.nn.ReLU(),
+                               torch.nn.Linear(width, 640), torch.nn.ReLU(),
+                               torch.nn.Linear(640, 10))
 
 
 def samples() -> torch.utils.data.TensorDataset:

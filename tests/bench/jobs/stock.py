@@ -1,8 +1,11 @@
-"""The peer's arm: the script that a user writes from Horovod's documentation (docs/elastic.rst), commit at each step.
+"""The peer's arm: the script that a user writes from Horovod's documentation (docs/elastic.rst),
+commit at each step.
 
-    horovodrun -np 4 --host-discovery-script … python tests/bench/jobs/stock.py LOG STEPS [STEP_S WIDTH]
+    horovodrun -np 4 --host-discovery-script … python tests/bench/jobs/stock.py LOG STEPS [STEP_S
+    WIDTH]
 
-Each worker appends `time rank size step pid` lines to LOG; nothing else differs from the documentation's example.
+Each worker appends `time rank size step pid` lines to LOG; nothing else differs from the
+documentation's example.
 """
 
 import os

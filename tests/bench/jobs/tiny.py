@@ -1,4 +1,5 @@
-"""The job of world_size.py: so small that workers do little but talk to each other, and quick to boot.
+"""The job of world_size.py: so small that workers do little but talk to each other, and quick to
+boot.
 
     python tests/bench/jobs/tiny.py
 """
@@ -7,7 +8,8 @@ import sys
 import time
 import types
 
-for unused in ("torch._meta_registrations", "torch.export"):  # half of what a worker needs to boot (tests/jobs/mlp.py)
+# Half of what a worker needs to boot (tests/jobs/mlp.py)
+for unused in ("torch._meta_registrations", "torch.export"):
     sys.modules[unused] = types.ModuleType(unused)
 compiler = types.ModuleType("torch._dynamo")
 compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
@@ -35,5 +37,12 @@ class Samples(torch.utils.data.Dataset):
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
-train(model, torch.optim.SGD(model.parameters(), lr=1e-4), Samples(), global_batch=64, shards=64, epochs=10**6,
-      max_steps=10**6, checkpoint_every=10**9, loss=lambda model, batch: model(batch).square().mean())
+train(model,
+      torch.optim.SGD(model.parameters(), lr=1e-4),
+      Samples(),
+      global_batch=64,
+      shards=64,
+      epochs=10**6,
+      max_steps=10**6,
+      checkpoint_every=10**9,
+      loss=lambda model, batch: model(batch).square().mean())
