@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
     from elastic_trainer.schedule import constant as constant
     from elastic_trainer.schedule import cosine as cosine
+    from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
     from elastic_trainer.training.train import train as train
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from elastic_trainer.training.worker import local_rank as local_rank
 
 _WHERE = {
-    "ConfigError": "config", "LossNotFinite": "training.losses", "Result": "training.job",
-    "constant": "schedule", "cosine": "schedule", "local_rank": "training.worker",
-    "train": "training.train", "Trainer": "training.trainer"
+    "ConfigError": "config", "ElasticState": "training.horovod_state",
+    "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
+    "cosine": "schedule", "local_rank": "training.worker", "train": "training.train",
+    "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
 

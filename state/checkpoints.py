@@ -16,6 +16,7 @@ What always holds:
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -96,6 +97,9 @@ class Checkpoints:
 
     def begin(self, state: ElasticState, rank: int, size: int) -> None:
         """Copy my share of the state (the only pause), and upload it behind the training."""
+        if self.plan.from_one:
+            # All parts are of rank 0. No part has the number with which the others begin.
+            rank, size = (0, 1) if rank == 0 else (sys.maxsize, sys.maxsize)
         now = time.monotonic()
         share = Share(Snapshot(state.committed), started=now, moved=now)
         before, self.begun_at, self.upload.share = self.begun_at, now, share

@@ -8,23 +8,18 @@ What always holds:
    and knows that everybody else does (the vote has been asked for, not necessarily answered).
 3. A survivor never receives state. Only a worker without (`has_state` false) does, all of it or
    nothing.
-4. No copy per step, and no pickle: stock `TorchState.save` deep-copies, `sync` steps a fresh
+4. No copy per step, and no pickle: `TorchState.save` of Horovod deep-copies, `sync` steps a fresh
    optimizer and leaves a newcomer with other weights than it sent, `restore` aliases (F6, F7, F8;
    horovod/torch/elastic/state.py, 0.28.1).
 
-A user who knows Horovod finds `commit`, `restore`, `sync`, `check_host_updates` and `on_reset` with
-their meaning.
+What it does not do: stand in the place of `TorchState` in a script. training/horovod_state.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import horovod.torch.elastic as hvd_elastic
 import torch
-from horovod.common.elastic import State
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.extra_state import ExtraState
@@ -33,15 +28,12 @@ from elastic_trainer.state.names import named_buffers, named_parameters, plain, 
 from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
 
-class ElasticState(hvd_elastic.TorchState):
+class ElasticState:
     """Model, optimizer and scaler of this worker, and where it stands."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
                  scaler: torch.amp.GradScaler | None = None, scheduler: LRScheduler | None = None,
                  identity: dict[str, Any] | None = None):
-        # No handlers: they are what F6, F7 and F8 are about.
-        object.__setattr__(self, "_handlers", {})
-        State.__init__(self, bcast_object=None, get_rank=None)
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are
@@ -83,8 +75,6 @@ class ElasticState(hvd_elastic.TorchState):
         self._outlined = self._outline()
         self._modes_before: list[bool] = []
         self.take_buffers()
-        self._hosts_updated: Callable[[], bool] = lambda: False
-        self._receive: Callable[[], None] = lambda: None
 
     def take_buffers(self) -> None:
         """Keep the buffers that the model has now. One that cannot be written to in place gets
@@ -208,8 +198,7 @@ class ElasticState(hvd_elastic.TorchState):
                digest: int = 0,
                clock_ms: int = 0,
                finishes: int = 0) -> None:
-        """Make the phase in flight final; the last one ends the step. (Stock `commit` copies
-        everything and broadcasts a pickle; this counts.)"""
+        """Make the phase in flight final; the last one ends the step."""
         self.phase = (self.phase + 1) % self.phases
         _, _, clock_was, finishes_was = self.last_vote
         # A phase before this one may have asked.
@@ -223,28 +212,8 @@ class ElasticState(hvd_elastic.TorchState):
         self._buffers_before, self._modes_before = {}, []
 
     def restore(self) -> None:
-        """Drop what a broken step has changed outside the gradient. (Stock: goes back to the last
-        commit's copy.)"""
+        """Drop what a broken step has changed outside the gradient."""
         self.reset_buffers()
-
-    def save(self) -> None:
-        """Do nothing: survivors need no copy, since nothing is changed before everybody can change
-        it."""
-
-    def sync(self) -> None:
-        """Receive the state if this worker has none. (Stock: broadcasts rank 0's to everyone.)"""
-        if not self.has_state:
-            self._receive()
-
-    def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt when the driver has news of hosts. Never asks to skip the
-        sync (F9)."""
-        if self._hosts_updated():
-            raise HostsUpdatedInterrupt(False)
-
-    def bind(self, *, receive: Callable[[], None], hosts_updated: Callable[[], bool]) -> None:
-        """Connect `sync` and `check_host_updates` to the world."""
-        self._receive, self._hosts_updated = receive, hosts_updated
 
     def check_parameters(self) -> None:
         """Raise RuntimeError if the model has other parameters than at the start: nobody could have

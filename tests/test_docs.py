@@ -497,6 +497,15 @@ def test_a_ported_loop_has_fewer_than_ten_new_lines(name: str) -> None:
     assert 0 < len(new) <= MOST_NEW_LINES, new
 
 
+def test_each_row_of_horovods_own_style_is_shown() -> None:
+    """By a test that exists."""
+    rows = re.findall(r"\| `(test_\w+)` \|$",
+                      (ROOT / "docs" / "migrate-from-horovod.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    assert [row for row in rows
+            if not any(name.endswith(f"::{row}") for name in names_of_tests())] == []
+
+
 def code_lines(text: str) -> list[str]:
     """Return a script's lines without comments and empty ones, each without its indentation."""
     return [line for line in (one.partition("  #")[0].strip() for one in text.splitlines())

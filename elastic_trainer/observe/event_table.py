@@ -276,16 +276,16 @@ _WORLD = (
          *may_read(step_s=SECONDS), *may_have(lr=ANY, skipped=FLAG, repeated=FLAG,
                                                    metrics=OBJECT)),
         closes=Phase.TRAINING),
+    EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
+              (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind(
         "worker.step_redone", INFO,
         "A step was in flight when the world changed, and is done again.", _STEP,
         "step {step} was in flight and is done again"),
-    EventKind(
-        "worker.rolled_forward", DETAIL,
-        "The worker applied a step that other members had applied.", has(step=STEP)),
-    EventKind(
-        "worker.state_received", DETAIL, "A newcomer has received the state.",
-        has(step=STEP, bytes=BYTES, duration_s=SECONDS)),
+    EventKind("worker.rolled_forward", DETAIL,
+              "The worker applied a step that other members had applied.", has(step=STEP)),
+    EventKind("worker.state_received", DETAIL, "A newcomer has received the state.",
+              has(step=STEP, bytes=BYTES, duration_s=SECONDS)),
     EventKind(
         "worker.revives", WARNING,
         "The worker starts anew in place and keeps its state, because Horovod would abort it.",

@@ -189,6 +189,13 @@ class History:
         if not self.open_pauses:
             self._book_closed_by(event)
 
+    def _commit_kept(self, event: Event) -> None:
+        """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
+        if (step := int(event["step"])) not in self.kept:
+            self.kept[step] = (0, math.nan, float(event["commit_s"]))
+        if not self.open_pauses:
+            self._book_closed_by(event)
+
     def _run_finished(self, event: Event) -> None:
         self.finished = event
         self._close_pauses()
@@ -247,6 +254,7 @@ _READERS: dict[str, Callable[[History, Event], None]] = {
     "worker.generation_started": History._generation_started,
     "worker.step_redone": History._step_redone,
     "worker.step_committed": History._step_committed,
+    "worker.commit_kept": History._commit_kept,
     "worker.pause_ended": History._pause_ended,
     "run.finished": History._run_finished,
     "driver.worker_started": History._worker_started,

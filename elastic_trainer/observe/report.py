@@ -87,7 +87,7 @@ def _kept(history: History) -> tuple[int, float | None, float]:
     for step in history.kept.steps():
         step_samples, loss, step_s = history.kept.get(step) or (0, None, 0.0)
         samples, useful_s = samples + int(step_samples), useful_s + step_s
-    return samples, loss, useful_s
+    return samples, loss if samples else None, useful_s
 
 
 def _goodput(useful_s: float, trained_s: float) -> float:

@@ -36,7 +36,8 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     state = "finished" if result["finished"] else "not finished"
     rows = [
         ("training", f"{state}: {result['steps']} steps"),
-        ("samples", f"{result['samples']}"),
+        ("samples", f"{result['samples']}" if result["samples"] or not result["steps"]
+         else "not counted: the script is in Horovod's own style"),
         ("loss", "none" if result["loss"] is None else f"{result['loss']:.4f}"),
         ("goodput", f"{result['goodput']:.1%}"),
         ("wall time", f"{wall_s:.1f} s: {', '.join(shares)}"),

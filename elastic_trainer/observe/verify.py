@@ -60,6 +60,10 @@ def verify(run_dir: str | Path) -> Verdict:
         raise FileNotFoundError(f"{run_dir} has no event log")
     restored = restored_steps(read_lines(run_dir, b'"state.checkpoint_restored"'))
     verdict = judge(read_lines(run_dir), restored)
+    if not verdict.steps and any(read_lines(run_dir, b'"worker.commit_kept"')):
+        return replace(verdict, violations=(
+            "the script is in Horovod's own style, whose commits do not say which samples they "
+            "hold, so nothing is proved.",))
     wrong = [] if verdict.steps else ["no step has a line in events.jsonl, so nothing is proved."]
     wrong += result_violations(verdict, Path(run_dir, RESULT_FILE))
     return replace(verdict, violations=(*verdict.violations, *wrong))

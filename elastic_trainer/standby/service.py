@@ -114,11 +114,12 @@ class Service:
 
 
 def wait_until_training(log: Reader) -> None:
-    """Wait until the run has finished a step: a booting standby needs the cores.
+    """Wait until the run has finished a step, or a commit: a booting standby needs the cores.
 
     `log` is the rest of its event log.
     """
-    while not any(b'"worker.step_committed"' in line for line in log.lines()):
+    trained = (b'"worker.step_committed"', b'"worker.commit_kept"')
+    while not any(name in line for line in log.lines() for name in trained):
         time.sleep(0.5)
 
 

@@ -15,10 +15,11 @@ import faulthandler
 import os
 import sys
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -146,45 +147,15 @@ class Worker:
         ):
             determinism.apply(settings)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
-        courier = None
-        if launch.driver and not shares_runs(launch):
-            if not launch.store:
-                raise ConfigError(
-                    f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), "
-                    "and no store "
-                    f"is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk that "
-                    "all share."
-                )
-            courier, launch = Courier(launch), replace(launch, run_dir=None)
-        self.launch = launch
-        self.events = Events(
-            launch.run_dir,
-            courier=courier,
-            run=launch.run,
-            attempt=launch.attempt,
-            worker=launch.worker or launch.host,
-        )
-        self.events.listeners += [
-            Guarded(listener, self.events) for listener in self.options.listeners
-        ]
+        self.launch, self.events = opened(launch, self.options.listeners)
         return placement.reduce
 
     def fail(self, error: BaseException) -> None:
         """End this worker: by SystemExit, as a dead one, or by the user's exception, which the
         caller raises."""
-        events, launch = self.events, self.launch
-        if isinstance(error, Dismissed):
-            events.emit("worker.left")
-            sys.exit(EXIT_LEFT)
-        if isinstance(error, ReplicaDiffers):
-            print(f"elastic-trainer: {error}", file=sys.stderr)
-            sys.exit(EXIT_DIFFERS)
-        if isinstance(error, RunOver):
-            events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
-            print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
-            sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
+        leave_if_sent(error, self.events)
         self.report(error)
-        if launch.driver:
+        if self.launch.driver:
             end_as_user_error()
         if not isinstance(error, Exception):
             raise UserExited(
@@ -242,6 +213,46 @@ class Worker:
             and not self.loop.state.is_applying
         ):
             self.loop.state.restore()
+
+
+def opened(
+    launch: Launch, listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
+) -> tuple[Launch, Events]:
+    """Open the event log of a worker that has its place. Returns the launch without the folder of
+    the run where this host does not share it. Raises ConfigError."""
+    courier = None
+    if launch.driver and not shares_runs(launch):
+        if not launch.store:
+            raise ConfigError(
+                f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), and "
+                "no store is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk "
+                "that all share."
+            )
+        courier, launch = Courier(launch), replace(launch, run_dir=None)
+    events = Events(
+        launch.run_dir,
+        courier=courier,
+        run=launch.run,
+        attempt=launch.attempt,
+        worker=launch.worker or launch.host,
+    )
+    events.listeners += [Guarded(listener, events) for listener in listeners]
+    return launch, events
+
+
+def leave_if_sent(error: BaseException, events: Events) -> None:
+    """Leave by SystemExit if an error says that this worker is not wanted, holds other bits, or
+    that the attempt is over. Any other error is the user's: return."""
+    if isinstance(error, Dismissed):
+        events.emit("worker.left")
+        sys.exit(EXIT_LEFT)
+    if isinstance(error, ReplicaDiffers):
+        print(f"elastic-trainer: {error}", file=sys.stderr)
+        sys.exit(EXIT_DIFFERS)
+    if isinstance(error, RunOver):
+        events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
+        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
 
 
 def run_dir_of(options: Options) -> Path | None:

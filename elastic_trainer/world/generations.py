@@ -85,6 +85,9 @@ class Hooks:
     write_alone: Callable[[], None] = _nothing
     """Called again and again while this worker waits for a place and should write what only memory
     holds."""
+    user_reduces: bool = False
+    """The user's code calls Horovod's collectives, also in a world of one. The replicas may differ
+    in what it does not reduce, so one member gives all of the state: a mixture is nobody's."""
 
 
 class Generations:
@@ -94,12 +97,13 @@ class Generations:
                  world: World | None = None, session: Session | None = None):
         self.driver, self.events, self.hooks = driver, events, hooks
         self.world, self.mixture = world or World(driver.is_broken), Mixture(launch, events)
+        self.local_size = 1
         self.arithmetic: Arithmetic | None = None
         """How this worker computes, from its warm-up on."""
         self.pauses = Pauses(launch.revived_since)
         self._session = session or Session(launch, driver.interface())
-        self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference)
-        self._givers: list[int] = []
+        self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
+                                  hooks.user_reduces)
         self._live_state: Callable[[], Any] = _nothing
         self._generation, self._is_guarded, self._trains = 0, False, False
         self._change_wanted_since: float | None = None
@@ -112,24 +116,24 @@ class Generations:
 
     def run(self, state: ElasticState, body: Callable[[], Iterator[T]], *,
             restore: Callable[[], str], roll_forward: Callable[..., None],
-            hand_over: Callable[[], Iterator[T]], live_state: Callable[[], Any]) -> Iterator[T]:
+            hand_over: Callable[[], Iterator[T]], live_state: Callable[[], Any],
+            entered: Callable[[], Iterator[T]] = lambda: iter(())) -> Generator[T, None, None]:
         """Run `body` in generation after generation until it returns, and yield what it yields.
 
         All members call `restore` if no member has values. It gives values to all members or to
         rank 0 alone; in the second case the others receive them. `roll_forward` applies the
         prepared step. `hand_over` yields each step that this worker has applied and not yet yielded
         as finished. A worker that restarted in place may yield the end of a step whose begin it has
-        not yielded. `live_state` writes what a successor of this process needs.
+        not yielded. `live_state` writes what a successor needs. `entered` comes before collectives.
         Raises Dismissed, RunOver, and what `body` raises.
         """
-        state.bind(receive=lambda: self._transfer.move(state, self._givers),
-                   hosts_updated=self.driver.wants_change)
         self._guard(live_state)
         self._start_driver(state)
         idle, last_step = 0, -1
         while True:
             try:
                 self._enter(self.driver.next_place(state.has_state, state.committed))
+                yield from entered()
                 self._log_start(state, *(yield from self._reconcile(
                     state, restore, roll_forward, hand_over)))
                 yield from body()
@@ -147,7 +151,7 @@ class Generations:
                 self._break(why, state)
             idle = 0 if state.committed > last_step else idle + 1
             last_step = state.committed
-            self._limit(idle, last_step)
+            limit_idle(idle, last_step, self.driver)
 
     def _start_driver(self, state: ElasticState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
@@ -163,7 +167,8 @@ class Generations:
             self.events.bound["attempt"] = place.attempt
         self.events.reach("world.place_taken")
         self.pauses.place()
-        if place.size == 1:
+        self.local_size = place.local_size
+        if place.size == 1 and not self.hooks.user_reduces:
             return
         self._session.prepare(place, self.hooks.expected_step_s(place.size))
         self.events.reach("world.init_entered")
@@ -189,11 +194,9 @@ class Generations:
         self._session.end()
         self._is_guarded = False
 
-    def _limit(self, idle: int, step: int) -> None:
-        if idle > MAX_GENERATIONS_WITHOUT_PROGRESS and not self.driver.counts_idle_generations():
-            raise RuntimeError(
-                f"{idle} generations in a row finished no step after step {step}; see the events "
-                f"worker.generation_broken for the errors")
+    def keep_session(self) -> None:
+        """Leave nothing to a successor from now on. Horovod stays up, for the user's code."""
+        self._is_guarded = False
 
     def _note_end(self) -> None:
         """Note when the training paused. A generation that broke before it trained is no pause."""
@@ -270,6 +273,7 @@ class Generations:
             self.mixture.log_drift(self.world, step)
         else:
             self.hooks.part_from_odd(held, among)
+
     # --- reconcile ------------------------------------------------------------------------------
 
     def _reconcile(self, state: ElasticState, restore: Callable[[], str],
@@ -300,9 +304,8 @@ class Generations:
         self._roll_forward(state, standings, roll_forward)
         if state.has_state:
             yield from hand_over()
-        self._givers = givers(standings)
-        if len(self._givers) < self.world.size:
-            self._transfer.move(state, self._givers)
+        if len(found := givers(standings)) < self.world.size:
+            self._transfer.move(state, found)
         self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 
@@ -337,3 +340,11 @@ class Generations:
                 f"this worker finished {state.ticks} phases of steps, another {ticks}")
             # Also when all are prepared and no member has committed: the gradients may be partial.
             state.prepared = state.begun = state.ticks
+
+
+def limit_idle(idle: int, step: int, driver: Driver) -> None:
+    """Raise RuntimeError after too many generations without a finished step."""
+    if idle > MAX_GENERATIONS_WITHOUT_PROGRESS and not driver.counts_idle_generations():
+        raise RuntimeError(
+            f"{idle} generations in a row finished no step after step {step}; see the events "
+            f"worker.generation_broken for the errors")

@@ -26,7 +26,6 @@ import os
 import socket
 import stat
 
-import horovod.torch as hvd
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
@@ -79,13 +78,13 @@ class Session:
         """
         self._is_up = True  # a start that has failed must be ended too
         try:
-            hvd.init()
+            mpi_ops.init()
         except ValueError as error:
             raise PeersLost(init_error() or str(error)) from error
         finally:
             self._starts = False
             self._sockets = open_sockets() - self._before_start
-        if not hvd.is_initialized():
+        if not mpi_ops.is_initialized():
             raise PeersLost(init_error())
         self._was_up = True
 
@@ -93,7 +92,7 @@ class Session:
         """End Horovod, if it was started."""
         if self._is_up:
             self._is_up = False
-            hvd.shutdown()
+            mpi_ops.shutdown()
         self._sockets = set()
 
     def close_sockets(self) -> None:

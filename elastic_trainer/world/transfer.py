@@ -55,8 +55,9 @@ class Transfer:
     """The transfer of the state from the members that have it (givers) to the others (takers)."""
 
     def __init__(self, world: Peers, events: Events, all_parts: Callable[[], list[Part]],
-                 differ: Callable[[int, list[Part], Sequence[int]], None]):
-        self._world, self._events = world, events
+                 differ: Callable[[int, list[Part], Sequence[int]], None],
+                 gives_alone: bool = False):
+        self._world, self._events, self._gives_alone = world, events, gives_alone
         self._all_parts = all_parts
         self._differ = differ
         """Called by all members if the givers hold different bits; it may end the generation."""
@@ -69,20 +70,21 @@ class Transfer:
         """
         started, world = time.monotonic(), self._world
         takers = [rank for rank in range(world.size) if rank not in givers]
-        is_giver = world.rank in givers
+        givers = givers[:1] if self._gives_alone else givers
+        is_giver, is_taker = world.rank in givers, world.rank in takers
         packed = state.packed() if is_giver else None
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         # Numbers in the headers may differ, so all of the header is one giver's.
         read_header = _reader_of(packed.header) if packed and world.rank == givers[0] else None
-        header = torch.empty(0 if is_giver else header_bytes, dtype=torch.uint8)
+        header = torch.empty(header_bytes if is_taker else 0, dtype=torch.uint8)
         for low, piece in self._deal(read_header, header_bytes, givers[:1], takers, "header"):
             header[low : low + piece.numel()] = piece
-        room = Packed(b"", []) if is_giver else _room_for(state, header, payload_bytes)
+        room = _room_for(state, header, payload_bytes) if is_taker else Packed(b"", [])
         read_payload = _reader_of_payload(packed) if packed else None
         for low, piece in self._deal(read_payload, payload_bytes, givers, takers, "payload"):
             fill_range(room, low, piece)
-        if not is_giver:
+        if is_taker:
             state.load(unpack(room))
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                               duration_s=round(time.monotonic() - started, 4))

@@ -1,0 +1,156 @@
+"""What a commit keeps in Horovod's own style: model, optimizer and the named values of the script.
+
+state.commit() → here (one copy in reused host memory) → newcomer, checkpoint, the way back
+
+What always holds:
+1. Newcomers and checkpoints get the last commit, also while the live values are of a later step.
+2. The copy never shares memory with live tensors, in either direction (F8).
+
+What it does not do: decide when all workers have committed (horovod_member.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from horovod.torch.elastic.sampler import ElasticSampler
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.layout import Packed, copy_range, decode
+
+
+class LastCommit:
+    """The values of one commit, in host memory that the next one uses again."""
+
+    def __init__(self) -> None:
+        self._header = b""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.step = -1
+        """How many commits were made before and with it; -1: none is kept."""
+
+    def keep(self, packed: Packed, step: int) -> None:
+        """Copy the live values. Cost: one copy of model and optimizer."""
+        total = packed.payload_bytes
+        if self._memory.numel() != total:
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        self.step = -1  # until it is whole
+        copy_range(packed, 0, total, self._memory)
+        for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._header, self.step = packed.header, step
+
+    def packed(self) -> Packed:
+        """Return the kept values, without a copy."""
+        return Packed(self._header, [self._memory])
+
+    def values(self) -> dict[str, Any]:
+        """Return a copy of the kept values, as a tree."""
+        return dict(decode(self._header, self._memory.clone()))
+
+
+class CommitState(ElasticState):
+    """This worker's state. It exists before the script has built its model, and is empty then."""
+
+    def __init__(self) -> None:
+        self.committed = self.phase = self.prepared = self.begun = self.lineage = 0
+        self.phases, self.last_vote = 1, (0, 0, 0, 0)
+        self.has_state = self.is_applying = self.is_built = False
+        self.last = LastCommit()
+
+    def build(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+              named: Mapping[str, Named]) -> None:
+        """Take what the script has built. Raises ConfigError for values that cannot be kept."""
+        super().__init__(model, optimizer, identity={"style": "horovod"})
+        self.extras = dict(named)
+        try:
+            super().packed()
+        except TypeError as error:
+            raise ConfigError(f"ElasticState cannot keep a value: {error}. Give the object "
+                              f"state_dict and load_state_dict, or keep it outside.") from error
+        self.is_built = True
+
+    def restore(self) -> None:
+        """Do nothing: which commit is the last is known when all members have met again."""
+
+    def packed(self) -> Packed:
+        """Return the last commit; the live values, if none is kept."""
+        return self.last.packed() if self.last.step >= 0 else super().packed()
+
+    def keep(self) -> None:
+        """Copy the live values: they are the last commit."""
+        self.last.keep(super().packed(), self.committed)
+        self.begun = self.committed + 1
+
+    def go_back(self) -> None:
+        """Take the values of the last commit, if one is kept, and drop the step in flight."""
+        if self.last.step >= 0:
+            self.load(self.last.values())
+        reset_optimizer(self.optimizer)
+
+    def repartition(self) -> None:
+        """Let each sampler share its remaining samples among the workers that are here now."""
+        for named in self.extras.values():
+            if isinstance(sampler := named.value, ElasticSampler):
+                sampler.load_state_dict(sampler.state_dict())
+                pad(sampler)
+
+
+class Named:
+    """A value of the script's by its name, as `ElasticState` keeps it."""
+
+    def __init__(self, holder: object, name: str):
+        self._holder, self._name = holder, name
+
+    @property
+    def value(self) -> Any:
+        """The value, as the script has it now."""
+        return getattr(self._holder, self._name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the object's own state, or the value itself."""
+        value = self.value
+        return dict(value.state_dict()) if _has_state(value) else {"value": value}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        """Take a state back."""
+        if _has_state(self.value):
+            self.value.load_state_dict(kept)
+        else:
+            setattr(self._holder, self._name, kept["value"])
+
+
+def pad(sampler: ElasticSampler) -> None:
+    """Repeat the remaining samples until each worker has as many.
+
+    Horovod's sampler repeats them once at most. With fewer samples left than half of the workers it
+    raises AssertionError on all of them (horovod/torch/elastic/sampler.py, __iter__, 0.28.1).
+    """
+    left = sampler.remaining_indices
+    while 0 < len(left) < sampler.total_size:
+        left += left[: sampler.total_size - len(left)]
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def reset_optimizer(optimizer: Any) -> None:
+    """Let hvd.DistributedOptimizer forget the step in flight.
+
+    Handles, flags and counters stay as an error has left them: the next backward pass would raise,
+    or wait for ever (horovod/torch/optimizer.py, 0.28.1). A gradient may be half reduced.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    if not hasattr(optimizer, "_allreduce_delay"):
+        return
+    optimizer._handles.clear()
+    optimizer._synchronized, optimizer._should_synchronize = False, True
+    for parameter in optimizer._allreduce_delay:
+        optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+    for group in optimizer._group_counts:
+        optimizer._group_counts[group] = 0
