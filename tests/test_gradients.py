@@ -235,7 +235,7 @@ def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ring` the network is faster than a hook that nobody has seen in the warm-up."""
     # The last gradients wait for the pass to end.
-    monkeypatch.setattr("elastic_trainer.training.reduce.BUCKET_BYTES", 64)
+    monkeypatch.setattr("elastic_trainer.training.ring.BUCKET_BYTES", 64)
 
     def make() -> dict[str, Any]:
         is_late = [False]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from simulated import Hub, Member
 
 from elastic_trainer.schedule import aligned_subtrees, owned_shards
-from elastic_trainer.training.reduce import ExactReducer, Flat, RingReducer, tree_sum
+from elastic_trainer.training.exact import ExactReducer, tree_sum
+from elastic_trainer.training.flat import Flat
+from elastic_trainer.training.ring import RingReducer
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:
@@ -64,7 +66,7 @@ def reduced(kind: str,
                 ]
                 if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
                     reducer.overlap(member)
-                flat.open_shard()
+                flat.gradients.open()
                 after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
                 flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers,
                                     after)
@@ -78,7 +80,7 @@ def reduced(kind: str,
         changed = {name: b.clone() for name, b in buffers.items()}
         flat.apply_statistics(buffers, changed)
         assert int(changed["count"]) == 1
-        return {d: t[: flat.lengths[d]].clone() for d, t in flat.sums.items()} | {
+        return {d: t[: flat.layout.lengths[d]].clone() for d, t in flat.sums.items()} | {
             torch.int64: torch.cat([p.grad.double().reshape(-1) for p in parameters])}
 
     return in_worlds(size, act)

@@ -21,11 +21,12 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
-from elastic_trainer.training.reduce import MOST_CHANGE, Flat
 from elastic_trainer.training.several import members_of, parameters_of
 from elastic_trainer.training.shards import Shards, seed_everything, seed_of
+from elastic_trainer.training.statistics import MOST_CHANGE
 from elastic_trainer.training.tally import COUNT, means
 from elastic_trainer.world.collectives import World
 
@@ -81,7 +82,7 @@ class StepEnd:
     def _require_count(self, step: int) -> None:
         """Raise RuntimeError, on all workers, if some shards were counted and others not, or
         nothing was counted."""
-        count = self.flat.told().get(COUNT)
+        count = self.flat.tallied().get(COUNT)
         run = float(self.flat.sums[torch.float32][0])
         if count is None or count[1] == 0 or math.isnan(count[0]):
             return  # the losses are means
@@ -112,7 +113,7 @@ class StepEnd:
             state.rates.set(job.rate(state.committed))
         else:
             self._update()
-        found = means(self.flat.told())
+        found = means(self.flat.tallied())
         self.metrics = found if phase == 0 else self.metrics | found
         self.losses[job.phases[phase]] = state.loss
         if phase + 1 == state.phases:

@@ -37,10 +37,13 @@ from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.apply import StepEnd, weights_sha256
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
+from elastic_trainer.training.exact import ExactReducer
 from elastic_trainer.training.failures import PeerFailed, fault_of_machine
+from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job, Result, cut_of, describe
 from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished
-from elastic_trainer.training.reduce import ExactReducer, Flat, Reducer, RingReducer
+from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.settings import (
     settings_of,
 )

@@ -28,10 +28,12 @@ from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.flat import Flat, SetsDiffer
+from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import OF_THE_LOOP, Shard
-from elastic_trainer.training.reduce import Flat, GradientsWritten, Reducer, RingReducer, SetsDiffer
+from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, some
 from elastic_trainer.world.collectives import PeersLost, World
 
@@ -67,13 +69,13 @@ class Shards:
         computing.
         """
         self.state.begin()
-        self.flat.find_marks(self.state.buffers_before())
+        self.flat.statistics.find_marks(self.state.buffers_before())
         try:
             return (yield from self._run(step, world, error))
         except (
             GradientsWritten
         ):  # nothing has left this worker: its shards are run again, each by itself
-            self.flat.isolates = True
+            self.flat.gradients.isolates = True
             return (yield from self._run(step, world, error))
 
     def _run(
@@ -127,7 +129,7 @@ class Shards:
         self.state.reset_buffers()
         seed_everything(seed_of(self.job.schedule, step, shard, self.state.phase))
         batch = to_device(fetch(self.job.dataset, indices, self.job.collate), self.job.device)
-        self.flat.open_shard()
+        self.flat.gradients.open()
         return batch
 
     def _backward(
@@ -141,12 +143,12 @@ class Shards:
     ) -> None:
         job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
         loss = require_scalar(loss)
-        flat.check_parameters()
+        flat.gradients.check_parameters()
         self.losses[shard] = (loss.detach(), indices)
-        flat.check_untouched()
+        flat.gradients.check_untouched()
         self._follow_requires_grad()
         is_sum = count is not None  # it is divided when all shards have counted
-        flat.weigh_rest(1.0 if is_sum else weight)
+        flat.gradients.weigh_rest(1.0 if is_sum else weight)
         before, after = self.state.buffers_before(), named_buffers(job.model)
         if moved := moved_buffers(before, after):
             raise RuntimeError(
@@ -154,7 +156,7 @@ class Shards:
                 f"{BUFFERS_STAY}"
             )
         flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
-        if overlaps and isinstance(self.reducer, RingReducer):
+        if overlaps:
             self.reducer.overlap(overlaps)
         weighted = loss if is_sum else loss * weight
         (job.scaler.scale(weighted) if job.scaler else weighted).backward()
@@ -177,7 +179,7 @@ class Shards:
     def _follow_requires_grad(self) -> None:
         """Train those parameters that require a gradient now: the user's code may have changed
         which."""
-        flat, trained = self.flat, self.flat.trained_now()
+        flat, trained = self.flat, self.flat.gradients.trained_now()
         if trained == flat.trained:
             return
         if flat.shards_run:

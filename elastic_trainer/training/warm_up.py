@@ -33,10 +33,12 @@ from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import probe
 from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.flat import Flat
+from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import Shard
-from elastic_trainer.training.reduce import Flat, GradientsWritten, Reducer
+from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -77,7 +79,7 @@ class WarmUp:
     def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
         """Run a shard of the first step twice, and as many samples as the smallest shard has."""
         job = self.job
-        trained = self.flat.trained_now()
+        trained = self.flat.gradients.trained_now()
         self.state.begin()
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
@@ -95,7 +97,7 @@ class WarmUp:
         if job.schedule.smallest_shard < len(first):
             yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
         self.state.forget()
-        self.flat.adopt(trained)
+        self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.bind(self.flat.sums)
@@ -153,7 +155,7 @@ class WarmUp:
         try:
             return (yield from self._try_backward(indices, check, advice))
         except GradientsWritten:
-            self.flat.isolates = True
+            self.flat.gradients.isolates = True
             return (yield from self._try_backward(indices, check, advice))
 
     def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ class WarmUp:
                 tensor.fill_(
                     1.0
                 )  # so that also a `.grad.data.zero_()` is seen, which no version counts
-            flat.open_shard()
+            flat.gradients.open()
             shard = Shard(
                 "the warm-up",
                 batch,
@@ -221,13 +223,13 @@ class WarmUp:
     ) -> None:
         flat = self.flat
         losses.append(require_scalar(loss))
-        flat.check_untouched()
-        if not flat.isolates and not all(
+        flat.gradients.check_untouched()
+        if not flat.gradients.isolates and not all(
             bool((gradient == 1).all()) for gradient in flat.sums.gradients
         ):
             raise GradientsWritten
         check_buffers()
-        if (trained := flat.trained_now()) != flat.trained:
+        if (trained := flat.gradients.trained_now()) != flat.trained:
             self.reducer.lay_out(trained)
         for tensor in flat.sums.values():
             tensor.zero_()  # else the sums keep few bits of a small gradient

@@ -1,0 +1,161 @@
+"""`.grad` of the parameters: views of the flat buffers, watched for what the user's code writes.
+
+flat buffers → here → the user's forward and backward pass → here → flat buffers → … → optimizer
+
+What always holds:
+1. `.grad` of every trained parameter is a view of a flat buffer: autograd adds into it in place,
+   so nothing is copied before the network. The gradient of a 16-bit parameter is summed in 32 bits
+   and copied.
+2. The gradient of a shard is what plain PyTorch leaves in `.grad` for that shard alone. If the
+   user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views
+   cannot hold it. Then `isolates` is set: each shard starts with `.grad = None`, and what it leaves
+   is added to the sums. Both ways give the same bits, so workers need not agree on one.
+3. The optimizer gets None for a parameter that no shard has used, as in plain PyTorch.
+
+A write to `.grad` is seen by the version of its view (`.data` has a version of its own), which
+every operation in place increments. One backward pass adds once to a gradient; more additions come
+from a hook, or from reentrant checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from elastic_trainer.training.supported import parameters_stay
+
+
+class GradientsWritten(Exception):
+    """The user's code has written to `.grad` of flat buffers that several shards share. Run the
+    step isolated."""
+
+
+class ParametersWritten(RuntimeError):
+    """The user's code has changed parameters while a shard was computed."""
+
+
+class Gradients:
+    """The parameters of the model, and their `.grad`."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
+        self.names, self.everyone = list(parameters), list(parameters.values())
+        self.isolates = False
+        """Each shard has gradients of its own, which are added to the sums (rule 2)."""
+
+    def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:
+        """Train these parameters (by number), whose sums are these views. No `.grad` is set yet."""
+        self.members = members
+        self.parameters = [self.everyone[number] for number in members]
+        self.narrow = [parameter.dtype != view.dtype
+                       for parameter, view in zip(self.parameters, views, strict=True)]
+        """Which of the trained parameters have fewer bits than their sum: then `.grad` is no view
+        of it."""
+        with_view = {id(parameter) for parameter, is_narrow
+                     in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
+        self._without_view = [p for p in self.everyone if id(p) not in with_view]
+        self._views, self._counted = views, [0] * len(members)
+        if not self.isolates:
+            for parameter in self.everyone:
+                parameter.grad = None
+
+    def bind(self, views: list[torch.Tensor]) -> None:
+        """Make autograd add into these views from now on."""
+        self._views = views
+        if not self.isolates:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.grad = view if parameter.dtype == view.dtype else None
+
+    def hand_out(self, used: Sequence[float]) -> None:
+        """Set `.grad` to the sum for each parameter that some shard has used, else to None."""
+        views = dict(zip(self.members, self._views, strict=True))
+        for number, parameter in enumerate(self.everyone):
+            gradient = views[number] if used[number] else None
+            if parameter.grad is not gradient:  # setting it takes longer than this comparison
+                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+
+    def trained_now(self) -> list[bool]:
+        """Return which parameters of the model require a gradient at this moment."""
+        return [p.requires_grad for p in self.everyone]
+
+    def adopt(self, trained: Sequence[bool]) -> None:
+        """Let these parameters require a gradient."""
+        for parameter, is_trained in zip(self.everyone, trained, strict=True):
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+
+    # --- one shard --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Prepare `.grad` for a shard's forward pass."""
+        self._written = self._writes()
+        for parameter in self.everyone if self.isolates else self._without_view:
+            parameter.grad = None
+        if not self.isolates:
+            self._counted = [view._version for view in self._views]
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return the version and the address of each parameter. cuDNN's RNNs move their weights,
+        which is no write."""
+        return [(p._version, p.data_ptr()) for p in self.everyone]
+
+    def check_parameters(self) -> None:
+        """Raise ParametersWritten if a parameter was changed in place since the shard was opened.
+
+        No version counts a write to `.data`. The warm-up finds those by the values.
+        """
+        if (now := self._writes()) != self._written:
+            pairs = zip(self.names, self._written, now, strict=True)
+            changed = [name for name, (was, at), (version, place) in pairs
+                       if version != was and place == at]
+            if changed:
+                raise ParametersWritten(parameters_stay(changed))
+
+    def check_untouched(self) -> None:
+        """Raise GradientsWritten if `.grad` was written to since the shard was opened."""
+        if not self.isolates and (any(self._additions()) or any(p.grad is not None
+                                                                for p in self._without_view)):
+            raise GradientsWritten
+
+    def _additions(self) -> list[int]:
+        """Return how often each gradient was written to since the shard was opened; -1: another
+        tensor is in its place."""
+        return [int(parameter.grad is not None) if is_narrow
+                else view._version - counted if parameter.grad is view else -1
+                for parameter, view, counted, is_narrow in zip(
+                    self.parameters, self._views, self._counted, self.narrow, strict=True)]
+
+    def weigh_rest(self, weight: float) -> None:
+        """Give what the user's own backward passes have left in `.grad` the weight of the shard."""
+        for parameter in self.parameters if self.isolates and weight != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach() * weight
+
+    def close(self) -> list[int]:
+        """End a shard; returns which of the trained parameters have got a gradient.
+
+        Raises GradientsWritten if its backward pass wrote more than one sum, and ParametersWritten.
+        """
+        self.check_parameters()
+        if self.isolates:
+            return self._add_isolated(self._views)
+        used = self._additions()
+        if not all(0 <= additions <= 1 for additions in used):
+            raise GradientsWritten
+        if any(self.narrow):
+            self._add_isolated([view if is_narrow else None
+                                for view, is_narrow in zip(self._views, self.narrow, strict=True)])
+        return used
+
+    def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
+        """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters
+        had a gradient."""
+        found, used = list[tuple[torch.Tensor, torch.Tensor]](), []
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            used.append(int(parameter.grad is not None))
+            if total is not None and parameter.grad is not None:
+                found.append((total, parameter.grad.detach()))
+                parameter.grad = None
+        for total, gradient in found:
+            total.add_(gradient)
+        return used
