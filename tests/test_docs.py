@@ -47,8 +47,6 @@ WRITTEN = [
     ROOT / "CHANGELOG.md",
     *(page for page in PAGES if page.name not in {"events.md", "reference.md"})
 ]
-LATER = {"docs/run.svg"}
-"""Other parts of issue 17 make these files. Remove a name when its file is there."""
 EXTERNAL = {
     "https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series",
     "https://github.com/horovod/horovod/blob/master/examples/pytorch/pytorch_mnist.py",
@@ -355,7 +353,7 @@ def test_files_in_the_text_exist(page: Path) -> None:
     """Every path of the tree that a sentence names."""
     for code in inline_code(page):
         if re.fullmatch(r"(deploy|discovery|docs|elastic_trainer|state|tests)/[\w./-]*", code):
-            is_known = code in LATER or code.rpartition("/")[2] in YOURS
+            is_known = code.rpartition("/")[2] in YOURS
             assert is_known or (ROOT / code).exists(), f"{name_of(page)} names {code}"
 
 
@@ -411,7 +409,7 @@ def test_every_link_within_the_repository_leads_to_something(page: Path) -> None
         if re.match("[a-z]+:", link):
             continue
         target = (page.parent / path).resolve() if path else page
-        assert name_of(target) in LATER or target.exists(), f"{name_of(page)} links to {link}"
+        assert target.exists(), f"{name_of(page)} links to {link}"
         if anchor:
             assert anchor in slugs(
                 target), f"{name_of(page)} links to {link}; there are {sorted(slugs(target))}"

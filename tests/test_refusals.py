@@ -555,7 +555,7 @@ def test_a_refusal_is_in_the_diary_in_the_table_and_in_watch_until_machines_come
     )
     console = Console(width=400, record=True, file=open("/dev/null", "w"))
     console.print(panel(status))
-    assert console.export_text().count("AWS refuses machines, 0 of 4 are there") == 2
+    assert console.export_text().count("AWS refuses machines (0 of 4 run)") == 2
     assert story.poll(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
     status = fold(status, story.events()[-1])
     assert "refuses" not in plain_line(status) and "4 of 4" in status.recent[-1]

@@ -236,7 +236,7 @@ def status_of(events: list[Event]) -> Status:
     return status
 
 
-def words(events: list[Event]) -> list[str]:
+def sentences(events: list[Event]) -> list[str]:
     """Return what a status says of the last of the events, without the clock."""
     return [re.sub(r"^\d\d:\d\d:\d\d ", "", said) for said in status_of(events).recent]
 
@@ -301,49 +301,67 @@ def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
     assert status_of([remote, ready]).kill_command == "ssh 10.0.0.7 kill -9 7"
 
 
-def test_events_are_said_in_words() -> None:
-    """A person reads what happened, the newest last, and no more than fits."""
-    assert words(RUN[13:17])[-1] == "generation 2: 2 workers, paused 0.40 s"
-    assert words(RUN[:14])[-1] == "host local-2: worker 42 killed (SIGKILL)"
-    assert words(RUN[18:19]) == ["host local-1: worker 41 killed (SIGKILL)"]
-    assert words(RUN[:6])[-1] == "host local-2: worker 42 ready after 4.0 s"
-    assert words(RUN[:22])[-1] == "generation 1: 2 workers, starts from the checkpoint of step 2"
-    assert words(RUN)[-2] == "finished: 4 steps, 32 samples, loss 0.0000"
-    assert len(words(RUN)) == RECENT_EVENTS
+def test_watch_shows_a_sentence_of_each_event() -> None:
+    """The newest sentence is the last, and no more are shown than fit."""
+    assert sentences(RUN[13:17])[-1] == "generation 2 trains with 2 workers after a pause of 0.40 s"
+    assert sentences(RUN[:14])[-1] == "host local-2: worker 42 was killed (SIGKILL)"
+    assert sentences(RUN[18:19]) == ["host local-1: worker 41 was killed (SIGKILL)"]
+    assert sentences(RUN[:6])[-1] == "host local-2: worker 42 is ready after 4.0 s"
+    assert sentences(RUN[:22])[-1] == (
+        "generation 1 trains with 2 workers from the checkpoint of step 2")
+    assert sentences(RUN)[-2] == "the run finished: 4 steps, 32 samples, loss 0.0000"
+    assert len(sentences(RUN)) == RECENT_EVENTS
     # A run that waits for its store says why.
     for kind in ("state.store_unavailable", "state.checkpoint_refused"):
-        (said,) = words([event(0.0, kind, error="s3://b did not take it: SlowDown")])
-        assert said.endswith(": s3://b did not take it: SlowDown")
+        (sentence,) = sentences([event(0.0, kind, error="s3://b did not take it: SlowDown")])
+        assert sentence.endswith(": s3://b did not take it: SlowDown")
 
 
-@pytest.mark.parametrize(("kind", "facts", "said"), [
-    ("driver.clock_differs", {"host": "a", "off_s": -240.2}, "host a: its clock is -240 s off"),
-    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776
-                             }, "steps take 2.29 s, not 0.78 s: a host or a network link is slow"),
+@pytest.mark.parametrize(("kind", "facts", "sentence"), [
+    ("driver.clock_differs", {"host": "a", "off_s": -240.2},
+     "host a: the clock is -240 s off the driver's"),
+    ("worker.steps_slower", {"step_s": 2.295, "best_s": 0.776},
+     "steps take 2.29 s instead of 0.78 s: a host or a network link is slow"),
     ("worker.steps_as_before", {"step_s": 0.78}, "steps take 0.78 s again"),
-    ("state.upload_stalled", {
-        "step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"
-    }, "checkpoint of step 10: h3/0/3 has waited 6 s for the store to take 4 of its 4 parts"),
+    ("state.upload_stalled",
+     {"step": 10, "what": "4 of its 4 parts", "still_s": 5.5, "worker": "h3/0/3"},
+     "checkpoint of step 10: worker h3/0/3 has waited 6 s for the store to take 4 of its 4 parts"),
+    ("state.checkpoints_withdrawn", {"steps": [50, 100]},
+     "the checkpoints of steps 50, 100 are withdrawn"),
+    ("job.settings_differ", {"key": "lr", "run_value": 0.1, "given": 0.2, "holds": "run"},
+     "the run keeps lr = 0.1 and ignores the given value 0.2"),
+    ("job.settings_differ", {"key": "lr", "run_value": 0.1, "given": 0.2, "holds": "given"},
+     "the run uses the given lr = 0.2 instead of its old value 0.1"),
+    ("driver.stopped", {"verdict": "finished", "detail": ""},
+     "the driver ends the attempt (finished)"),
+    ("driver.stopped", {"verdict": "user_error", "detail": "Traceback …\nValueError: {bad}"},
+     "the driver ends the attempt (user error): ValueError: {bad}"),
+    ("driver.worker_evicted", {"host": "a", "pid": 7, "reason": "frozen"},
+     "host a: the driver evicts worker 7: it sent no heartbeat in time"),
+    ("driver.worker_evicted", {"host": "a", "pid": 7, "reason": "of_a_newer_version"},
+     "host a: the driver evicts worker 7: of a newer version"),
 ])
-def test_what_costs_nobody_anything_yet_is_said_in_words(kind: str, facts: dict[str, Any],
-                                                         said: str) -> None:
-    """A person may want to look at that host before it does."""
-    assert words([event(0.0, kind, **facts)]) == [said]
+def test_a_sentence_has_the_values_of_its_event(kind: str, facts: dict[str, Any],
+                                                sentence: str) -> None:
+    """`watch` shows what a person may want to look at, with numbers and units."""
+    assert sentences([event(0.0, kind, **facts)]) == [sentence]
 
 
 @pytest.mark.parametrize(
-    ("reason", "exit_code", "said"),
+    ("reason", "exit_code", "sentence"),
     [
         ("crashed", 1, "crashed (exit code 1)"),
-        ("crashed", -11, "killed (SIGSEGV)"),
+        ("crashed", -11, "was killed (SIGSEGV)"),
         ("frozen", None, "sent no heartbeat in time and was evicted"),
         ("boot_failed", 2, "failed to boot (exit code 2)"),
         ("boot_timeout", None, "was not ready in time and was evicted"),
-        ("left", 75, "left"),
+        ("left", 75, "left, as it was asked to"),
+        ("of_a_newer_version", 1, "ended: of a newer version"),
     ],
 )
-def test_each_end_of_a_worker_has_its_words(reason: str, exit_code: int | None, said: str) -> None:
-    """How a worker went is told apart."""
+def test_each_end_of_a_worker_has_its_sentence(reason: str, exit_code: int | None,
+                                               sentence: str) -> None:
+    """`watch` shows how a worker ended; a reason that it does not know is shown as it is."""
     gone = event(0.0,
                  "driver.worker_gone",
                  worker="a/0/1",
@@ -351,7 +369,7 @@ def test_each_end_of_a_worker_has_its_words(reason: str, exit_code: int | None, 
                  pid=7,
                  exit_code=exit_code,
                  reason=reason)
-    assert words([gone]) == [f"host a: worker 7 {said}"]
+    assert sentences([gone]) == [f"host a: worker 7 {sentence}"]
 
 
 def test_an_event_that_makes_no_sense_changes_nothing() -> None:
@@ -397,8 +415,8 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
     console = Console(file=io.StringIO(), width=60)
     watch = Watch(write(tmp_path, []), console)
     watch.start()
-    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 killed (SIGKILL)"),
-                              (17, "generation 2: 2 workers")):
+    for count, waited_for in ((8, "kill -9 42"), (14, "worker 42 was killed (SIGKILL)"),
+                              (17, "generation 2 trains with 2 workers")):
         write(tmp_path, RUN[:count])
         deadline = time.monotonic() + 60
         while waited_for not in (shown := console.file.getvalue()):  # type: ignore[attr-defined]

@@ -121,16 +121,15 @@ def test_each_sentence_can_be_filled_from_the_declared_fields(kind: EventKind) -
     event = example_of(kind)
     assert misfit(event) == "" and flaw(event) == ""
     facts = {"host": "a", "pid": 7} | event
-    if isinstance(kind.said, str):
-        used = {name for _, name, _, _ in string.Formatter().parse(kind.said) if name}
+    if isinstance(kind.sentence, str):
+        used = {name for _, name, _, _ in string.Formatter().parse(kind.sentence) if name}
         optional = {field.name for field in kind.fields if not field.is_required}
         always = {"host", "pid", "boot_s", "loss", "exit_code", "run_value", "given",
                   "value"}
         assert used <= facts.keys() and used & optional <= always
-    said = filled(kind.said, facts)
-    assert kind.level is Level.DETAIL or kind.name in ("driver.worker_gone",
-                                                       "worker.stopped") or said
-    assert kind.level is not Level.DETAIL or not said
+    sentence = filled(kind.sentence, facts)
+    if kind.name not in ("driver.worker_gone", "worker.stopped"):
+        assert bool(sentence) == (kind.level is not Level.DETAIL)
     fold(Status(), event)
 
 

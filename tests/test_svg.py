@@ -49,7 +49,7 @@ def test_the_picture_of_a_run_shows_each_change_of_its_fleet() -> None:
     marks = next(it for it in root if it.get("class") == "marks")
     assert len([it for it in of_kind(marks, "mark") if "lost" in it.get("class", "")]) == (
         sum(result["workers_lost"].values())) > 0
-    assert of_kind(marks, "larger") and of_kind(marks, "smaller")
+    assert of_kind(marks, "larger") and "killed" in texts(marks)
     assert len(of_kind(root, "pausing")) - 1 == len(result["pauses"]) > 0  # one is the legend's
     assert any(f"goodput {result['goodput']:.1%}" in text for text in texts(root))
     assert "run recorded" in texts(root) and "workers" in texts(root)
@@ -106,6 +106,29 @@ def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
         "h" in text for text in texts(root) if re.fullmatch(r"\d+ \w+", text))
 
 
+def losses(*times: float, reason: str = "crashed", exit_code: int = -9) -> list[dict[str, Any]]:
+    return [{"event": "driver.worker_gone", "time": time, "worker": f"a/0/{time}", "host": "a",
+             "pid": 7, "reason": reason, "exit_code": exit_code} for time in times]
+
+
+@pytest.mark.parametrize(("events", "labels"), [
+    (losses(50.0), ["killed"]),
+    (losses(50.0, 50.1), ["2 killed"]),
+    ([generation(49.9, 3, 50), *losses(50.0, 50.1)], ["2 killed"]),
+    (losses(50.0) + losses(50.2, reason="frozen"), ["1 killed, 1 frozen"]),
+    (losses(20.0) + losses(70.0, exit_code=1), ["killed", "crashed"]),
+    (losses(50.0, 52.0), ["killed"]),
+], ids=["one", "two", "after its world", "two ways", "apart", "no room"])
+def test_a_lost_worker_s_mark_has_a_label_where_there_is_room(
+        events: list[dict[str, Any]], labels: list[str]) -> None:
+    """Losses at one moment are one mark, and a smaller world beside it has none of its own."""
+    steps = [step(float(at)) for at in range(1, 101)]
+    _, root = drawn(sorted([generation(0.0, 4, 0), *steps, *events], key=lambda it: it["time"]))
+    marks = next(it for it in root if it.get("class") == "marks")
+    assert texts(marks) == labels
+    assert not of_kind(marks, "smaller")
+
+
 def test_the_axis_is_its_own_inverse() -> None:
     """Seconds on the axis, and the time that they stand for; what was cut out has one place."""
     axis = svg.axis_of((10.0, 100.0), [(Phase.TRAINING, 5.0, 20.0), (Phase.STOPPED, 20.0, 60.0),
@@ -121,9 +144,10 @@ def test_the_numbers_on_the_axes_are_round() -> None:
     assert svg.ticks(149.0, 4) == [0, 50, 100] and svg.ticks(
         0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
     assert [label for _, label in svg.time_ticks(40.0)][:3] == ["0 s", "5 s", "10 s"]
-    assert [label for _, label in svg.time_ticks(7200.0)][-1] == "2 h"
+    assert [label for _, label in svg.time_ticks(7200.0)][-1] == "120 min"
     assert [label for _, label in svg.time_ticks(600.0)][:2] == ["0 min", "2 min"]
-    assert svg.duration(0.4) == "0.4 s" and svg.duration(3 * 86_400) == "3 d"
+    assert svg.duration(0.4) == "0.4 s" and svg.duration(5 * 86_400) == "5 d"
+    assert svg.duration(146.2) == "146 s" and svg.duration(14_500) == "4.03 h"
 
 
 def test_a_hostile_name_stays_text() -> None:

@@ -43,8 +43,8 @@ class EventKind:
     meaning: str
     """One sentence for the documentation."""
     fields: tuple[Field, ...] = ()
-    said: Sentence = ""
-    """What `watch` says of it; "": nothing."""
+    sentence: Sentence = ""
+    """The sentence that `watch` shows; "": `watch` does not show the event."""
     closes: Phase | None = None
     """The account of the report's books that the time before this event is booked on."""
     remedy: str = ""

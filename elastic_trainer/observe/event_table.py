@@ -1,15 +1,15 @@
-"""All events: the one place where they are declared.
+"""All events: the one table in which they are declared.
 
-here → schema (checks) → events (emission), report, verify, watch, the supervisor
-     → docs/events.md; → the tests
+fleet_events (standbys, discovery) → here → schema (checks) → events (emission), report, verify,
+watch, the supervisor, docs/events.md, the tests
 
 What always holds:
-1. An event that any process emits stands here, with all of its fields: a test compares this table
-   with each place that emits, and with the event logs of runs.
-2. A name is an interface: people's alerts and scripts read it. It stays, also where a word of it
-   would be another one today (`stranger`: an unauthenticated client).
+1. The table has each event that any process emits, with all of its fields. A test compares it with
+   each place that emits, and with the event logs of runs.
+2. A name is an interface: alerts and scripts of users read it. So a name stays, also where a
+   standard term has replaced a part of it (`stranger`: an unauthenticated client).
 
-To add an event: emit it with a literal name, declare it here, and run
+To add an event: emit it with a literal name, declare it here or in fleet_events.py, and run
 `python -m elastic_trainer.observe.events_page docs/events.md`.
 """
 
@@ -45,6 +45,7 @@ from elastic_trainer.observe.fields import (
     one_of,
     reads,
 )
+from elastic_trainer.observe.fleet_events import DISCOVERY, STANDBYS
 
 DETAIL, INFO, WARNING, ERROR = Level
 
@@ -54,7 +55,6 @@ COMMON = (*reads(event=NAME, time=TIME), *may_read(attempt=ATTEMPT, run=NAME, wo
 _STEP = reads(attempt=ATTEMPT, step=STEP)
 _WORKER = reads(worker=NAME, host=HOST, pid=PID)
 _VERDICT = one_of("finished", "failed", "user_error", "interrupted")
-_HOST_OF_CLOUD = has(host=NAME, id=NAME, why=TEXT)
 
 _RUN = (
     EventKind("run.started", INFO, "A person, or the service, has started the run or resumed it.",
@@ -76,16 +76,17 @@ _RUN = (
               WARNING,
               "The supervisor could not end the workers of an earlier attempt on this host.",
               has(host=HOST, reason=TEXT),
-              "host {host}: old workers may still run: {reason}",
+              "host {host}: the supervisor could not end old workers: {reason}",
               remedy="Look at the host. An old worker finds no driver and ends by itself."),
     EventKind("run.finished", INFO, "All steps are done, and the result is durable.",
               (*reads(attempt=ATTEMPT, steps=STEP, samples=SAMPLES, weights_sha256=NAME),
                *may_read(loss=NUMBER, planned_steps=STEP)),
-              "finished: {steps} steps, {samples} samples, loss {loss:.4f}", Phase.TRAINING),
+              "the run finished: {steps} steps, {samples} samples, loss {loss:.4f}",
+              Phase.TRAINING),
     EventKind("run.finished_early", INFO,
               "The user's code has asked to finish the run before its planned steps are done.",
-              has(steps=STEP, planned_steps=STEP,
-                  reason=TEXT), "finished after {steps} of {planned_steps} steps: {reason}"),
+              has(steps=STEP, planned_steps=STEP, reason=TEXT),
+              "the user's code finished the run after {steps} of {planned_steps} steps: {reason}"),
 )
 
 _JOB = (
@@ -97,18 +98,18 @@ _JOB = (
     EventKind(
         "job.steps_capped", INFO, "`max_steps` is more than the epochs have.",
         has(max_steps=STEP, epochs=ANY, steps=STEP),
-        "the run ends after {steps} steps: epochs={epochs} has no more"),
+        "the run ends after {steps} steps, not {max_steps}: epochs={epochs} has no more"),
     EventKind(
         "job.samples_dropped", INFO,
         "`drop_last` leaves samples out of each epoch, other samples each time.",
         has(samples=SAMPLES, dataset_size=SAMPLES),
-        "{samples} of {dataset_size} samples are left out of each epoch"),
+        "drop_last leaves {samples} of {dataset_size} samples out of each epoch"),
     EventKind(
         "job.settings_differ", WARNING,
         "A resumed run was given another value than it has. `holds` says which value is used: run "
         "or given.",
         (*has(key=NAME, holds=one_of("run", "given")), *may_have(run_value=ANY, given=ANY)),
-        "{key} is {run_value} in the run and {given} is given; the value used is that of: {holds}",
+        sentences.settings_differ,
         remedy="Give the old value, or give the run a new name."),
     EventKind(
         "job.option_ignored", WARNING, "An option has no effect.",
@@ -117,17 +118,17 @@ _JOB = (
     EventKind(
         "job.workers_idle", WARNING, "The world has more workers than a batch has shards.",
         has(size=WHOLE, shards=WHOLE, idle=WHOLE),
-        "{idle:#worker} without work: a batch has {shards:#shard}",
+        "the {shards:#shard} of a batch leave {idle:#worker} of {size} without work",
         remedy="Use as many shards as workers (for a new run), or fewer workers."),
 )
 
 _HOSTS_AND_WORKERS = (
     EventKind(
         "driver.host_added", INFO, "The discovery lists a host.", reads(host=HOST, slots=WHOLE),
-        "host {host}: added, with {slots:#slot}"),
+        "host {host} joins the list with {slots:#slot}"),
     EventKind(
         "driver.host_removed", INFO, "The discovery no longer lists a host.", has(host=NAME),
-        "host {host}: removed"),
+        "host {host} leaves the list"),
     EventKind(
         "driver.worker_started", INFO,
         "The driver has started a worker. Over ssh `pid` is that of the ssh process.",
@@ -135,7 +136,7 @@ _HOSTS_AND_WORKERS = (
     EventKind(
         "driver.worker_ready", INFO, "The worker has booted and can take a place.",
         (*reads(worker=NAME), *may_read(host=HOST, pid=PID, boot_s=SECONDS)),
-        "host {host}: worker {pid} ready after {boot_s:.1f} s"),
+        "host {host}: worker {pid} is ready after {boot_s:.1f} s"),
     EventKind(
         "driver.worker_gone", INFO,
         "A worker's process has ended. The table of reasons follows below.",
@@ -149,7 +150,7 @@ _HOSTS_AND_WORKERS = (
         "driver.worker_evicted", WARNING,
         "The driver kills a worker. The reasons are those of `driver.worker_gone`.",
         has(worker=NAME, reason=NAME, silent_s=SECONDS),
-        "host {host}: worker {pid} evicted: {reason:words}",
+        sentences.worker_evicted,
         remedy="frozen: look at the host. cut_off: look at the network between the hosts. The "
                "host is tried again."),
     EventKind(
@@ -157,22 +158,22 @@ _HOSTS_AND_WORKERS = (
         has(worker=NAME, reason=NAME, silent_s=SECONDS)),
     EventKind(
         "driver.worker_start_failed", WARNING, "A worker's process could not be started.",
-        has(host=NAME, error=TEXT), "host {host}: no worker can be started: {error}"),
+        has(host=NAME, error=TEXT), "host {host}: the driver cannot start a worker: {error}"),
     EventKind(
         "driver.worker_heard_again", WARNING,
         "A worker's heartbeats were absent for more than a second.",
         has(worker=NAME, silent_s=SECONDS),
-        "host {host}: worker {pid} sent no heartbeat for {silent_s:.1f} s",
+        "host {host}: worker {pid} sends heartbeats again after {silent_s:.1f} s without",
         remedy="No worker is lost by it. Look at the host and its network."),
     EventKind(
         "driver.clock_differs", WARNING, "A host's clock is more than a minute off.",
         has(worker=NAME, host=NAME, off_s=SIGNED_SECONDS),
-        "host {host}: its clock is {off_s:+.0f} s off",
+        "host {host}: the clock is {off_s:+.0f} s off the driver's",
         remedy="No worker is lost by it. Set the host's clock."),
     EventKind(
         "driver.host_kept_out", ERROR, "A replica on this host held other bits, so the host waits.",
         has(host=NAME, differences=WHOLE, kept_out_s=SECONDS, why=TEXT),
-        "host {host}: gets no worker for {kept_out_s:.0f} s: {why}",
+        "host {host} gets no worker for {kept_out_s:.0f} s: {why}",
         remedy="Test the memory of the host."),
 )
 
@@ -180,10 +181,10 @@ _DRIVER = (
     EventKind(
         "driver.discovery_failed", WARNING,
         "The discovery script failed. The last list of hosts is kept.", has(error=TEXT),
-        "the discovery fails: {error}", remedy="Run the script by hand."),
+        "the discovery script fails: {error}", remedy="Run the script by hand."),
     EventKind(
         "driver.discovery_recovered", INFO, "The discovery script answers again.",
-        has(failed_s=SECONDS), "the discovery answers again after {failed_s:.0f} s"),
+        has(failed_s=SECONDS), "the discovery script answers again after {failed_s:.0f} s"),
     EventKind(
         "driver.generation_formed", DETAIL,
         "The driver has given each member its place in a new world.",
@@ -192,18 +193,18 @@ _DRIVER = (
                                                          hosts=NAMES, workers=NAMES))),
     EventKind(
         "driver.step_reached", DETAIL,
-        "More than half of the members have finished so many steps, and the newest checkpoint is "
+        "More than half of the members have finished `steps` steps, and the newest checkpoint is "
         "of step `checkpoint`.", reads(attempt=ATTEMPT, steps=STEP, checkpoint=STEP)),
     EventKind(
         "driver.stranger_refused", WARNING,
         "The driver refused an unauthenticated client, a message in another worker's name, or a "
         "repeated message. An address has at most one such event a minute; `refused` counts since "
         "the one before.", has(address=NAME, reason=TEXT, refused=WHOLE),
-        "{address}: {refused:#connection} refused: {reason}",
+        "the driver refused {refused:#connection} from {address}: {reason}",
         remedy="Close the port to that address."),
     EventKind(
         "driver.stopped", INFO, "The driver ends the attempt.", has(verdict=_VERDICT, detail=TEXT),
-        "the driver stops, {verdict:words} {detail:last}"),
+        sentences.driver_stopped),
 )
 
 _WORKERS = (
@@ -215,27 +216,28 @@ _WORKERS = (
     EventKind(
         "worker.failed", ERROR,
         "The user's code raised, or called sys.exit. The run ends on all ranks.", has(error=TEXT),
-        "{worker} failed: {error:last}", remedy="The traceback is in `error`."),
+        "worker {worker}: the user's code raised {error:last}",
+        remedy="The traceback is in `error`."),
     EventKind(
         "worker.loop_left", WARNING,
         "The user's loop was left before its end, by `break`, `return` or an exception that the "
         "script caught. The run ends on all ranks, and the same command goes on with it.",
         has(step=STEP, how=TEXT, newest_checkpoint=WHOLE_OR_MINUS_ONE),
-        "the loop was left {how} after {step} steps"),
+        "the user's loop was left {how} after {step} steps"),
     EventKind(
         "worker.machine_failed", ERROR,
         "The user's code met a fault of its machine (EIO, ENOSPC, MemoryError, …). The worker "
         "leaves, and the others do the step again. The same fault in the same shard on a second "
         "host ends the run.",
         has(host=NAME, error=NAME, step=STEP, shard=WHOLE_OR_MINUS_ONE, text=TEXT),
-        "host {host}: {error} in step {step}",
+        "host {host}: the user's code met {error} in step {step}",
         remedy="Look at the disk and the memory of the host."),
     EventKind(
         "worker.loss_not_finite", WARNING,
         "A loss is NaN or infinite. The event names shards and samples.",
         has(step=STEP, loss=NUMBER, shards=LIST, samples=LIST, on_nan=one_of("raise", "skip",
                                                                              "continue")),
-        "step {step}: the loss is {loss}",
+        "the loss of step {step} is {loss}",
         remedy="Choose `on_nan`: raise (default), skip or continue."),
     EventKind(
         "worker.listener_failed", WARNING, "A listener of the user's raised. The run goes on.",
@@ -246,7 +248,7 @@ _WORKERS = (
         "Steps take 1.5 times as long as the best of this world. Rank 0 waits `waited_s` of that "
         "for other workers, the network and its own GPU.",
         has(step=STEP, step_s=SECONDS, waited_s=SECONDS, best_s=SECONDS),
-        "steps take {step_s:.2f} s, not {best_s:.2f} s: a host or a network link is slow",
+        "steps take {step_s:.2f} s instead of {best_s:.2f} s: a host or a network link is slow",
         remedy="Look at the slow host or link."),
     EventKind(
         "worker.steps_as_before", INFO, "Steps are no longer slower.",
@@ -289,10 +291,11 @@ _WORLD = (
     EventKind(
         "worker.revives", WARNING,
         "The worker starts anew in place and keeps its state, because Horovod would abort it.",
-        has(where=one_of("init", "training"), error=TEXT), "{worker} starts anew in place"),
+        has(where=one_of("init", "training"), error=TEXT),
+        "worker {worker} restarts in place and keeps its state"),
     EventKind(
         "worker.revived", INFO, "The worker has its state again.", has(step=STEP),
-        "{worker} has its state again"),
+        "worker {worker} has its state again"),
     EventKind(
         "worker.arithmetic_differs", WARNING,
         "A worker computes other bits than the world. In exact mode it gets no place (`refused`), "
@@ -301,7 +304,7 @@ _WORLD = (
                                                                      other_host=NAME, other=TEXT,
                                                                      step=STEP,
                                                                      kept_out_s=SECONDS)),
-        "other bits are computed: {meaning}",
+        "a worker computes other bits than the world: {meaning}",
         remedy="Use like processors and the same torch on all hosts."),
     EventKind(
         "worker.weights_differ_as_built", INFO,
@@ -312,7 +315,7 @@ _WORLD = (
         "worker.replica_differs", ERROR, "A worker holds other bits than the majority, and leaves.",
         has(step=STEP, since_step=WHOLE_OR_MINUS_ONE, host=NAME, odd_worker=NAME, odd_rank=WHOLE,
             majority=WHOLE, tensors=LIST, tensors_count=WHOLE),
-        "host {host}: {odd_worker} holds other bits in step {step}",
+        "host {host}: worker {odd_worker} holds other bits than {majority:#worker} in step {step}",
         remedy="Test the memory of the host."),
     EventKind(
         "worker.replicas_drift", WARNING,
@@ -325,20 +328,20 @@ _CHECKPOINTS = (
         "state.checkpoint_published", INFO, "A checkpoint is complete in the store.",
         (*_STEP, *has(bytes=BYTES, record=WHOLE, lineage=ANY, parts=WHOLE, pause_s=SECONDS,
                       uploaded_bytes=BYTES, duration_s=SECONDS)),
-        "checkpoint of step {step} published"),
+        "the checkpoint of step {step} is published"),
     EventKind(
         "state.checkpoint_restored", INFO, "The run starts from a checkpoint.",
         (*_STEP, *has(record=WHOLE, bytes=BYTES, list_s=SECONDS, read_s=SECONDS, verify_s=SECONDS,
                       transfer_s=SIGNED_SECONDS, load_s=SECONDS)),
-        "checkpoint of step {step} restored"),
+        "the checkpoint of step {step} is restored"),
     EventKind(
         "state.checkpoint_failed", WARNING, "A checkpoint was not written. The training goes on.",
-        has(step=STEP, error=TEXT), "checkpoint of step {step} FAILED: {error}",
+        has(step=STEP, error=TEXT), "the checkpoint of step {step} failed: {error}",
         remedy="`error` says what to do."),
     EventKind(
         "state.checkpoint_refused", WARNING, "A checkpoint is damaged. An older one is restored.",
         (*has(error=TEXT), *may_have(record=WHOLE)),
-        "a damaged checkpoint is not restored: {error}", remedy="`error` says what to do."),
+        "the restore skips a damaged checkpoint: {error}", remedy="`error` says what to do."),
     EventKind(
         "state.checkpoint_overdue", WARNING,
         "The last good checkpoint is older than a minute and than three intervals.",
@@ -348,103 +351,36 @@ _CHECKPOINTS = (
     EventKind(
         "state.checkpoints_withdrawn", WARNING, "Checkpoints of a wrong state are withdrawn.",
         (*has(steps=LIST), *may_have(left_step=ANY)),
-        "the checkpoints of steps {steps} are withdrawn"),
+        "the checkpoints of steps {steps:list} are withdrawn"),
     EventKind(
         "state.upload_stalled", WARNING,
         "No part of a worker's share is uploaded for 5 s, and 1 s more for each MiB on its way.",
         has(step=STEP, still_s=SECONDS, what=TEXT),
-        "checkpoint of step {step}: {worker} has waited {still_s:.0f} s for the store to take "
-        "{what}", remedy="Look at the network between the worker and the store."),
+        "checkpoint of step {step}: worker {worker} has waited {still_s:.0f} s for the store to "
+        "take {what}", remedy="Look at the network between the worker and the store."),
     EventKind(
         "state.store_unavailable", WARNING, "The store does not answer. It is asked again.",
-        has(error=TEXT), "the store is asked again: {error}", remedy="`error` says what to do."),
+        has(error=TEXT), "the store does not answer and is asked again: {error}",
+        remedy="`error` says what to do."),
     EventKind(
         "state.publisher_replaced", WARNING,
         "Another worker published meanwhile. This checkpoint is made again.",
         has(step=STEP, record=WHOLE),
-        "checkpoint of step {step}: another worker published meanwhile"),
+        "another worker has published; the checkpoint of step {step} is made again"),
     EventKind(
         "state.rubbish_kept", WARNING, "Old parts could not be deleted. They are deleted later.",
-        has(step=STEP, error=TEXT), "old parts are still in the store: {error}"),
+        has(step=STEP, error=TEXT),
+        "the store still holds parts that no checkpoint needs: {error}"),
     EventKind(
         "state.fenced", ERROR,
         "Another attempt has taken over this run's store, so this one stops.",
-        has(step=STEP, error=TEXT), "STOPPED: {error}",
+        has(step=STEP, error=TEXT), "this attempt stops: {error}",
         remedy="Find the other attempt, and end one of the two."),
-)
-
-_STANDBYS = (
-    EventKind(
-        "standby.booted", INFO, "A standby is booted and waits.", has(pid=PID, boot_s=SECONDS),
-        "a standby is ready, booted in {boot_s:.0f} s"),
-    EventKind("standby.taken", DETAIL, "A standby became a worker.", has(pid=PID)),
-    EventKind(
-        "standby.failed", WARNING,
-        "A standby died, or the script fails while it boots. Workers start without it.",
-        has(pid=PID, state=NAME, reason=TEXT), "a standby failed while {state}",
-        remedy="`reason` has the last output of the script (on hosts: the stderr of the service)."),
-    EventKind(
-        "standby.service_ended", WARNING, "The service of the standbys ended. It is started again.",
-        has(exit_code=EXIT_CODE, again_s=SECONDS),
-        "the standby service ended (exit code {exit_code}); it starts again in {again_s:.0f} s"),
-)
-
-_DISCOVERY = (
-    EventKind(
-        "discovery.host_in", INFO, "The poller lists a host.", _HOST_OF_CLOUD,
-        "host {host}: listed"),
-    EventKind(
-        "discovery.host_out", INFO, "The poller no longer lists a host.", _HOST_OF_CLOUD,
-        "host {host}: no longer listed: {why}"),
-    EventKind(
-        "discovery.host_gone", INFO, "An unlisted host no longer exists.", _HOST_OF_CLOUD,
-        "host {host}: {why}"),
-    EventKind(
-        "discovery.host_sick", WARNING, "An unlisted host is sick (disk, memory, GPU, clock).",
-        _HOST_OF_CLOUD, "host {host}: {why}", remedy="`why` says what to look at."),
-    EventKind(
-        "discovery.host_held_back", WARNING, "An unlisted host appears and disappears.",
-        _HOST_OF_CLOUD, "host {host}: {why}", remedy="`why` says what to look at."),
-    EventKind("discovery.hosts_changed", DETAIL, "The hosts file has changed.", has(hosts=NAMES)),
-    EventKind(
-        "discovery.answer_doubted", WARNING,
-        "The cloud's answer lacks most hosts, and the cloud is asked again.",
-        has(listed=WHOLE, lacks=WHOLE),
-        "the cloud's answer lacks {lacks:#host}; the cloud is asked again"),
-    EventKind(
-        "discovery.cloud_unavailable", WARNING, "The cloud does not answer. The last list is kept.",
-        has(error=TEXT, failures=WHOLE),
-        "the cloud does not answer ({failures:#failure}): {error}"),
-    EventKind(
-        "discovery.poller_doubts_itself", WARNING,
-        "Most agents do not answer. The last list is kept.",
-        has(unheard=WHOLE, listed=WHOLE, clock_off=WHOLE),
-        "{unheard} of {listed:#agent} do not answer the poller",
-        remedy="Look at the network and the clock of the poller."),
-    EventKind(
-        "discovery.poller_hears_again", INFO, "The agents answer again.", has(listed=WHOLE),
-        "the agents answer the poller again"),
-    EventKind(
-        "discovery.stranger_refused", WARNING, "A host's agent refused unauthenticated clients.",
-        has(host=NAME, id=NAME, refused=WHOLE),
-        "host {host}: its agent refused {refused:#connection}",
-        remedy="Close the port to other addresses."),
-    EventKind(
-        "discovery.launch_refused", WARNING, "AWS starts no more machines.",
-        has(code=NAME, says=TEXT, remedy=TEXT, quotas=NAMES, machines=WHOLE, wanted=WHOLE),
-        sentences.launch_refused, remedy="`remedy` says what to do."),
-    EventKind(
-        "discovery.launch_refusal_ended", INFO, "AWS starts machines again.",
-        has(code=NAME, machines=WHOLE, wanted=WHOLE),
-        "AWS refuses no more machines: {machines} of {wanted} are there"),
-    EventKind(
-        "discovery.group_resized", INFO, "The auto scaling group was asked for another size.",
-        has(group=NAME, size=WHOLE, why=TEXT), "{group} is asked for {size:#machine}: {why}"),
 )
 
 GROUPS = {
     "The run and its attempts": _RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
     "The driver": _DRIVER, "A worker": _WORKERS, "The world": _WORLD,
-    "Checkpoints": _CHECKPOINTS, "Standbys": _STANDBYS, "The discovery": _DISCOVERY}
+    "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS, "The discovery": DISCOVERY}
 """All kinds of events, by the heading that the documentation gives them."""
 KINDS = {kind.name: kind for group in GROUPS.values() for kind in group}

@@ -6,6 +6,7 @@ A template is a Python format string over the event's fields. Formats of our own
     {slots:#slot}     a count with its noun: "1 slot", "2 slots"
     {verdict:words}   a name in words: "user error" for user_error
     {error:last}      the last line of a text: of a traceback that is the exception
+    {steps:list}      a list without its brackets: "50, 100"
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class _Formats(string.Formatter):
             return str(value).replace("_", " ")
         if format_spec == "last":
             return (str(value).strip().splitlines() or [""])[-1]
+        if format_spec == "list":
+            return ", ".join(map(str, value))
         return str(super().format_field(value, format_spec))
 
 
@@ -54,53 +57,77 @@ class Ending:
     """One of the reasons of driver.worker_gone."""
 
     meaning: str
+    """What has happened: a sentence whose subject is the worker, or its host, or the run."""
+    predicate: str = ""
+    """What the worker did, for `watch`; "": `watch` does not show this end."""
     is_lost: bool = False
     """The run lost this worker against the run's will: `report` counts it."""
     has_booted: bool = True
-    said: str = ""
-    """What `watch` says of the worker; "" for the reason itself in words."""
-    is_news: bool = True
+
+
+def _lost(meaning: str, predicate: str, *, has_booted: bool = True) -> Ending:
+    return Ending(meaning, predicate, is_lost=True, has_booted=has_booted)
 
 
 ENDINGS = {
-    "finished": Ending("the run is finished", is_news=False),
-    "left": Ending("the worker left the world when it was asked to"),
-    "host_left": Ending("its host is no longer listed"),
-    "stopped": Ending("the attempt ended, and the driver stopped the worker"),
-    "user_error": Ending("the user's code raised"),
-    "arithmetic_differs": Ending("it computes other bits than the world, and was refused"),
-    "crashed": Ending("the process died", is_lost=True),
-    "machine_failed": Ending("the user's code met a fault of the machine", is_lost=True),
-    "differed": Ending("its replica held other bits than the others", is_lost=True),
-    "frozen": Ending("it sent no heartbeat in time", is_lost=True,
-                     said="sent no heartbeat in time and was evicted"),
-    "cut_off": Ending("it and another worker do not reach each other, but both reach the driver",
-                      is_lost=True),
-    "stuck": Ending("it sends heartbeats but does not go on", is_lost=True),
-    "join_failed": Ending("it accepted a place and did not enter the world", is_lost=True),
-    "exit_timeout": Ending("it did not exit in time when the run was finished", is_lost=True),
-    "boot_failed": Ending("the process ended before it was ready", is_lost=True, has_booted=False),
-    "boot_timeout": Ending("it was not ready in time", is_lost=True, has_booted=False,
-                           said="was not ready in time and was evicted"),
-    "evicted": Ending("evicted (version 0.1)", is_lost=True, is_news=False),
+    "finished": Ending("the run is finished"),
+    "left": Ending("the worker left the world when it was asked to", "left, as it was asked to"),
+    "host_left": Ending("its host is no longer listed", "left with its host"),
+    "stopped": Ending("the attempt ended, and the driver stopped the worker",
+                      "was stopped with its attempt"),
+    "user_error": Ending("the user's code raised", "ended: the user's code raised"),
+    "arithmetic_differs": Ending("it computes other bits than the world, and was refused",
+                                 "was refused: it computes other bits than the world"),
+    "crashed": _lost("the process died", "crashed"),
+    "machine_failed": _lost("the user's code met a fault of the machine",
+                            "left: its machine has a fault"),
+    "differed": _lost("its replica held other bits than the others",
+                      "left: its replica held other bits than the others"),
+    "frozen": _lost("it sent no heartbeat in time", "sent no heartbeat in time and was evicted"),
+    "cut_off": _lost("it and another worker do not reach each other, but both reach the driver",
+                     "was evicted: it and another worker do not reach each other"),
+    "stuck": _lost("it sends heartbeats but does not go on",
+                   "sent heartbeats, but did not go on, and was evicted"),
+    "join_failed": _lost("it accepted a place and did not enter the world",
+                         "accepted a place, did not enter the world and was evicted"),
+    "exit_timeout": _lost("it did not exit in time when the run was finished",
+                          "did not exit in time and was killed"),
+    "boot_failed": _lost("the process ended before it was ready", "failed to boot",
+                         has_booted=False),
+    "boot_timeout": _lost("it was not ready in time", "was not ready in time and was evicted",
+                          has_booted=False),
+    "evicted": _lost("evicted (version 0.1)", ""),
 }
 """The reasons of driver.worker_gone."""
 
 
 def worker_gone(facts: Facts) -> str:
-    """Say how a worker ended; "" where another event says it."""
-    return (said := _ending(facts)) and f"host {facts['host']}: worker {facts['pid']} {said}"
+    """Describe how a worker ended; "" if another event does."""
+    ended = _ending(str(facts["reason"]), facts["exit_code"])
+    return ended and f"host {facts['host']}: worker {facts['pid']} {ended}"
 
 
-def _ending(facts: Facts) -> str:
-    reason, code = facts["reason"], facts["exit_code"]
-    name = signal_name(code)
+def _ending(reason: str, exit_code: int | None) -> str:
+    name = signal_name(exit_code)
     if reason == "crashed":
-        return f"killed ({name})" if name else f"crashed (exit code {code})"
+        return f"was killed ({name})" if name else f"crashed (exit code {exit_code})"
     if reason == "boot_failed":
-        return f"failed to boot ({name or f'exit code {code}'})"
-    ending = ENDINGS.get(reason, Ending(""))
-    return (ending.said or str(reason).replace("_", " ")) if ending.is_news else ""
+        return f"failed to boot ({name or f'exit code {exit_code}'})"
+    return ENDINGS[reason].predicate if reason in ENDINGS else f"ended: {reason.replace('_', ' ')}"
+
+
+def worker_evicted(facts: Facts) -> str:
+    """Describe whom the driver evicts, and why."""
+    reason = str(facts["reason"])
+    why = ENDINGS[reason].meaning if reason in ENDINGS else reason.replace("_", " ")
+    return f"host {facts['host']}: the driver evicts worker {facts['pid']}: {why}"
+
+
+def loss(facts: Facts) -> str:
+    """Return in a word or two how a worker was lost: "killed", "crashed", "frozen", "boot failed".
+    """
+    is_killed = facts["reason"] == "crashed" and signal_name(facts.get("exit_code")) == "SIGKILL"
+    return "killed" if is_killed else str(facts["reason"]).replace("_", " ")
 
 
 def signal_name(exit_code: int | None) -> str:
@@ -110,22 +137,36 @@ def signal_name(exit_code: int | None) -> str:
 
 
 def generation_started(facts: Facts) -> str:
-    """Say how large the world is, and where its state comes from."""
-    workers = f"generation {facts['generation']}: {count(facts['size'], 'worker')}"
+    """Describe how large the world is, and where its state comes from."""
+    trains = f"generation {facts['generation']} trains with {count(facts['size'], 'worker')}"
     match facts["source"]:
         case "memory":
-            return f"{workers}, paused {facts['pause_s']:.2f} s"
+            return f"{trains} after a pause of {facts['pause_s']:.2f} s"
         case "fresh":
-            return f"{workers}, starts from fresh weights"
-    return f"{workers}, starts from the checkpoint of step {facts['step']}"
+            return f"{trains} from fresh weights"
+    return f"{trains} from the checkpoint of step {facts['step']}"
+
+
+def driver_stopped(facts: Facts) -> str:
+    """Describe how the driver ends the attempt, by the last line of a traceback."""
+    template = "the driver ends the attempt ({verdict:words})"
+    return filled(template + ": {detail:last}" if facts["detail"] else template, facts)
+
+
+def settings_differ(facts: Facts) -> str:
+    """Describe which of two values of a setting the run uses."""
+    key, old, new = facts["key"], facts.get("run_value"), facts.get("given")
+    if facts["holds"] == "run":
+        return f"the run keeps {key} = {old} and ignores the given value {new}"
+    return f"the run uses the given {key} = {new} instead of its old value {old}"
 
 
 def launch_refused(facts: Facts) -> str:
-    """Say that AWS refuses machines, why, and what to do."""
+    """Describe why AWS refuses machines, and what to do."""
     return f"{refusal(facts)}. {plain(facts['remedy'])}"
 
 
 def refusal(facts: Facts) -> str:
-    """Say that AWS refuses machines, and why."""
-    have = f"{facts['machines']} of {facts['wanted']} are there"
-    return plain(f"AWS refuses machines, {have}: {facts['says']} ({facts['code']})")
+    """Describe why AWS refuses machines."""
+    running = f"{facts['machines']} of {facts['wanted']} run"
+    return plain(f"AWS refuses machines ({running}): {facts['says']} ({facts['code']})")

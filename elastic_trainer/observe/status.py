@@ -103,13 +103,13 @@ def fold(status: Status, event: Event) -> Status:
     try:
         if change := _FOLDS.get(event["event"]):
             status = change(status, event)
-        said = sentence(event, status)
+        text = sentence(event, status)
     except UNREADABLE:
         return status
-    if not said:
+    if not text:
         return status
     clock = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-    line = f"{clock} {plain(said)[:MAX_SENTENCE]}"
+    line = f"{clock} {plain(text)[:MAX_SENTENCE]}"
     return replace(status, recent=(*status.recent, line)[-RECENT_EVENTS:])
 
 
@@ -120,7 +120,7 @@ def sentence(event: Event, status: Status) -> str:
         return ""
     worker = status.workers.get(event.get("worker", ""))
     known = {} if worker is None else {"host": worker.host, "pid": worker.pid}
-    return sentences.filled(kind.said, {"run": "", **known, **event})
+    return sentences.filled(kind.sentence, {"run": "", **known, **event})
 
 
 def _run_started(status: Status, event: Event) -> Status:

@@ -1,6 +1,6 @@
 """The picture of a run as an SVG file: samples a second over time, the fleet, pauses and goodput.
 
-    elastic-trainer report runs/x --svg run.svg
+    elastic-trainer report runs/NAME --svg run.svg
 
 timeline, history → here → a file
 
@@ -9,6 +9,7 @@ What always holds:
 2. It is readable in light and dark (`prefers-color-scheme`), and each kind of mark has its own
    shape, so that no colour is needed to tell them apart.
 3. Time in which a person had stopped the run is cut out of the time axis.
+4. No text covers another. A mark whose label has no room keeps its tooltip.
 
 Why no library: the whole of it is a path, some lines and texts. matplotlib is 30 MB of packages
 and draws text as paths by default; svgwrite is no longer maintained; ElementTree escapes.
@@ -17,6 +18,7 @@ and draws text as paths by default; svgwrite is no longer maintained; ElementTre
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +29,24 @@ from elastic_trainer.observe.sentences import count
 from elastic_trainer.observe.timeline import Change, Mark, Timeline
 from elastic_trainer.wire.plain import plain
 
-WIDTH, HEIGHT = 880, 384
+WIDTH, HEIGHT = 880, 396
 LEFT, RIGHT = 72, 864
-TOP, BOTTOM = 84, 264
+TOP, BOTTOM = 100, 268
 """Of the plot of samples a second."""
-FLEET_TOP, FLEET_BOTTOM = 284, 324
+FLEET_TOP, FLEET_BOTTOM = 286, 336
+MARKS = TOP - 10
+LABELS = MARKS - 10
+"""The heights of the marks and of their labels."""
 COLUMNS = 264
-"""Of the plot: one in 3 px."""
+"""The most columns of the plot: one in 3 px."""
+STEPS_A_COLUMN = 2
+"""A column of a short run has the samples of about 2 steps: else noise hides the rate."""
+FEWEST_COLUMNS = 66
 LEAST_BAND_PX = 1.5
+NEAR_PX = 8
+"""Marks of one kind that are nearer to each other are one mark."""
+LETTER_PX = 6.6
+"""The mean width of a letter."""
 STYLE = """
 svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .paper { fill: #ffffff; } text { fill: #1f2328; } .title { font-size: 16px; font-weight: 600; }
@@ -124,9 +136,9 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     _draw_fleet(root, axis, timeline)
     _draw_time(root, axis)
     _draw_stops(root, axis)
-    _draw_marks(root, axis, timeline.changes)
-    _draw_legend(root, {change.mark for change in timeline.changes},
-                 {phase for phase, _, _ in periods})
+    groups = grouped(axis, timeline.changes)
+    _draw_marks(root, axis, groups)
+    _draw_legend(root, {group[0].mark for group in groups}, {phase for phase, _, _ in periods})
     indent(root)
     return tostring(root, encoding="unicode") + "\n"
 
@@ -141,15 +153,20 @@ def subtitle(result: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its largest unit."""
-    for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    """Return a duration in the largest unit of which it has more than 4."""
+    unit, unit_s = unit_of(seconds)
+    return f"{seconds / unit_s:.3g} {unit}"
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """Return the unit for a duration, and its seconds. An axis of more than 4 units has whole ones.
+    """
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    return next((unit, unit_s) for unit, unit_s in units if seconds > 4 * unit_s or unit_s == 1)
 
 
 def ticks(most: float, about: int) -> list[float]:
-    """Return round numbers from 0 to `most`: about so many, 1, 2 or 5 times a power of 10 apart."""
+    """Return about `about` numbers from 0 to `most`, 1, 2 or 5 times a power of 10 apart."""
     rough = max(most, 1e-9) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -158,9 +175,7 @@ def ticks(most: float, about: int) -> list[float]:
 
 def time_ticks(length_s: float) -> Iterator[tuple[float, str]]:
     """Yield seconds and labels along the time axis, all in one unit."""
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    unit, unit_s = next((unit, unit_s) for unit, unit_s in units
-                        if length_s >= 2 * unit_s or unit_s == 1)
+    unit, unit_s = unit_of(length_s)
     for value in ticks(length_s / unit_s, about=8):
         yield value * unit_s, f"{value:g} {unit}"
 
@@ -179,18 +194,19 @@ def _draw_bands(root: Element, axis: Axis, periods: Sequence[Period]) -> None:
 
 
 def _draw_rates(root: Element, axis: Axis, timeline: Timeline) -> None:
-    edges_s = [axis.length_s * column / COLUMNS for column in range(COLUMNS + 1)]
+    columns = min(COLUMNS, max(FEWEST_COLUMNS, timeline.steps // STEPS_A_COLUMN))
+    edges_s = [axis.length_s * column / columns for column in range(columns + 1)]
     rates = timeline.rates([axis.moment(edge_s) for edge_s in edges_s])
     top = max(rates) or 1.0
     scale = (BOTTOM - TOP) / (1.05 * top)
-    for value in ticks(top, about=4):
+    for value in ticks(top, about=5):
         _grid_line(root, BOTTOM - value * scale, f"{value:g}")
-    places = [LEFT + (RIGHT - LEFT) * column / COLUMNS for column in range(COLUMNS + 1)]
+    places = [LEFT + (RIGHT - LEFT) * column / columns for column in range(columns + 1)]
     steps = [f"L{left:.1f},{y:.1f} L{right:.1f},{y:.1f}" for left, right, y in zip(
         places, places[1:], (BOTTOM - rate * scale for rate in rates), strict=False)]
     SubElement(root, "path", {"class": "rate", "d": " ".join(
         [f"M{LEFT},{BOTTOM}", *steps, f"L{RIGHT},{BOTTOM} Z"])})
-    _text(root, LEFT, TOP - 10, "samples a second", "dim")
+    _axis_name(root, (TOP + BOTTOM) / 2, "samples a second")
 
 
 def _draw_fleet(root: Element, axis: Axis, timeline: Timeline) -> None:
@@ -205,7 +221,7 @@ def _draw_fleet(root: Element, axis: Axis, timeline: Timeline) -> None:
             y = FLEET_BOTTOM - change.size * scale
             points.append(f"H{axis.x(change.time):.1f} V{y:.1f}")
     SubElement(root, "path", {"class": "fleet", "d": " ".join([*points, f"H{RIGHT}"])})
-    _text(root, RIGHT, FLEET_TOP - 5, "workers", "dim end")
+    _axis_name(root, (FLEET_TOP + FLEET_BOTTOM) / 2, "workers")
 
 
 def _draw_time(root: Element, axis: Axis) -> None:
@@ -221,18 +237,51 @@ def _draw_stops(root: Element, axis: Axis) -> None:
         SubElement(line, "title").text = f"stopped for {duration(end - start)}"
 
 
-def _draw_marks(root: Element, axis: Axis, changes: Sequence[Change]) -> None:
-    marks, drawn = SubElement(root, "g", {"class": "marks"}), set()
-    for change in changes:
-        x = round(axis.x(change.time), 1)
-        if not axis.start <= change.time <= axis.end or (change.mark, round(x)) in drawn:
-            continue
-        drawn.add((change.mark, round(x)))
-        mark = _mark(marks, x, TOP - (0 if change.mark is Mark.LOST else 12), change.mark)
+def _draw_marks(root: Element, axis: Axis, groups: Sequence[Sequence[Change]]) -> None:
+    marks = SubElement(root, "g", {"class": "marks"})
+    free_from = -math.inf
+    for group in groups:
+        first, x = group[0], axis.x(group[0].time)
+        mark = _mark(marks, x, MARKS, first.mark)
         SubElement(mark, "title").text = (
-            f"{change.mark.value}, {duration(axis.elapsed(change.time))} after the start")
-        if change.mark in (Mark.LOST, Mark.RESTART):
-            _line(marks, x, TOP + 6, x, FLEET_BOTTOM, f"{SHAPES[change.mark][0]} stem")
+            f"{label(group) or first.mark.value}, "
+            f"{duration(axis.elapsed(first.time))} after the start")
+        if first.mark in (Mark.LOST, Mark.RESTART):
+            _line(marks, x, MARKS + 6, x, FLEET_BOTTOM, f"{SHAPES[first.mark][0]} stem")
+        half = LETTER_PX * len(label(group)) / 2
+        center = min(max(x, LEFT + half), RIGHT - half)
+        if half and center - half > free_from:
+            _text(marks, center, LABELS, label(group), "middle")
+            free_from = center + half + LETTER_PX
+
+
+def grouped(axis: Axis, changes: Sequence[Change]) -> list[list[Change]]:
+    """Return the changes by mark: one mark has a change, and equal ones NEAR_PX or less behind it.
+
+    A smaller world has no mark of its own near the lost worker that made it smaller.
+    """
+    groups: list[list[Change]] = []
+    for change in (it for it in changes if axis.start <= it.time <= axis.end):
+        last = groups[-1] if groups else [change]
+        is_near = bool(groups) and axis.x(change.time) - axis.x(last[0].time) <= NEAR_PX
+        match (last[0].mark, change.mark) if is_near else ():
+            case (mark, again) if mark is again:
+                last.append(change)
+            case (Mark.LOST, Mark.SMALLER):
+                pass
+            case (Mark.SMALLER, Mark.LOST):
+                groups[-1] = [change]
+            case _:
+                groups.append([change])
+    return groups
+
+
+def label(group: Sequence[Change]) -> str:
+    """Return how the workers of a group were lost: "killed", "2 killed", "2 killed, 1 frozen"."""
+    losses = Counter(change.how for change in group if change.how)
+    if len(group) == 1:
+        return next(iter(losses), "")
+    return ", ".join(f"{number} {how}" for how, number in losses.items())
 
 
 def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase]) -> None:
@@ -240,12 +289,12 @@ def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase]) -> None:
     for mark in (mark for mark in Mark if mark in marks):
         _mark(legend, x + 6, y - 4, mark)
         _text(legend, x + 17, y, mark.value)
-        x += 32 + 6.6 * len(mark.value)
+        x += 32 + LETTER_PX * len(mark.value)
     for phase in (phase for phase in BANDS if phase in phases):
         SubElement(legend, "rect", {"class": f"band {phase.value}", "x": f"{x:.1f}",
                                     "y": str(y - 11), "width": "12", "height": "13"})
         _text(legend, x + 17, y, phase.value)
-        x += 32 + 6.6 * len(phase.value)
+        x += 32 + LETTER_PX * len(phase.value)
 
 
 def _mark(parent: Element, x: float, y: float, mark: Mark) -> Element:
@@ -257,6 +306,13 @@ def _mark(parent: Element, x: float, y: float, mark: Mark) -> Element:
 def _grid_line(root: Element, y: float, label: str) -> None:
     _line(root, LEFT, y, RIGHT, y, "grid")
     _text(root, LEFT - 8, y + 4, label, "dim end")
+
+
+def _axis_name(root: Element, y: float, name: str) -> None:
+    """Write the name of a vertical axis, from bottom to top."""
+    text = SubElement(root, "text", {"class": "dim middle",
+                                     "transform": f"translate(24,{y:.1f}) rotate(-90)"})
+    text.text = name
 
 
 def _line(parent: Element, x1: float, y1: float, x2: float, y2: float, kind: str) -> Element:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.observe import sentences
 
 CHUNK_STEPS = 2**16
 
@@ -34,6 +34,8 @@ class Change:
     time: float
     mark: Mark
     size: int
+    how: str = ""
+    """How the worker was lost, in a word or two."""
 
 
 class Timeline:
@@ -60,9 +62,9 @@ class Timeline:
                 self._seconds.append(float(event.get("step_s") or 0.0))
                 self._samples.append(int(event["samples"]))
             case "driver.worker_gone":
-                ending = ENDINGS.get(str(event.get("reason")))
+                ending = sentences.ENDINGS.get(str(event.get("reason")))
                 if ending and ending.is_lost and ending.has_booted:
-                    self._mark(event, Mark.LOST)
+                    self._mark(event, Mark.LOST, sentences.loss(event))
             case "worker.generation_started":
                 before, self.size = self.size, int(event["size"])
                 self.first_size = self.first_size or self.size
@@ -71,8 +73,13 @@ class Timeline:
             case "attempt.started" if self.size:
                 self._mark(event, Mark.RESTART)
 
-    def _mark(self, event: Mapping[str, Any], mark: Mark) -> None:
-        self.changes.append(Change(float(event["time"]), mark, self.size))
+    def _mark(self, event: Mapping[str, Any], mark: Mark, how: str = "") -> None:
+        self.changes.append(Change(float(event["time"]), mark, self.size, how))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, those included that a start from a checkpoint dropped."""
+        return len(self._times)
 
     @property
     def span(self) -> tuple[float, float] | None:
