@@ -166,6 +166,15 @@ def test_export_is_a_file_that_is_loaded_without_us(run: tuple[str, torch.nn.Mod
         for a, b in zip(run[1].state_dict().values(), fresh.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("output", ["/dev/null/model", "nosuch://bucket/model"])
+def test_export_names_the_output_when_it_cannot_be_written(
+        run: tuple[str, torch.nn.Module], output: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is none, a protocol that fsspec does not know: one sentence, no traceback."""
+    assert main(["checkpoints", "export", run[0], output]) == 2
+    assert f"{output} cannot be written: " in capsys.readouterr().err
+
+
 class Tied(torch.nn.Module):
     """A model whose two layers share a weight, with a buffer that its state_dict leaves out."""
 

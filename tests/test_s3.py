@@ -18,6 +18,7 @@ import boto3
 import botocore.auth
 import pytest
 import s3_servers
+import s3fs
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
 from faulty_proxy import STATUS, FaultyProxy
@@ -294,10 +295,11 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     rubbish = f"{PARTS}/000000000001-000000000002/000000-x.bin"
     open_store(url).put(rubbish, b"x")
     output = tmp_path / "model.safetensors"
+    s3fs.S3FileSystem.clear_instance_cache()  # its clients of earlier tests know other proxies
+    in_bucket = f"{url}-exported/model.safetensors"  # s3fs writes this one
     said = []
-    for action, *arguments in (["ls"], ["show", "--step",
-                                        "4"], ["verify"], ["prune"], ["export",
-                                                                      str(output)]):
+    for action, *arguments in (["ls"], ["show", "--step", "4"], ["verify"], ["prune"],
+                               ["export", str(output)], ["export", in_bucket]):
         assert main(["checkpoints", action, url, *arguments]) == 0
         said.append(capsys.readouterr().out)
     assert " 4 " in said[0] and " 5 " in said[0]
@@ -305,6 +307,7 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     assert said[2].count("whole: step") == 2
     assert "deleted 1 parts" in said[3] and rubbish not in open_store(url).list(PARTS)
     assert load_file(output).keys() == writers.states[0].model.state_dict().keys()
+    assert S3Store(f"{url}-exported").get("model.safetensors") == output.read_bytes()
 
 
 def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str,

@@ -164,7 +164,6 @@ def _prune(store: Store, log: CommitLog, tail: Record) -> int:
 
 
 def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
-    import fsspec
     from safetensors.torch import save_file
 
     try:
@@ -195,9 +194,7 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
         save_file(tensors,
                   path,
                   metadata={"step": str(record.step), "written_by": "elastic-trainer"} | texts)
-        with fsspec.open(output, "wb") as target, open(path, "rb") as source:
-            while piece := source.read(16 << 20):
-                target.write(piece)
+        _copy(path, output)
     print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
     if texts:
         print(
@@ -210,6 +207,21 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
             f"{plain(', '.join(lost))}"
         )
     return 0
+
+
+def _copy(path: Path, output: str) -> None:
+    """Write a local file to a path or URL. Raises ConfigError."""
+    import fsspec
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        with fsspec.open(output, "wb") as target, open(path, "rb") as source:
+            while piece := source.read(16 << 20):
+                target.write(piece)
+    except (OSError, ValueError, ImportError, BotoCoreError) as error:
+        raise ConfigError(
+            f"{output} cannot be written: {error!r}. Name a file, or a URL that fsspec can write "
+            f"with your credentials, e.g. s3://bucket/model.safetensors.") from error
 
 
 def _as_json(value: Any) -> str | None:

@@ -16,6 +16,8 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,18 +27,21 @@ from cluster import Cluster  # noqa: E402
 WARM_UP_STEPS = 5
 
 
-def step_seconds(workers: int, kind: str, steps: int, *options: str) -> list[float]:
-    """Train the demo model and return the seconds of each step after the warm-up."""
-    job = [
-        sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps",
-        str(steps), "--checkpoint-every", "100000", *options
-    ]
+def step_seconds(workers: int, kind: str, steps: int, *options: str,
+                 program: Sequence[str] = ("-m", "elastic_trainer.examples.gpt")) -> list[float]:
+    """Train the demo model and return the seconds of each step after the warm-up.
+
+    From the end of one step to the end of the next, so what lies between two steps counts, too.
+    """
+    job = [sys.executable, *program, "--steps", str(steps), "--checkpoint-every", "100000",
+           *options]
     with tempfile.TemporaryDirectory() as folder:
         with Cluster(Path(folder), hosts=workers, command=job, options=["--reduce",
                                                                         kind]) as cluster:
             assert cluster.wait(600) == 0, cluster.story()
-            return [e["step_s"] for e in cluster.events("worker.step_committed")
-                    if e["step"] >= WARM_UP_STEPS and not e.get("repeated")]
+            ends = [e["time"] for e in cluster.events("worker.step_committed")
+                    if e["step"] >= WARM_UP_STEPS - 1 and not e.get("repeated")]
+            return [end - before for before, end in pairwise(ends)]
 
 
 def main() -> None:
