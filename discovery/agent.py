@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from elastic_trainer.discovery.client import signed_parts
 from elastic_trainer.discovery.health import EXAMINE_S, HUNG_S, Agent
-from elastic_trainer.wire.gate import Asked, Gate, head, refuse
+from elastic_trainer.wire.gate import Gate, Request, head, refuse
 from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
 
 WATCH_S = 1.0
@@ -71,13 +71,13 @@ class AgentServer:
         self._known.add(nonce)
         return True
 
-    def _begin(self, connection: socket.socket, _: str, asked: Asked, __: bytes) -> None:
+    def _begin(self, connection: socket.socket, _: str, request: Request, __: bytes) -> None:
         """Have a question answered if it is signed and new."""
-        nonce = asked.headers.get(NONCE.lower(), "")
-        given = asked.headers.get(SIGNATURE.lower(), "")
+        nonce = request.headers.get(NONCE.lower(), "")
+        given = request.headers.get(SIGNATURE.lower(), "")
         parts = signed_parts(nonce, connection.getsockname()[0])
         is_signed = is_sealed(given, self.key, Kind.QUESTION, *parts)
-        is_health = f"{asked.method} {asked.path}" == "GET /health"
+        is_health = f"{request.method} {request.path}" == "GET /health"
         if not (is_health and is_signed and self.is_new(nonce)):
             self.agent.refuse()
             return refuse(connection, 403)

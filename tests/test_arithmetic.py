@@ -72,4 +72,4 @@ def test_what_differs_is_named_with_both_values() -> None:
     assert facts_that_differ(one, other) == {"cpu": ("EPYC", "Xeon")}
     assert "--mixed-hardware warn" in advice(True, {"cpu": ("EPYC", "Xeon")})
     assert "code" in advice(True, {})
-    assert Arithmetic.from_words(one.to_words()) == one
+    assert Arithmetic.from_dict(one.to_dict()) == one

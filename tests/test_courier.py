@@ -17,7 +17,7 @@ from faults import Plan
 from elastic_trainer.config import Launch, Limits
 from elastic_trainer.observe.courier import Courier, Desk, new_run_id, shares_runs
 from elastic_trainer.observe.events import Events, read_events
-from elastic_trainer.wire.messages import WordRefused, WordServer
+from elastic_trainer.wire.messages import MessageRefused, MessageServer
 from elastic_trainer.wire.seal import worker_key
 
 KEY = b"the key of this run"
@@ -32,7 +32,7 @@ class Office:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
-        self.server = WordServer("127.0.0.1", KEY, self.answer, lambda *_: None)
+        self.server = MessageServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}",
                              key=worker_key(KEY, "a/0/1"),
@@ -80,7 +80,7 @@ def test_a_worker_that_starts_anew_in_place_is_heard() -> None:
 def test_it_says_when_the_driver_takes_no_line() -> None:
     """The loop must not vote on a step whose forerunner's line may be lost."""
     office = Office()
-    office.server.answer = lambda words, address: {}[""]  # no answer at all
+    office.server.answer = lambda message, address: {}[""]  # no answer at all
     courier = Courier(replace(office.launch, limits=Limits(driver_lost_s=0.2)))
     courier.take(line())
     assert not courier.flush()
@@ -134,7 +134,7 @@ def test_a_worker_writes_of_itself_only(bad: str) -> None:
     enough for that."""
     lines: list[str] = []
     desk = Desk(lines.append, attempt=1)
-    with pytest.raises(WordRefused):
+    with pytest.raises(MessageRefused):
         desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": bad})
     desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": line()})
     assert lines == [line()]

@@ -34,7 +34,7 @@ from elastic_trainer.launch.horovodrun import check_version
 from elastic_trainer.launch.process import WorkerProcess
 from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.events import Events
-from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordServer
+from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageServer
 from elastic_trainer.wire.seal import worker_key
 from elastic_trainer.world.reach import own_address_towards
 
@@ -823,7 +823,7 @@ def starting(ssh: Path,
                           Events(None))
     driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted",
                                                                  "as planned: nothing is decided")
-    driver.server = WordServer(driver.address, driver.key, driver.desk.take,
+    driver.server = MessageServer(driver.address, driver.key, driver.desk.take,
                                driver.desk.refusals.refuse)
     threading.Thread(target=driver.server.serve_forever, daemon=True).start()
 

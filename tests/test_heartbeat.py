@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.observe.schema import flaw_of_words
+from elastic_trainer.observe.schema import flaw_of_message
 from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News, Seat
 
 WHOLE = st.integers(0, 2**40)
@@ -79,15 +79,15 @@ def through_json(words: dict[str, Any]) -> dict[str, Any]:
 @given(HEARTBEATS)
 def test_the_driver_reads_the_heartbeat_that_a_worker_has_sent(heartbeat: Heartbeat) -> None:
     """Each field arrives as it was, and the check of what arrives finds no flaw."""
-    words = through_json({"worker": heartbeat.worker, **heartbeat.to_words()})
-    assert Heartbeat.from_words(words) == heartbeat
-    assert flaw_of_words(words) == ""
+    words = through_json({"worker": heartbeat.worker, **heartbeat.to_dict()})
+    assert Heartbeat.from_dict(words) == heartbeat
+    assert flaw_of_message(words) == ""
 
 
 @given(NEWS)
 def test_a_worker_reads_the_answer_that_the_driver_has_sent(news: News) -> None:
     """Each field arrives as it was."""
-    read = News.from_words(through_json(news.to_words()))
+    read = News.from_dict(through_json(news.to_dict()))
     expected = news if news.over or not news.detail else None  # the detail belongs to a verdict
     assert read == news if expected else {**vars(read), "detail": ""
                                           } == {**vars(news), "detail": ""}
@@ -96,12 +96,12 @@ def test_a_worker_reads_the_answer_that_the_driver_has_sent(news: News) -> None:
 def test_the_driver_reads_a_heartbeat_of_version_0_1() -> None:
     """What its workers leave out has a default: no error, no arithmetic, tried no peer in vain."""
     words = {"worker": "a/0/1", "count": 1, "phase": "training", "generation": 2}
-    assert Heartbeat.from_words(words) == Heartbeat(worker="a/0/1",
+    assert Heartbeat.from_dict(words) == Heartbeat(worker="a/0/1",
                                                     count=1,
                                                     phase="training",
                                                     generation=2)
-    assert Heartbeat.from_words(words).unreachable == ()
-    assert Heartbeat.from_words(
+    assert Heartbeat.from_dict(words).unreachable == ()
+    assert Heartbeat.from_dict(
         words | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
 
 
@@ -115,19 +115,19 @@ def test_a_worker_reads_an_answer_of_version_0_1() -> None:
     words = {
         "place": place, "notice": "", "unwanted": False, "dead": [0], "reach": {}, "version": "x"
     }
-    assert News.from_words(words) == News(version="x", dead=(0,), place=Seat(
+    assert News.from_dict(words) == News(version="x", dead=(0,), place=Seat(
         generation=3, rank=1, size=2, address="10.0.0.1", port=4711, at_once=True))
-    assert News.from_words({"offer": 7, "reach": {"b/0/2": ["10.0.0.2", 9]},
+    assert News.from_dict({"offer": 7, "reach": {"b/0/2": ["10.0.0.2", 9]},
                             "version": "y"}) == News(version="y",
                                                      offer=7,
                                                      reach={"b/0/2": ("10.0.0.2", 9)})
-    assert News.from_words({"over": "failed", "detail": "x", "writes": True,
+    assert News.from_dict({"over": "failed", "detail": "x", "writes": True,
                             "version": "z"}).over == "failed"
 
 
 def test_an_answer_says_only_what_is_the_case() -> None:
     """A worker without news costs the driver some bytes for each heartbeat."""
-    assert News(version="x").to_words() == {"version": "x"}
+    assert News(version="x").to_dict() == {"version": "x"}
     seat = Seat(generation=1, rank=0, size=1)
     assert set(News(version="x",
-                    place=seat).to_words()) == {"version", "place", "notice", "unwanted", "dead"}
+                    place=seat).to_dict()) == {"version", "place", "notice", "unwanted", "dead"}

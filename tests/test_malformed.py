@@ -37,7 +37,7 @@ from elastic_trainer.observe.courier import (
 from elastic_trainer.observe.events import Events, last_attempt, newest_attempt, read_events
 from elastic_trainer.observe.picture import draw
 from elastic_trainer.observe.report import summarize, summarize_log, write_result
-from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_words, parse
+from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_message, parse
 from elastic_trainer.observe.segments import LONGEST_LINE_BYTES, Reader
 from elastic_trainer.observe.status import Status, fold
 from elastic_trainer.observe.summary_table import print_summary
@@ -45,7 +45,7 @@ from elastic_trainer.observe.timeline import Timeline
 from elastic_trainer.observe.verify import verify
 from elastic_trainer.observe.watch import panel, plain_line
 from elastic_trainer.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
-from elastic_trainer.wire.messages import MAX_BODY_BYTES, WordRefused, WordServer
+from elastic_trainer.wire.messages import MAX_BODY_BYTES, MessageRefused, MessageServer
 from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
 
 Event = dict[str, Any]
@@ -306,7 +306,7 @@ COMMITTED = {
     "time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1, "step": 0,
     "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5
 }
-WORD = {
+MESSAGE = {
     "worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False,
     "published": -1, "phase": "training", "generation": 1, "accepted": 0, "holds_state": True,
     "drains": False, "step": 3, "door": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
@@ -376,14 +376,15 @@ def test_the_driver_remembers_few_couriers_of_a_worker() -> None:
     assert not desk._writers
 
 
-def test_an_honest_word_is_taken() -> None:
+def test_a_valid_message_is_accepted() -> None:
     """As our_driver.py sends them, and those of older workers."""
-    assert flaw_of_words(WORD) == ""
-    assert flaw_of_words({"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
-    assert flaw_of_words(
-        WORD
+    assert flaw_of_message(MESSAGE) == ""
+    assert flaw_of_message(
+        {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
+    assert flaw_of_message(
+        MESSAGE
         | {"machine": {"step": -1, "shard": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
-    assert flaw_of_words({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
+    assert flaw_of_message({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -397,8 +398,8 @@ def test_an_honest_word_is_taken() -> None:
      ("published", 10**30), ("holds_state", 1), ("seen", ["x"]), ("hold_s", "1"), ("worker", 7),
      ("step", None), ("accepted", None), ("published", None), ("error", None), ("door", None),
      ("time", None), ("saves", None)])
-def test_a_malformed_word_changes_nothing_at_the_driver(field: str, value: Any) -> None:
-    """Its main thread decides on what workers say: a text where a number belongs would end the
+def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: Any) -> None:
+    """The driver decides on workers' reports: a text where a number belongs would end the
     attempt."""
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], Events(None))
@@ -412,12 +413,12 @@ def test_a_malformed_word_changes_nothing_at_the_driver(field: str, value: Any) 
                                                 generation=1)
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
-    with pytest.raises(WordRefused, match="a malformed message"):
+    with pytest.raises(MessageRefused, match="a malformed message"):
         driver.desk.take(
-            WORD | {field: value, "hold_s": 0} if field != "hold_s" else WORD | {field: value},
+            MESSAGE | {field: value, "hold_s": 0} if field != "hold_s" else MESSAGE | {field: value},
             "127.0.0.1")
     assert repr(vars(driver.membership.workers["a/0/1"])) == before
-    driver.desk.take(WORD | {"hold_s": 0}, "127.0.0.1")
+    driver.desk.take(MESSAGE | {"hold_s": 0}, "127.0.0.1")
     assert driver.membership.workers["a/0/1"].step == 3
 
 
@@ -440,7 +441,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
         take(words)
 
     driver.desk.lines.take = too_early_at_first  # type: ignore[method-assign]
-    server = WordServer("127.0.0.1", KEY, driver.desk.take, lambda *_: None)
+    server = MessageServer("127.0.0.1", KEY, driver.desk.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     courier = Courier(
         Launch(driver=f"127.0.0.1:{server.server_port}",

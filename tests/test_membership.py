@@ -41,7 +41,7 @@ class Fleet:
         self.counts[name] = self.counts.get(name, 0) + 1
         computes = self.computes.get(worker.host)
         facts = {"generation": worker.generation, "unreachable": None if phase == "standby" else (),
-                 "arithmetic": computes.to_words() if computes else None,
+                 "arithmetic": computes.to_dict() if computes else None,
                  "holds_state": name in self.state, "step": self.steps.get(name, 0)}
         said = Heartbeat(count=self.counts[name], phase=phase, **facts | words)
         self.membership.reported(name, self.now, said)

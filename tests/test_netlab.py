@@ -227,8 +227,8 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
     # Sshd, the agent and the worker's door on each host, sshd and two ports of the driver's.
     assert knocked >= 12 * WORDS
     assert {
-        "signature does not match", "a word that was said before",
-        "not a member of this generation", "bytes that are no word"
+        "signature does not match", "a repeated message",
+        "not a member of this generation", "not a request"
     } <= refused
     assert not (tmp_path / "executed").exists()
     assert slower["waited_s"] > slower["step_s"] / 2

@@ -18,7 +18,7 @@ import pytest
 from ports import free_port
 
 from elastic_trainer.config import ConfigError, Launch, Limits
-from elastic_trainer.wire.messages import WordServer
+from elastic_trainer.wire.messages import MessageServer
 from elastic_trainer.wire.seal import worker_key
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.our_driver import OurDriver
@@ -49,7 +49,7 @@ class Script:
         self.heard: list[Words] = []
         self.news: Words | Callable[[Words], Words] = {}
         self.changed = threading.Condition()
-        self.server = WordServer("127.0.0.1", RUN_KEY, self.answer, lambda *_: None)
+        self.server = MessageServer("127.0.0.1", RUN_KEY, self.answer, lambda *_: None)
         self.address = f"127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

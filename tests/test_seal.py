@@ -24,14 +24,14 @@ def test_the_signature_changes_when_anything_signed_does() -> None:
 @given(st.lists(st.binary(max_size=5), max_size=4), st.lists(st.binary(max_size=5), max_size=4))
 def test_other_parts_have_another_signature(one: list[bytes], other: list[bytes]) -> None:
     """However the same bytes are divided."""
-    assert is_sealed(seal(KEY, Kind.WORD, *one), KEY, Kind.WORD, *other) == (one == other)
+    assert is_sealed(seal(KEY, Kind.REQUEST, *one), KEY, Kind.REQUEST, *other) == (one == other)
 
 
 def test_a_signature_that_is_no_text_is_wrong() -> None:
     """It comes from anybody."""
     assert not any(
-        is_sealed(given, KEY, Kind.WORD)
-        for given in ("", "é", "\udcff", seal(KEY, Kind.WORD)[:-1]))
+        is_sealed(given, KEY, Kind.REQUEST)
+        for given in ("", "é", "\udcff", seal(KEY, Kind.REQUEST)[:-1]))
 
 
 def test_a_workers_key_is_neither_the_runs_nor_its_neighbours() -> None:

@@ -1,4 +1,4 @@
-"""Words between worker and driver, over real sockets on the loopback."""
+"""Messages between worker and driver, over real sockets on the loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from netlab import wait_for
 from ports import free_port
 
-from elastic_trainer.wire.gate import SPARE, NoRequest, request_in
+from elastic_trainer.wire.gate import SPARE, BadRequest, request_in
 from elastic_trainer.wire.messages import (
     MAX_BODY_BYTES,
     NONCE,
@@ -29,8 +29,8 @@ from elastic_trainer.wire.messages import (
     WORKER,
     DriverClient,
     DriverUnreachable,
-    WordRefused,
-    WordServer,
+    MessageRefused,
+    MessageServer,
 )
 from elastic_trainer.wire.seal import Kind, Session, seal, worker_key
 
@@ -41,26 +41,26 @@ TIMEOUT_S = 10.0
 
 
 class Ear:
-    """A driver's end that repeats what it hears, and keeps what it heard and whom it refused."""
+    """A driver's server that echoes each message. It keeps the messages and the refusals."""
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
-        self.said_by: list[str] = []
+        self.senders: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.released = threading.Event()
-        self.server = WordServer("127.0.0.1", KEY, self.answer,
-                                 lambda *said: self.refused.append(said))
+        self.server = MessageServer("127.0.0.1", KEY, self.answer,
+                                    lambda *refusal: self.refused.append(refusal))
         self.address = f"127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
-        self.said_by.append(words.pop("worker"))
-        self.heard.append(words)
-        if words.get("refuse"):
-            raise WordRefused(words["refuse"])
-        if words.get("hold"):
+    def answer(self, message: dict[str, Any], address: str) -> dict[str, Any]:
+        self.senders.append(message.pop("worker"))
+        self.heard.append(message)
+        if message.get("refuse"):
+            raise MessageRefused(message["refuse"])
+        if message.get("hold"):
             assert self.released.wait(TIMEOUT_S)
-        return {"heard": words, "from": address}
+        return {"heard": message, "from": address}
 
     def client(self, key: bytes = OWN, name: str = NAME) -> DriverClient:
         return DriverClient(self.address, name, key, TIMEOUT_S)
@@ -91,8 +91,14 @@ def post(body: bytes, **headers: bytes) -> bytes:
     """Write a request by hand."""
     lines = {b"Content-Length": str(len(body)).encode()} | {k.encode().replace(b"_", b"-"): v
                                                             for k, v in headers.items()}
-    return b"POST /word HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % line
+    return b"POST /message HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % line
                                                  for line in lines.items()) + b"\r\n" + body
+
+
+def headers(number: str, body: bytes) -> dict[str, bytes]:
+    """Sign a body as NAME, with this nonce."""
+    signature = seal(OWN, Kind.REQUEST, NAME.encode(), number.encode(), body)
+    return {WORKER: NAME.encode(), NONCE: number.encode(), SIGNATURE: signature.encode()}
 
 
 def nonce() -> str:
@@ -103,16 +109,17 @@ def nonce() -> str:
 def signed(body: bytes,
            key: bytes = OWN,
            name: str = NAME,
-           said: bytes | None = None,
+           under: bytes | None = None,
            **headers: bytes) -> bytes:
-    """Write a request under a key; `said` is what is signed, where that is not the body."""
+    """Write a request under a key. `under`: the bytes to sign instead of the body."""
     number = nonce().encode()
-    signature = seal(key, Kind.WORD, name.encode(), number, body if said is None else said).encode()
-    return post(body, **({WORKER: name.encode(), NONCE: number, SIGNATURE: signature} | headers))
+    signature = seal(key, Kind.REQUEST, name.encode(), number, body if under is None else under)
+    return post(body, **({WORKER: name.encode(), NONCE: number,
+                          SIGNATURE: signature.encode()} | headers))
 
 
 class Play:
-    """What a stranger who took the driver's port answers: these bytes, to whoever asks."""
+    """A server on the driver's port without the key. It answers these bytes to any request."""
 
     def __init__(self, *answers: bytes):
         self.answers = answers
@@ -136,20 +143,20 @@ class Play:
         self.listener.close()
 
 
-def test_the_words_arrive_and_the_answer_returns_when_both_have_the_key(ear: Ear) -> None:
-    """Many words over one connection, each with its own answer; the driver sees the asker's
+def test_messages_arrive_and_answers_return_when_both_have_the_key(ear: Ear) -> None:
+    """Many messages over one connection, each with its own answer. The driver sees the client's
     address."""
     client = ear.client()
     for number in range(20):
         assert client.ask({"n": number, "text": "ä\n"
                            }) == {"heard": {"n": number, "text": "ä\n"}, "from": "127.0.0.1"}
     client.close()
-    assert [words["n"] for words in ear.heard] == list(range(20))
+    assert [message["n"] for message in ear.heard] == list(range(20))
     assert ear.refused == []
 
 
 def test_others_are_answered_when_one_answer_is_held_back(ear: Ear) -> None:
-    """An answer that waits for news keeps nobody else waiting."""
+    """An answer that waits for news delays no other answer."""
     answers: list[dict[str, Any]] = []
     waiting = threading.Thread(target=lambda: answers.append(ear.client().ask({"hold": True})))
     waiting.start()
@@ -161,10 +168,10 @@ def test_others_are_answered_when_one_answer_is_held_back(ear: Ear) -> None:
     assert answers[0]["heard"] == {"hold": True}
 
 
-def test_nobody_hears_a_word_when_the_key_is_wrong(ear: Ear) -> None:
-    """The stranger gets an error, the driver says who it was, and the words are never parsed."""
+def test_a_message_is_not_read_when_the_key_is_wrong(ear: Ear) -> None:
+    """The client gets an error, the driver reports its address, and the body is not parsed."""
     with pytest.raises(DriverUnreachable, match="403"):
-        ear.client(b"another key").ask({"evict": "everybody"})
+        ear.client(b"another key").ask({"evict": "all"})
     assert ear.heard == []
     assert ear.refused == [("127.0.0.1", "signature does not match")]
 
@@ -173,7 +180,7 @@ REFUSED = {
     "unsigned": post(b"{}"),
     "rubbish": post(bytes(range(256))),
     "signed by another": signed(b"{}", key=b"another key"),
-    "signature of other words": signed(b'{"a": 1}', said=b"{}"),
+    "signature of another body": signed(b'{"a": 1}', under=b"{}"),
     "signature of another nonce": signed(b"{}", **{NONCE: nonce().encode()}),
     "signature of another name": signed(b"{}", **{WORKER: b"a/0/2"}),
     "no name": signed(b"{}", **{WORKER: b""}),
@@ -184,24 +191,24 @@ REFUSED = {
         }),
     "a nonce that is none": post(
         b"{}", **{
-            WORKER: NAME.encode(), NONCE: b"n", SIGNATURE: seal(OWN, Kind.WORD, NAME.encode(), b"n",
-                                                                b"{}").encode()
+            WORKER: NAME.encode(), NONCE: b"n",
+            SIGNATURE: seal(OWN, Kind.REQUEST, NAME.encode(), b"n", b"{}").encode()
         }),
-    "no words": signed(b"[]"),
-    "words in no name": signed(b"{}"),
+    "no object": signed(b"[]"),
+    "message without a name": signed(b"{}"),
     "signature that is no ASCII": post(b"{}", **{SIGNATURE: b"\xe9"}),
     "too long": post(b"", Content_Length=str(MAX_BODY_BYTES + 1).encode()),
     "negative length": post(b"", Content_Length=b"-1"),
     "length that is no number": post(b"", Content_Length=b"many"),
     "length in superscript": post(b"", Content_Length=b"\xb2"),
-    "no length": b"POST /word HTTP/1.1\r\n\r\n",
+    "no length": b"POST /message HTTP/1.1\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_driver_refuses_and_goes_on_when_a_stranger_speaks(ear: Ear, kind: str) -> None:
-    """Whatever is not signed is refused with 403 before it is read, and said, and the next worker
-    is heard."""
+def test_the_driver_refuses_an_unauthenticated_message_and_goes_on(ear: Ear, kind: str) -> None:
+    """An unsigned message gets 403 before it is parsed, the refusal is reported, and the next
+    worker's message is answered."""
     answer = send(ear.address, REFUSED[kind])
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     assert ear.heard == [{"n": 1}]
@@ -210,10 +217,9 @@ def test_the_driver_refuses_and_goes_on_when_a_stranger_speaks(ear: Ear, kind: s
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /word HTTP/1.1\r\n\r\n"])
-def test_the_driver_goes_on_when_a_stranger_does_not_speak_as_workers_do(ear: Ear,
-                                                                         data: bytes) -> None:
-    """Port scanners, browsers and TLS are no words."""
+    "data", [b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /message HTTP/1.1\r\n\r\n"])
+def test_the_driver_goes_on_when_a_client_speaks_another_protocol(ear: Ear, data: bytes) -> None:
+    """Port scanners, browsers and TLS clients get no answer of the protocol."""
     assert b" 200 " not in send(ear.address, data)
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     assert ear.heard == [{"n": 1}]
@@ -231,7 +237,7 @@ class Trap:
 
 @pytest.mark.parametrize("has_key", [False, True])
 def test_nothing_is_executed_when_a_pickle_arrives(ear: Ear, tmp_path: Path, has_key: bool) -> None:
-    """Not even from somebody who has the key (F10)."""
+    """Not even from a client with the key (F10)."""
     body = pickle.dumps(Trap(tmp_path / "executed"))
     answer = send(ear.address, signed(body) if has_key else post(body))
     assert b" 200 " not in answer
@@ -240,14 +246,13 @@ def test_nothing_is_executed_when_a_pickle_arrives(ear: Ear, tmp_path: Path, has
     assert ear.heard == [{"n": 1}]
 
 
-def test_an_answer_is_taken_only_by_its_asker_when_it_was_recorded(ear: Ear) -> None:
-    """A reply is signed with the asker's nonce: played back to another question it is a
-    stranger's."""
+def test_a_recorded_answer_is_refused(ear: Ear) -> None:
+    """An answer is signed with its request's nonce, so it is not valid for another request."""
     recorded = send(ear.address, signed(b'{"worker": "a/0/1", "n": 1}'))
     assert recorded.startswith(b"HTTP/1.1 200 ")
-    with Play(recorded) as stranger, pytest.raises(DriverUnreachable,
-                                                   match="does not have this run's key"):
-        DriverClient(stranger.address, NAME, OWN, TIMEOUT_S).ask({"n": 1})
+    with Play(recorded) as server, pytest.raises(DriverUnreachable,
+                                                 match="does not have this run's key"):
+        DriverClient(server.address, NAME, OWN, TIMEOUT_S).ask({"n": 1})
 
 
 FALSE_ANSWERS = {
@@ -263,13 +268,12 @@ FALSE_ANSWERS = {
 
 @pytest.mark.parametrize("kind", FALSE_ANSWERS)
 def test_the_driver_counts_as_unreachable_when_something_else_answers(kind: str) -> None:
-    """Whatever listens there without the key is as good as nobody; the worker gets one kind of
-    error."""
-    with Play(FALSE_ANSWERS[kind]) as stranger, pytest.raises(DriverUnreachable):
-        DriverClient(stranger.address, NAME, OWN, TIMEOUT_S).ask({})
+    """A server without the key counts as none: the worker gets one kind of error."""
+    with Play(FALSE_ANSWERS[kind]) as server, pytest.raises(DriverUnreachable):
+        DriverClient(server.address, NAME, OWN, TIMEOUT_S).ask({})
 
 
-def test_the_driver_counts_as_unreachable_when_nobody_listens() -> None:
+def test_the_driver_counts_as_unreachable_when_no_server_listens() -> None:
     """The error names the address."""
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(DriverUnreachable, match=address):
@@ -277,17 +281,17 @@ def test_the_driver_counts_as_unreachable_when_nobody_listens() -> None:
 
 
 def test_the_client_gives_up_when_the_driver_is_frozen() -> None:
-    """A connection that nobody serves ends after the client's own time-out."""
+    """A connection without an answer ends after the client's own timeout."""
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(DriverUnreachable):
         DriverClient(f"127.0.0.1:{listener.getsockname()[1]}", NAME, OWN, timeout_s=0.05).ask({})
 
 
 def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None:
-    """The same client goes on when what answers is the driver again."""
+    """The client recovers when the driver answers again."""
     honest = b'{"heard": "you"}'
 
-    def answer(words: dict[str, Any], address: str) -> dict[str, Any]:
-        if words["n"] == 1:
+    def answer(message: dict[str, Any], address: str) -> dict[str, Any]:
+        if message["n"] == 1:
             raise RuntimeError("a fault of the driver's own, as planned")
         return dict(json.loads(honest))
 
@@ -298,10 +302,10 @@ def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None
     assert client.ask({"n": 2}) == {"heard": "you"}
 
 
-def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens() -> None:
-    """The listen queue holds them all, so that nobody waits a second for a dropped SYN (F5)."""
-    server = WordServer("127.0.0.1", KEY, lambda words, address: words, lambda *_: None,
-                        expected=lambda: 200)
+def test_all_are_served_when_a_fleet_connects_before_the_driver_accepts() -> None:
+    """The listen queue holds them all, so no worker waits a second for a dropped SYN (F5)."""
+    server = MessageServer("127.0.0.1", KEY, lambda message, address: message, lambda *_: None,
+                           expected=lambda: 200)
     connections = [
         http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT_S)
         for _ in range(200)
@@ -312,8 +316,8 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
     body = b'{"worker": "a/0/1"}'
     for connection in connections:
         number = nonce()
-        connection.request("POST", "/word", body, {WORKER: NAME, NONCE: number, SIGNATURE: seal(
-            OWN, Kind.WORD, NAME.encode(), number.encode(), body)})
+        connection.request("POST", "/message", body, {WORKER: NAME, NONCE: number, SIGNATURE: seal(
+            OWN, Kind.REQUEST, NAME.encode(), number.encode(), body)})
     assert [connection.getresponse().status for connection in connections] == [200] * 200
     for connection in connections:
         connection.close()
@@ -321,41 +325,40 @@ def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens()
     server.server_close()
 
 
-def test_a_word_arrives_when_the_kept_connection_was_closed_since(
+def test_a_message_arrives_when_the_kept_connection_was_closed_since(
         ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A main thread that was silent for a whole generation is heard: its last word must not be
-    lost."""
+    """The last message of a main thread that was silent for a whole generation is not lost."""
     ended = threading.Event()
 
     def end_of(connection: socket.socket, received: bytearray) -> None:
         ended.set()
 
-    monkeypatch.setattr("elastic_trainer.wire.messages.next_word", end_of)
+    monkeypatch.setattr("elastic_trainer.wire.messages.next_request", end_of)
     client = ear.client()
     assert client.ask({"n": 1})["heard"] == {"n": 1}
     assert ended.wait(TIMEOUT_S)
     assert client.ask({"n": 2})["heard"] == {"n": 2}
 
 
-def test_a_word_is_refused_when_the_driver_says_so(ear: Ear) -> None:
-    """It is signed, and played back from elsewhere: no answer, and a line in the diary."""
+def test_a_signed_message_is_refused_when_the_driver_refuses_it(ear: Ear) -> None:
+    """A signed copy from another address gets no answer, and the refusal is reported."""
     with pytest.raises(DriverUnreachable, match="403"):
         ear.client().ask({"refuse": "played back"})
     assert ear.refused == [("127.0.0.1", "played back")]
 
 
-def test_nobody_is_a_stranger_who_dies_in_the_middle_of_a_word(ear: Ear) -> None:
-    """Its words are short, not wrong; its own death is told elsewhere."""
+def test_a_client_that_dies_within_its_message_is_not_counted_as_refused(ear: Ear) -> None:
+    """Its message is incomplete, not wrong. Its death is reported elsewhere."""
     whole = signed(b'{"worker": "a/0/1"}')
     assert send(ear.address, whole[:-3]) == b""
     assert not ear.refused and not ear.heard
 
 
-# --- who says what to whom ------------------------------------------------------------------------
+# --- kinds, names and nonces ----------------------------------------------------------------------
 
 
 def test_a_question_that_is_sent_back_is_no_answer() -> None:
-    """What takes the driver's place needs the key, also to say what the worker has just said."""
+    """A server in the driver's place needs the key, also to send a message back."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def mirror() -> None:
             connection, _ = listener.accept()
@@ -376,83 +379,72 @@ def test_a_question_that_is_sent_back_is_no_answer() -> None:
 
 
 def test_a_worker_cannot_speak_for_its_neighbour(ear: Ear) -> None:
-    """Its key is for its own name, and its own name is for its own words."""
+    """Its key is valid for its own name only, and the name in the body is checked, too."""
     neighbour = "a/1/2"
     with pytest.raises(DriverUnreachable, match="403"):
         ear.client(OWN, neighbour).ask({"n": 1})
     with pytest.raises(DriverUnreachable, match="403"):
         ear.client().ask({"worker": neighbour, "n": 1})
     assert ear.client(worker_key(KEY, neighbour), neighbour).ask({"n": 2})["heard"] == {"n": 2}
-    assert ear.heard == [{"n": 2}] and ear.said_by == [neighbour]
-    assert [why for _, why in ear.refused
-            ] == ["signature does not match", "a word of a/0/1's in another name"]
+    assert ear.heard == [{"n": 2}] and ear.senders == [neighbour]
+    assert [why for _, why in ear.refused] == [
+        "signature does not match", "a message of a/0/1 without its name"]
 
 
 def test_a_connection_is_one_workers(ear: Ear) -> None:
-    """Who has shown one worker's key on it does not become another one by a second word."""
+    """A second message on it with another worker's key is refused."""
     other = worker_key(KEY, "a/1/2")
-    said = send(ear.address,
+    answers = send(ear.address,
                 signed(b'{"worker": "a/0/1"}') + signed(b'{"worker": "a/1/2"}', other, "a/1/2"))
-    assert said.startswith(b"HTTP/1.1 200 ") and b" 403 " in said and ear.said_by == [NAME]
+    assert answers.startswith(b"HTTP/1.1 200 ") and b" 403 " in answers and ear.senders == [NAME]
 
 
 def test_the_answer_to_one_worker_is_none_to_its_neighbour(ear: Ear) -> None:
-    """Two workers may say the same with the same nonce; each answer is for one of them."""
+    """Two workers may send the same with the same nonce. Each answer is for one of them."""
     client = ear.client()
     client.session.name, neighbour = "0" * 16, DriverClient("127.0.0.1:1", "a/1/2",
                                                             worker_key(KEY, "a/1/2"), TIMEOUT_S)
     neighbour.session.name = "0" * 16
     with socket.create_connection(("127.0.0.1", ear.server.server_port), TIMEOUT_S) as connection:
         number, body = client.session.nonce(), b'{"worker": "a/0/1"}'
-        connection.sendall(
-            post(
-                body, **{
-                    WORKER: NAME.encode(), NONCE: number.encode(),
-                    SIGNATURE: seal(OWN, Kind.WORD, NAME.encode(), number.encode(), body).encode()
-                }))
+        connection.sendall(post(body, **headers(number, body)))
         recorded = connection.recv(65536)
     assert recorded.startswith(b"HTTP/1.1 200 ")
-    with Play(recorded) as stranger, pytest.raises(DriverUnreachable,
-                                                   match="does not have this run's key"):
-        neighbour.address = stranger.address
-        neighbour._connection.port = int(stranger.address.rpartition(":")[2])
+    with Play(recorded) as server, pytest.raises(DriverUnreachable,
+                                                 match="does not have this run's key"):
+        neighbour.address = server.address
+        neighbour._connection.port = int(server.address.rpartition(":")[2])
         neighbour.ask({})
 
 
 @pytest.mark.parametrize("body", [b"", b'{"worker": "a/0/1", "n": 1}'])
-def test_a_word_that_is_played_back_is_refused_and_gets_no_thread(ear: Ear, body: bytes) -> None:
-    """Somebody who has seen it needs no key for that: it was answered, and its connection was kept
-    for 30 s."""
-    word, threads = signed(body), threading.active_count()
-    assert send(ear.address, word).startswith(b"HTTP/1.1 200 ")
+def test_a_repeated_message_is_refused_and_gets_no_thread(ear: Ear, body: bytes) -> None:
+    """A client that has recorded a message needs no key to repeat it. Such a message was answered,
+    and its connection was kept for 30 s."""
+    message, threads = signed(body), threading.active_count()
+    assert send(ear.address, message).startswith(b"HTTP/1.1 200 ")
     wait_for("end of its thread", lambda: threading.active_count() <= threads, TIMEOUT_S)
     for _ in range(20):
-        assert send(ear.address, word).startswith(b"HTTP/1.1 403 ")
-    assert ear.refused == 20 * [("127.0.0.1", "a word that was said before")]
+        assert send(ear.address, message).startswith(b"HTTP/1.1 403 ")
+    assert ear.refused == 20 * [("127.0.0.1", "a repeated message")]
     assert len(ear.heard) == bool(
         body) and ear.server.served.size == 0 and threading.active_count() <= threads
 
 
-def test_no_word_is_refused_when_two_of_one_worker_overtake_each_other(ear: Ear) -> None:
-    """A worker that has lost patience asks again over a new connection; the driver may hear that
-    one first."""
+def test_no_message_is_refused_when_messages_of_one_worker_overtake_each_other(ear: Ear) -> None:
+    """After a timeout a worker sends again over a new connection. The driver may read that message
+    first."""
     session = Session()
     numbers = [session.nonce() for _ in range(6)]
 
-    def say(number: str) -> bytes:
+    def sent(number: str) -> bytes:
         body = b'{"worker": "a/0/1", "n": "%s"}' % number.encode()
-        return send(
-            ear.address,
-            post(
-                body, **{
-                    WORKER: NAME.encode(), NONCE: number.encode(),
-                    SIGNATURE: seal(OWN, Kind.WORD, NAME.encode(), number.encode(), body).encode()
-                }))
+        return send(ear.address, post(body, **headers(number, body)))
 
     order = [numbers[n] for n in (3, 1, 5, 0, 2, 4)]
-    assert all(say(number).startswith(b"HTTP/1.1 200 ") for number in order)
-    assert all(say(number).startswith(b"HTTP/1.1 403 ") for number in order)
-    assert [words["n"] for words in ear.heard] == order
+    assert all(sent(number).startswith(b"HTTP/1.1 200 ") for number in order)
+    assert all(sent(number).startswith(b"HTTP/1.1 403 ") for number in order)
+    assert [message["n"] for message in ear.heard] == order
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -473,53 +465,52 @@ def held(ear: Ear) -> Iterator[Callable[..., socket.socket]]:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"POST /word HTTP/1.1\r\nContent-Length: 1048576\r\n\r\n" + 100_000 * b"x"])
+    "data", [b"", b"POST /message HTTP/1.1\r\nContent-Length: 1048576\r\n\r\n" + 100_000 * b"x"])
 def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Callable[..., socket.socket],
                                                     data: bytes) -> None:
-    """It had one each, and a buffer of 1 MiB: 60 connections held 77 MiB."""
+    """Each had one, and a buffer of 1 MiB: 60 connections held 77 MiB."""
     threads = threading.active_count()
     for number in range(40):
         with suppress(ConnectionError):
             held(data, f"127.0.0.{number + 2}")
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     assert threading.active_count() <= threads + 1
-    assert all(len(caller.received) < 8192 for caller in ear.server.gate.callers.values())
+    assert all(len(client.received) < 8192 for client in ear.server.gate.pending.values())
 
 
 @pytest.mark.parametrize("sources", [1, 100])
-def test_a_worker_is_heard_when_strangers_hold_all_connections(ear: Ear,
-                                                               held: Callable[..., socket.socket],
-                                                               sources: int) -> None:
-    """One connection too many closes the oldest of the address that has the most; the refused are
-    told."""
+def test_a_worker_is_served_when_others_hold_all_connections(
+        ear: Ear, held: Callable[..., socket.socket], sources: int) -> None:
+    """Beyond the limit the oldest connection of the address with the most is closed, and reported.
+    """
     ear.server.expected, ear.server.gate.request_s = lambda: 6, 60.0
     for number in range(SPARE + 20):
         held(b"POST", f"127.0.1.{number % sources + 1}")
         if number % 10 == 0:
             assert ear.client().ask({"n": number})["heard"] == {"n": number}
     wait_for("refusals", lambda: len(ear.refused) >= 14, TIMEOUT_S)
-    assert len(ear.server.gate.callers) <= SPARE + 6
+    assert len(ear.server.gate.pending) <= SPARE + 6
     assert {why for _, why in ear.refused} == {"too many connections"}
 
 
-def test_what_strangers_have_sent_is_bounded_in_all(ear: Ear,
-                                                    held: Callable[..., socket.socket]) -> None:
-    """8 KiB of each connection that a run of 512 workers allows were 32 MiB; a worker is heard
+def test_the_bytes_of_incomplete_requests_are_bounded(
+        ear: Ear, held: Callable[..., socket.socket]) -> None:
+    """8 KiB for each connection that a run of 512 workers allows were 32 MiB. Workers are served
     meanwhile."""
     ear.server.gate.most_bytes, ear.server.gate.request_s = 20_000, 60.0
     for number in range(40):
-        held(b"POST /word HTTP/1.1\r\nX: " + 1000 * b"x", f"127.0.2.{number + 1}")
+        held(b"POST /message HTTP/1.1\r\nX: " + 1000 * b"x", f"127.0.2.{number + 1}")
         assert ear.server.gate.held_bytes <= 20_000 + 4096
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     wait_for("refusals", lambda: len(ear.refused) >= 20, TIMEOUT_S)
     assert {why for _, why in ear.refused} == {"too many bytes"}
     assert ear.server.gate.held_bytes == sum(
-        len(caller.received) for caller in ear.server.gate.callers.values())
+        len(client.received) for client in ear.server.gate.pending.values())
 
 
 def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
         ear: Ear, held: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs memory, and a fleet may be of any size. Those with the key are bounded by the
+    """Each costs memory, and a fleet may be of any size. Authenticated ones are bounded by the
     fleet alone."""
     monkeypatch.setattr("elastic_trainer.wire.gate.MOST_CONNECTIONS", 10)
     ear.server.expected, ear.server.gate.request_s = lambda: 100_000, 60.0
@@ -527,7 +518,7 @@ def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
     for number in range(20):
         held(b"POST", f"127.0.3.{number + 1}")
         assert clients[number].ask({"n": number})["heard"] == {"n": number}
-        assert len(ear.server.gate.callers) <= 11
+        assert len(ear.server.gate.pending) <= 11
     assert ear.server.served.size == 20 and {why
                                              for _, why in ear.refused} == {"too many connections"}
     for client in clients:
@@ -536,8 +527,8 @@ def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
 
 def test_a_run_of_512_workers_on_one_address_has_room(ear: Ear,
                                                       held: Callable[..., socket.socket]) -> None:
-    """The bound follows the number of workers that the run expects: none of them is closed for
-    another one."""
+    """The limit follows the number of workers that the run expects: none of them closes another.
+    """
     ear.server.expected = lambda: 200
     clients = [ear.client() for _ in range(200)]
     for turn in range(2):
@@ -549,8 +540,7 @@ def test_a_run_of_512_workers_on_one_address_has_room(ear: Ear,
 
 
 def test_the_number_of_connections_with_the_key_is_bounded(ear: Ear) -> None:
-    """Words that are played back show the key, too. The longest silent one is closed, and its
-    worker asks again."""
+    """The connection that was silent the longest is closed, and its worker connects again."""
     ear.server.expected = lambda: 1
     clients = [ear.client() for _ in range(SPARE + 5)]
     for client in clients:
@@ -562,7 +552,7 @@ def test_the_number_of_connections_with_the_key_is_bounded(ear: Ear) -> None:
 
 
 def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]) -> None:
-    """A byte now and then does not extend it: it counted anew from each of them."""
+    """Single bytes do not extend it, as they once did."""
     ear.server.gate.request_s = 0.5
     connection = held(b"POST ")
     connection.settimeout(0.05)
@@ -573,24 +563,23 @@ def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]
             with suppress(TimeoutError):
                 if not connection.recv(1):
                     raise ConnectionResetError
-    wait_for("word of it",
-             lambda: ear.refused == [("127.0.0.1", "a request that did not end in time")],
+    wait_for("refusal",
+             lambda: ear.refused == [("127.0.0.1", "an incomplete request")],
              TIMEOUT_S)
 
 
-def test_a_long_word_arrives_on_a_new_connection(ear: Ear) -> None:
-    """Its sender shows the key by an empty word before it."""
-    words = {"error": 50_000 * "x"}
-    assert ear.client().ask(words)["heard"] == words
-    assert ear.heard == [words] and ear.refused == []
+def test_a_long_message_arrives_on_a_new_connection(ear: Ear) -> None:
+    """The client sends an empty signed message first."""
+    message = {"error": 50_000 * "x"}
+    assert ear.client().ask(message)["heard"] == message
+    assert ear.heard == [message] and ear.refused == []
 
 
 def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[..., socket.socket],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes room, and takes the next connection when there is one; it does not ask again and
-    again meanwhile."""
+    """It closes a connection and accepts the next one later, without a busy loop."""
     held(b"POST")
-    wait_for("connection", lambda: ear.server.gate.callers, TIMEOUT_S)
+    wait_for("connection", lambda: ear.server.gate.pending, TIMEOUT_S)
     asked, accept = [], socket.socket.accept
 
     def full(self: socket.socket) -> Any:
@@ -606,9 +595,9 @@ def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[
     assert ear.refused == [("127.0.0.1", "no free descriptor")] and len(asked) < 10
 
 
-def test_no_word_is_heard_when_there_is_no_thread(ear: Ear,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood takes the threads, too; the connection is closed, and its worker asks again."""
+def test_a_connection_is_closed_when_no_thread_is_free(
+        ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker connects again."""
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self:
                       (_ for _ in ()).throw(RuntimeError("can't start new thread")))
@@ -621,17 +610,17 @@ def test_no_word_is_heard_when_there_is_no_thread(ear: Ear,
     st.binary(max_size=300) | st.sampled_from([post(b"{}"), b"GET / HTTP/1.1\r\n\r\n"]),
     st.integers(0, 300))
 def test_any_bytes_are_a_request_or_none(data: bytes, most: int) -> None:
-    """Reading a request ends in a request, a wish for more, or one kind of error."""
+    """Reading a request ends in a request, in None, or in one kind of error."""
     try:
         found = request_in(data, most)
-    except NoRequest as error:
+    except BadRequest as error:
         assert error.code in (400, 403)
     else:
         assert found is None or (found[1] <= len(data) and len(found[0].body) <= most)
 
 
-def test_rubbish_is_refused_and_told(ear: Ear) -> None:
-    """Bytes that are no request never become a word."""
+def test_rubbish_is_refused_and_reported(ear: Ear) -> None:
+    """Bytes that are no request never become a message."""
     send(ear.address, b"\x80\x04\x95rubbish\r\n\r\n")
-    assert ear.refused == [("127.0.0.1", "bytes that are no word")]
+    assert ear.refused == [("127.0.0.1", "not a request")]
     assert ear.client().ask({"a": 1})["heard"] == {"a": 1}

@@ -25,10 +25,10 @@ from elastic_trainer.launch.roster import Phase, Worker, loud
 from elastic_trainer.observe.courier import Desk as LineDesk
 from elastic_trainer.observe.courier import LineRefused, TooEarly
 from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.schema import flaw_of_words
+from elastic_trainer.observe.schema import flaw_of_message
 from elastic_trainer.wire.heartbeat import Heartbeat, News, Seat
-from elastic_trainer.wire.messages import CONNECTIONS_EACH, WordRefused
-from elastic_trainer.wire.strangers import Strangers
+from elastic_trainer.wire.messages import CONNECTIONS_EACH, MessageRefused
+from elastic_trainer.wire.refused_clients import RefusedClients
 
 HEARD_AGAIN_S = 1.0
 """The event log has a line of a worker that was silent for longer than this and four of its
@@ -42,7 +42,7 @@ class Refusals:
     """Connections that were refused, for the event log. It has a lock of its own."""
 
     def __init__(self, events: Events):
-        self._events, self._lock, self._counted = events, threading.Lock(), Strangers()
+        self._events, self._lock, self._counted = events, threading.Lock(), RefusedClients()
 
     def refuse(self, address: str, why: str) -> None:
         """Count a refused connection; log it, if no line is from less than a minute ago."""
@@ -104,33 +104,33 @@ class MessageDesk:
 
     # --- what arrives ---------------------------------------------------------------------------
 
-    def take(self, words: Mapping[str, Any], address: str) -> dict[str, Any]:
-        """Take a message, and return its answer when it is due. Raises WordRefused."""
-        if wrong := flaw_of_words(words):
-            raise WordRefused(f"a malformed message: {wrong}")
+    def take(self, message: Mapping[str, Any], address: str) -> dict[str, Any]:
+        """Take a message, and return its answer when it is due. Raises MessageRefused."""
+        if wrong := flaw_of_message(message):
+            raise MessageRefused(f"a malformed message: {wrong}")
         with self._lock:
-            if "line" in words:
-                return self._take_line(words, address)
-            heartbeat = Heartbeat.from_words(words)
+            if "line" in message:
+                return self._take_line(message, address)
+            heartbeat = Heartbeat.from_dict(message)
             deadline = time.monotonic() + self._take_heartbeat(heartbeat, address)
             while True:
                 news, left = self._news_for(heartbeat.worker), deadline - time.monotonic()
                 if news.version != heartbeat.seen or left <= 0:
                     if news.leave:
                         self.membership.dismiss(heartbeat.worker)
-                    return news.to_words()
+                    return news.to_dict()
                 self._news.wait(left)
 
-    def _take_line(self, words: Mapping[str, Any], address: str) -> dict[str, Any]:
+    def _take_line(self, message: Mapping[str, Any], address: str) -> dict[str, Any]:
         """Write a worker's line into the event log. The answer says what became of it.
 
         A worker waits for that answer, so it is answered also where the line is refused.
         """
-        worker = self.membership.workers.get(str(words["worker"]))
+        worker = self.membership.workers.get(str(message["worker"]))
         if worker is None or worker.phase is Phase.GONE:
             return {}
         try:
-            self.lines.take(dict(words))
+            self.lines.take(dict(message))
         except TooEarly:
             return {"early": True}
         except LineRefused as refused:
@@ -155,7 +155,7 @@ class MessageDesk:
             if before is not Phase.BOOTING:
                 self._log_oddities(worker, silent_s, heartbeat)
         elif name in self.contacts and self.contacts[name].address != address:
-            raise WordRefused("a copy of another worker's message")
+            raise MessageRefused("a copy of another worker's message")
         if before is Phase.BOOTING and worker.phase is not before:
             self.hooks.is_ready(worker, heartbeat.pid, now)
         if loud(worker) != was:

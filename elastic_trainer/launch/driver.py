@@ -49,7 +49,7 @@ from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.events import Events
 from elastic_trainer.standby.shim import through_shim
 from elastic_trainer.wire.heartbeat import Seat
-from elastic_trainer.wire.messages import WordServer
+from elastic_trainer.wire.messages import MessageServer
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.wire.seal import worker_key
 
@@ -129,7 +129,7 @@ class MendedDriver:
         """The threads that read workers' output."""
         self.stores: list[Rendezvous] = []
         self.address = ""
-        self.server: WordServer | None = None
+        self.server: MessageServer | None = None
         self.interrupted_at: float | None = None
         self.must_end = False
         """A second stop signal came: the driver does not wait for the workers any more."""
@@ -144,7 +144,7 @@ class MendedDriver:
         discovery = Discovery(self.settings, self.events, had_hosts)
         hosts = discovery.first_hosts()
         self.address = own_address(self.settings, hosts)
-        self.server = WordServer(self.address, self.key, self.desk.take,
+        self.server = MessageServer(self.address, self.key, self.desk.take,
                                  self.desk.refusals.refuse, self.desk.expected_connections)
         threading.Thread(target=self.server.serve_forever, name="messages", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):  # in a thread: it waits for the lock

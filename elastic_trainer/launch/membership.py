@@ -88,7 +88,7 @@ class Membership:
         if worker is None or worker.phase is Phase.GONE or said.count <= worker.count:
             return False
         worker.count, worker.heard_at = said.count, now
-        worker.arithmetic = worker.arithmetic or Arithmetic.from_words(said.arithmetic)
+        worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(said.arithmetic)
         worker.step, worker.published = said.step, said.published
         worker.drains = worker.drains or said.drains
         if said.error:

@@ -30,7 +30,7 @@ from typing import Any
 from elastic_trainer.config import Launch
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, flaw, parse_object
-from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, WordRefused
+from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageRefused
 
 RUN_ID_FILE = ".run-id"
 RETRY_S = 0.02
@@ -108,11 +108,11 @@ class Courier:
                 self._changed.notify_all()
 
 
-class LineRefused(WordRefused):
+class LineRefused(MessageRefused):
     """A line that is no event of its worker. The text says why, without any part of the line."""
 
 
-class TooEarly(WordRefused):
+class TooEarly(MessageRefused):
     """A line that exceeds what its worker may send now."""
 
 

@@ -45,7 +45,7 @@ from elastic_trainer.observe.fields import (
 )
 
 __all__ = ["MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED", "UNREADABLE",
-           "fields_of", "flaw", "flaw_of_words", "misfit", "parse", "parse_object"]
+           "fields_of", "flaw", "flaw_of_message", "misfit", "parse", "parse_object"]
 
 MAX_LINE_BYTES = (1 << 19) - 4096
 """The longest line of an event. A traceback of 50,000 characters fits, also where most of them are
@@ -114,7 +114,7 @@ def parse_object(line: bytes | str) -> dict[str, Any] | None:
 
 
 def _is_arithmetic(value: Any) -> bool:
-    """True for what Arithmetic.to_words returns."""
+    """True for what Arithmetic.to_dict returns."""
     if value == {}:
         return True
     if type(value) is not dict or type(value.get("is_exact")) is not bool:
@@ -149,12 +149,12 @@ _LINE = Kind("a text", lambda value: type(value) is str)
 _CARRIED_LINE = checked(reads(worker=NAME, courier=NAME, number=WHOLE, line=_LINE))
 
 
-def flaw_of_words(words: Any) -> str:
+def flaw_of_message(message: Any) -> str:
     """Describe what is wrong with a worker's message to the driver; "" if it can be used."""
-    if type(words) is not dict:
+    if type(message) is not dict:
         return "it is no object"
-    if wrong := flaw_in(_CARRIED_LINE if "line" in words else _HEARTBEAT, words):
+    if wrong := flaw_in(_CARRIED_LINE if "line" in message else _HEARTBEAT, message):
         return wrong
-    if any(value is None and name not in _NULLABLE for name, value in words.items()):
+    if any(value is None and name not in _NULLABLE for name, value in message.items()):
         return "one of its values is null"
-    return "" if math.isfinite(words.get("time", 0.0)) else "its time is no time"
+    return "" if math.isfinite(message.get("time", 0.0)) else "its time is no time"

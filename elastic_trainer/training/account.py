@@ -111,7 +111,7 @@ class Account:
         writers = None
         # Others may have written these words. They are no reason to stop.
         with suppress(LookupError, TypeError, ValueError, AttributeError):
-            writers = Arithmetic.from_words(facts.get("arithmetic"))
+            writers = Arithmetic.from_dict(facts.get("arithmetic"))
         if mine and writers and computes_otherwise(mine, writers):
             differ = facts_that_differ(mine, writers)
             self.events.emit(

@@ -162,7 +162,7 @@ class Loop:
             self.generations.arithmetic, self._shard_s = warm.arithmetic, warm.shard_s
             if self.checkpointing.checkpoints:
                 self.checkpointing.checkpoints.publisher.facts[
-                    "arithmetic"] = warm.arithmetic.to_words()
+                    "arithmetic"] = warm.arithmetic.to_dict()
         self._take_own_legacy()
         if self.driver.drains_on_sigterm():
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())

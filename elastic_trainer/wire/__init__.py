@@ -1,3 +1,3 @@
-"""What crosses the border of a process: messages, signatures, limits of connections, text of
-others. It imports nothing of the other packages, but for errors.
+"""What crosses the border of a process: messages, signatures, limits of connections, untrusted
+text. This package imports none of the other packages.
 """

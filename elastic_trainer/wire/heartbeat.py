@@ -1,14 +1,14 @@
-"""A worker's heartbeat and the driver's answer, as values; they become JSON objects here alone.
+"""A worker's heartbeat and the driver's answer, as dataclasses, and their JSON.
 
 worker (world) → Heartbeat → messages.py → driver (launch) → News → messages.py → worker
 
 What always holds:
-1. A field that one side does not send has its default at the other side, and a field that one side
-   does not know is ignored. So workers and drivers of two versions understand each other.
+1. A field that the sender leaves out has its default at the receiver. The receiver ignores fields
+   that it does not know. So workers and drivers of two versions understand each other.
 2. The names of the fields on the wire are those of the dataclasses.
 
 What it does not do: check what arrives from a worker. observe/schema.py does, before
-`Heartbeat.from_words`.
+`Heartbeat.from_dict`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class MachineFault:
     """The traceback."""
 
     @staticmethod
-    def from_words(words: Mapping[str, Any]) -> MachineFault:
+    def from_dict(fields: Mapping[str, Any]) -> MachineFault:
         """Read a JSON object."""
-        return MachineFault(step=int(words["step"]), shard=int(words["shard"]),
-                            kind=str(words["kind"]), text=str(words["text"]))
+        return MachineFault(step=int(fields["step"]), shard=int(fields["shard"]),
+                            kind=str(fields["kind"]), text=str(fields["text"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Heartbeat:
     """The number of the offer of a place that the worker accepts; 0: of none."""
     holds_state: bool = False
     drains: bool = False
-    """The worker's own host has told it to leave."""
+    """The worker's host has a notice, so the worker should leave."""
     step: int = 0
     """How many steps it has finished."""
     unreachable: tuple[str, ...] | None = ()
@@ -75,7 +75,7 @@ class Heartbeat:
     """The traceback of the user's own exception."""
     machine: MachineFault | None = None
     pid: int = 0
-    """0: it does not say."""
+    """0: not reported."""
     time: float | None = None
     """Its clock."""
     hold_s: float = 0.0
@@ -83,29 +83,29 @@ class Heartbeat:
     seen: str = ""
     """The version of the newest answer that the worker has."""
 
-    def to_words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
-        words = {name: value for name, value in vars(self).items()
+        fields = {name: value for name, value in vars(self).items()
                  if name not in ("worker", "arithmetic", "error", "machine", "time")}
-        words["unreachable"] = None if self.unreachable is None else list(self.unreachable)
+        fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
         if self.time is not None:
-            words["time"] = self.time
+            fields["time"] = self.time
         if self.arithmetic is not None:
-            words["arithmetic"] = dict(self.arithmetic)
+            fields["arithmetic"] = dict(self.arithmetic)
         if self.error:
-            words["error"] = self.error
+            fields["error"] = self.error
         if self.machine is not None:
-            words["machine"] = dict(vars(self.machine))
-        return words
+            fields["machine"] = dict(vars(self.machine))
+        return fields
 
     @staticmethod
-    def from_words(words: Mapping[str, Any]) -> Heartbeat:
-        """Read a JSON object that has no flaw (schema.flaw_of_words)."""
-        known = {name: words[name] for name in Heartbeat.__dataclass_fields__ if name in words}
+    def from_dict(fields: Mapping[str, Any]) -> Heartbeat:
+        """Read a JSON object that has no flaw (schema.flaw_of_message)."""
+        known = {name: fields[name] for name in Heartbeat.__dataclass_fields__ if name in fields}
         if known.get("unreachable") is not None:
             known["unreachable"] = tuple(known["unreachable"])
         machine = known.get("machine")
-        known["machine"] = MachineFault.from_words(machine) if machine else None
+        known["machine"] = MachineFault.from_dict(machine) if machine else None
         return Heartbeat(**known)
 
 
@@ -125,13 +125,15 @@ class Seat:
     """All members have `Heartbeat.meets_at_once`."""
 
     @staticmethod
-    def from_words(words: Mapping[str, Any]) -> Seat:
+    def from_dict(fields: Mapping[str, Any]) -> Seat:
         """Read a JSON object. Raises KeyError, TypeError, ValueError."""
         return Seat(
-            generation=int(words["generation"]), rank=int(words["rank"]), size=int(words["size"]),
-            local_rank=int(words.get("local_rank", 0)), local_size=int(words.get("local_size", 1)),
-            address=str(words.get("address", "")), port=int(words.get("port", 0)),
-            at_once=bool(words.get("at_once")))
+            generation=int(fields["generation"]),
+            rank=int(fields["rank"]), size=int(fields["size"]),
+            local_rank=int(fields.get("local_rank", 0)),
+            local_size=int(fields.get("local_size", 1)),
+            address=str(fields.get("address", "")), port=int(fields.get("port", 0)),
+            at_once=bool(fields.get("at_once")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,29 +171,31 @@ class News:
     detail: str = ""
     """The reason for the verdict."""
 
-    def to_words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object: what differs from the default, and always the version."""
-        words = {name: value for name, value in vars(self).items()
+        fields = {name: value for name, value in vars(self).items()
                  if value or name == "version" or (name == "detail" and self.over)}
         if self.place is not None:
-            words |= {"place": dict(vars(self.place)), "notice": self.notice,
+            fields |= {"place": dict(vars(self.place)), "notice": self.notice,
                       "unwanted": self.unwanted, "dead": list(self.dead)}
         if self.reach:
-            words["reach"] = {name: list(where) for name, where in self.reach.items()}
-        return words
+            fields["reach"] = {name: list(where) for name, where in self.reach.items()}
+        return fields
 
     @staticmethod
-    def from_words(words: Mapping[str, Any]) -> News:
-        """Read a JSON object. Raises LookupError, TypeError, ValueError or AttributeError for what
-        is no answer of a driver."""
-        place = words.get("place")
+    def from_dict(fields: Mapping[str, Any]) -> News:
+        """Read a JSON object.
+
+        Raises LookupError, TypeError, ValueError or AttributeError if it is not a driver's answer.
+        """
+        place = fields.get("place")
         return News(
-            version=str(words["version"]), place=Seat.from_words(place) if place else None,
-            notice=str(words.get("notice") or ""), unwanted=bool(words.get("unwanted")),
-            dead=tuple(int(rank) for rank in words.get("dead", ())),
-            offer=int(words.get("offer", 0)),
+            version=str(fields["version"]), place=Seat.from_dict(place) if place else None,
+            notice=str(fields.get("notice") or ""), unwanted=bool(fields.get("unwanted")),
+            dead=tuple(int(rank) for rank in fields.get("dead", ())),
+            offer=int(fields.get("offer", 0)),
             reach={str(name): (str(address), int(port))
-                   for name, (address, port) in words.get("reach", {}).items()},
-            leave=bool(words.get("leave")), evicted=bool(words.get("evicted")),
-            finished=bool(words.get("finished")), writes=bool(words.get("writes")),
-            over=str(words.get("over", "")), detail=str(words.get("detail", "")))
+                   for name, (address, port) in fields.get("reach", {}).items()},
+            leave=bool(fields.get("leave")), evicted=bool(fields.get("evicted")),
+            finished=bool(fields.get("finished")), writes=bool(fields.get("writes")),
+            over=str(fields.get("over", "")), detail=str(fields.get("detail", "")))

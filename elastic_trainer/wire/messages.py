@@ -1,21 +1,22 @@
-"""Messages between worker and driver: signed JSON over HTTP, and nothing else is understood.
+"""Messages between worker and driver: signed JSON over HTTP.
 
 worker → here → gate.py → here → driver
 
 What always holds:
-1. A body is JSON under an HMAC-SHA256 of its worker's key, which is checked before the body is
-   parsed. No pickle on either side (F10).
-2. An answer is signed as an answer, together with the nonce of its question (seal.py). An older
-   answer, another worker's, and the question itself sent back are refused.
-3. A worker speaks for itself alone: its key is its own, its name is signed, and a message in
-   another name is refused.
-4. A message is taken once: a nonce that comes again is refused, before a thread begins.
-5. A client that has not shown the key costs a descriptor and some KiB until FIRST_WORD_S, and no
-   thread (gate.py). Its first message has at most MOST_FIRST_BYTES: a client with a longer one
-   sends an empty message before it.
-6. The number of connections is bounded, with the key and without, by what the run expects. One more
-   closes the one that has been silent for the longest time, of the address that has the most.
-7. A body has at most MAX_BODY_BYTES. A request has one deadline, not one for each of its packets.
+1. A body is JSON under an HMAC-SHA256 of its worker's key. The signature is checked before the
+   body is parsed. Neither side uses pickle (F10).
+2. An answer's signature covers its kind and the nonce of its request (seal.py). The client refuses
+   an older answer, an answer to another worker, and its own request sent back.
+3. A worker can send messages in its own name only: its key is its own, its name is signed, and the
+   server refuses a message with another name.
+4. A message is accepted once: a repeated nonce is refused before a thread starts.
+5. An unauthenticated client costs a descriptor and a few KiB for at most FIRST_MESSAGE_S, and no
+   thread (gate.py). Its first message has at most MAX_FIRST_BYTES. A client with a longer message
+   sends an empty message first.
+6. The number of connections, authenticated or not, is limited by what the run expects. When the
+   limit is exceeded, the server takes the address with the most connections and closes the one of
+   them that has been silent the longest.
+7. A body has at most MAX_BODY_BYTES. A request has one deadline, not one for each packet.
 
 What it does not do: hide the messages (they hold no secret: ranks, steps, ports), or protect Gloo's
 own traffic.
@@ -32,7 +33,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from elastic_trainer.wire.gate import SPARE, Asked, Crowd, Gate, NoRequest, head, refuse, request_in
+from elastic_trainer.wire.gate import (
+    SPARE,
+    BadRequest,
+    Gate,
+    OpenConnections,
+    Request,
+    head,
+    refuse,
+    request_in,
+)
 from elastic_trainer.wire.seal import (
     NONCE,
     SIGNATURE,
@@ -45,24 +55,25 @@ from elastic_trainer.wire.seal import (
 )
 
 MAX_BODY_BYTES = 1 << 20
-MOST_FIRST_BYTES = 4096
+MAX_FIRST_BYTES = 4096
 """A heartbeat has some 400 bytes."""
-FIRST_WORD_S = 5.0
-"""How long a new connection has for its first whole message."""
+FIRST_MESSAGE_S = 5.0
+"""The time that a new connection has for its first whole message."""
 IDLE_S = 30.0
-"""How long a connection may be silent between two messages, and how long one may take to arrive."""
+"""The longest silence of a connection between two messages. A message has twice this time to
+arrive."""
 CONNECTIONS_EACH = 4
-"""A worker holds three (heartbeats, its main thread, its courier), and opens one more when it
-starts anew in place."""
+"""A worker holds three (heartbeats, its main thread, its courier). It opens one more when it
+restarts in place."""
 WORKER = "X-Elastic-Worker"
 
 
 class DriverUnreachable(ConnectionError):
-    """The driver did not answer, or what answered does not have this worker's key."""
+    """The driver did not answer, or the server that answered does not have this worker's key."""
 
 
-class WordRefused(Exception):
-    """A message that is signed and still refused; the text says why."""
+class MessageRefused(Exception):
+    """A message with a valid signature that is refused; the text is the reason."""
 
 
 class DriverClient:
@@ -73,32 +84,32 @@ class DriverClient:
         self.address, self.worker, self.key, self.session = address, worker, key, Session()
         self._connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
 
-    def ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        """Send a message, with the worker's name; return the answer. Raises DriverUnreachable.
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message with the worker's name and return the answer. Raises DriverUnreachable.
 
-        The other end may have closed a connection that was kept open. Then the message is sent once
-        more, over a new one. That is safe, since each message has a number and counts once.
+        The driver may have closed a connection that was kept open. Then the client sends the
+        message once more over a new connection. Each message has a number and counts once.
         """
         if self._connection.sock is not None:
             try:
-                return self._ask(words)
+                return self._ask(message)
             except DriverUnreachable as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise
-        return self._ask(words)
+        return self._ask(message)
 
-    def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
-        body = json.dumps({"worker": self.worker, **words}).encode()
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        body = json.dumps({"worker": self.worker, **message}).encode()
         try:
             if self._connection.sock is None:
                 self._connection.connect()
                 assert self._connection.sock is not None
                 self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if len(body) > MOST_FIRST_BYTES:
+                if len(body) > MAX_FIRST_BYTES:
                     self._exchange(b"")
             return dict(json.loads(self._exchange(body)))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            with suppress(OSError):  # a Gloo whose init broke has closed descriptors of ours
+            with suppress(OSError):  # a failed Gloo init may have closed our descriptor
                 self._connection.close()
             if isinstance(error, DriverUnreachable):
                 raise
@@ -109,15 +120,15 @@ class DriverClient:
         nonce = self.session.nonce()
         signed = self.worker.encode(), nonce.encode()
         headers = {WORKER: self.worker, NONCE: nonce,
-                   SIGNATURE: seal(self.key, Kind.WORD, *signed, body)}
-        self._connection.request("POST", "/word", body, headers)
+                   SIGNATURE: seal(self.key, Kind.REQUEST, *signed, body)}
+        self._connection.request("POST", "/message", body, headers)
         response = self._connection.getresponse()
         answer = response.read(MAX_BODY_BYTES)
         if response.status != 200:
             raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
         signature = response.headers.get(SIGNATURE, "")
         if not is_sealed(signature, self.key, Kind.ANSWER, *signed, answer):
-            raise DriverUnreachable(f"what answers at {self.address} does not have this run's key")
+            raise DriverUnreachable(f"the server at {self.address} does not have this run's key")
         return answer
 
     def close(self) -> None:
@@ -125,12 +136,12 @@ class DriverClient:
         self._connection.close()
 
 
-class WordServer:
+class MessageServer:
     """The driver's end, with the run's key.
 
-    It hands each signed message to `answer(words, address)`, in a thread for each connection with a
-    worker's key. `refused(address, why)` hears of the others. `expected` returns how many
-    connections the workers of the run may have now.
+    It passes each signed message to `answer(message, address)`, in one thread for each
+    authenticated connection. It calls `refused(address, why)` for each refused one. `expected`
+    returns the number of connections that the workers of the run may have now.
     """
 
     def __init__(self, bind: str, key: bytes,
@@ -139,31 +150,32 @@ class WordServer:
                  expected: Callable[[], int] = lambda: SPARE):
         self.key, self.answer, self.refused, self.expected = key, answer, refused, expected
         self.seen = Seen()
-        self.served = Crowd()
-        """The connections with the key, by address, the one that was silent the longest first."""
+        self.served = OpenConnections()
+        """The authenticated connections by address, the one that was silent the longest first."""
         self._lock = threading.Lock()
-        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_WORD_S,
-                         most_body=MOST_FIRST_BYTES, most=lambda: SPARE + self.expected())
+        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_MESSAGE_S,
+                         most_body=MAX_FIRST_BYTES, most=lambda: SPARE + self.expected())
         self.server_address = self.gate.address
         self.server_port = self.gate.address[1]
 
     def serve_forever(self) -> None:
-        """Take connections until `shutdown`."""
+        """Accept connections until `shutdown`."""
         self.gate.serve_forever()
 
     def shutdown(self) -> None:
-        """Take no more connections; those that have shown the key are served to their end."""
+        """Accept no more connections. Authenticated ones are served to their end."""
         self.gate.shutdown()
 
     def server_close(self) -> None:
         """Close the listening socket."""
         self.gate.close()
 
-    def _begin(self, connection: socket.socket, address: str, asked: Asked, rest: bytes) -> None:
+    def _begin(self, connection: socket.socket, address: str, request: Request,
+               rest: bytes) -> None:
         """Give a connection a thread if its first message is signed."""
-        worker = asked.headers.get(WORKER.lower(), "")
+        worker = request.headers.get(WORKER.lower(), "")
         key = worker_key(self.key, worker)
-        if why := self._why_refused(asked, worker, key):
+        if why := self._why_refused(request, worker, key):
             self.refused(address, why)
             return refuse(connection, 403)
         with self._lock:
@@ -172,50 +184,51 @@ class WordServer:
                 self._drop_longest_silent()
         try:
             served = connection, address, worker, key
-            threading.Thread(target=self._serve, args=(*served, asked, rest), daemon=True).start()
+            threading.Thread(target=self._serve, args=(*served, request, rest), daemon=True).start()
         except RuntimeError:  # no thread is free
             self._end(connection, address)
 
-    def _why_refused(self, asked: Asked, worker: str, key: bytes) -> str:
-        if asked.method != "POST":
-            return "bytes that are no word"
-        nonce = asked.headers.get(NONCE.lower(), "")
-        signature = asked.headers.get(SIGNATURE.lower(), "")
-        if not is_sealed(signature, key, Kind.WORD, worker.encode(), nonce.encode(), asked.body):
+    def _why_refused(self, request: Request, worker: str, key: bytes) -> str:
+        if request.method != "POST":
+            return "not a request"
+        nonce = request.headers.get(NONCE.lower(), "")
+        signature = request.headers.get(SIGNATURE.lower(), "")
+        signed = worker.encode(), nonce.encode(), request.body
+        if not is_sealed(signature, key, Kind.REQUEST, *signed):
             return "signature does not match"
         with self._lock:
-            return "" if self.seen.is_new(worker, nonce) else "a word that was said before"
+            return "" if self.seen.is_new(worker, nonce) else "a repeated message"
 
     def _drop_longest_silent(self) -> None:
         address, connection = self.served.oldest_of_most()
         self.served.remove(address, connection)
-        with suppress(OSError):  # its thread reads the end, and closes it
+        with suppress(OSError):  # its thread reads the end and closes it
             connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket, address: str, worker: str, key: bytes,
-               asked: Asked | None, rest: bytes) -> None:
-        """Answer the messages of one connection, which is one worker's, to its end."""
+               request: Request | None, rest: bytes) -> None:
+        """Answer the messages of one worker's connection until it ends."""
         received = bytearray(rest)
         try:
             connection.settimeout(IDLE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while asked:
-                words = own_words(asked.body, worker) if asked.body else None
-                answer = json.dumps(self.answer(words, address) if words else {}).encode()
-                nonce = asked.headers.get(NONCE.lower(), "")
+            while request:
+                message = own_message(request.body, worker) if request.body else None
+                answer = json.dumps(self.answer(message, address) if message else {}).encode()
+                nonce = request.headers.get(NONCE.lower(), "")
                 signature = seal(key, Kind.ANSWER, worker.encode(), nonce.encode(), answer)
                 first = head(200, "OK", len(answer), f"{SIGNATURE}: {signature}")
                 connection.sendall(first + answer)
                 with self._lock:
                     self.served.touch(address, connection)
-                asked = next_word(connection, received)
-                if asked and (why := self._why_refused(asked, worker, key)):
-                    raise WordRefused(why)
-        except (WordRefused, NoRequest) as error:
+                request = next_request(connection, received)
+                if request and (why := self._why_refused(request, worker, key)):
+                    raise MessageRefused(why)
+        except (MessageRefused, BadRequest) as error:
             self.refused(address, str(error))
             refuse(connection, 403)
         except Exception:
-            pass  # a sender that dies within its message, or a message that cannot be answered
+            pass  # the sender died within its message, or the message could not be answered
         finally:
             self._end(connection, address)
 
@@ -225,24 +238,24 @@ class WordServer:
         connection.close()
 
 
-def own_words(body: bytes, worker: str) -> dict[str, Any]:
-    """Return a message of this worker's. Raises WordRefused for another name, and ValueError."""
-    words = json.loads(body)
-    if not isinstance(words, dict) or words.get("worker") != worker:
-        raise WordRefused(f"a word of {worker}'s in another name")
-    return words
+def own_message(body: bytes, worker: str) -> dict[str, Any]:
+    """Parse a message of this worker. Raises MessageRefused for another name, and ValueError."""
+    message = json.loads(body)
+    if not isinstance(message, dict) or message.get("worker") != worker:
+        raise MessageRefused(f"a message of {worker} without its name")
+    return message
 
 
-def next_word(connection: socket.socket, received: bytearray) -> Asked | None:
-    """Read the next request of a connection with a timeout of IDLE_S; None: it has ended.
+def next_request(connection: socket.socket, received: bytearray) -> Request | None:
+    """Read the next request of a connection with a timeout of IDLE_S; None: the connection ended.
 
-    Raises OSError, NoRequest.
+    Raises OSError, BadRequest.
     """
     deadline = time.monotonic() + 2 * IDLE_S
     while not (found := request_in(received, MAX_BODY_BYTES)):
         if time.monotonic() > deadline or not (data := connection.recv(1 << 16)):
             return None
         received += data
-    asked, length = found
+    request, length = found
     del received[:length]
-    return asked
+    return request

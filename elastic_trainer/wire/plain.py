@@ -1,11 +1,11 @@
-"""Make text of others harmless for a terminal: control characters become visible escapes.
+"""Make untrusted text harmless for a terminal: control characters become visible escapes.
 
 workers' output and errors, agents' reasons, host names, event logs, stores → here → print, rich
 
-A terminal obeys the control sequences in what it shows: they can hide or rewrite other lines, set
-the clipboard, or answer as if the user had typed (xterm, "Control Sequences"). Unicode's marks of
-direction reorder what a person reads. Text for `rich` is wrapped in `rich.text.Text` besides: a
-plain string is parsed as markup.
+A terminal executes the control sequences in its output: they can hide or rewrite other lines, set
+the clipboard, or send input as if the user had typed it (xterm, "Control Sequences"). Unicode's
+direction marks reorder the visible text. Text for `rich` is wrapped in `rich.text.Text` as well,
+because `rich` parses a plain string as markup.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _RESET = "\x1b[0m"
 
 
 def plain(text: Any) -> str:
-    """Return a text in one line, without control characters."""
-    said = str(text)
-    return said if said.isprintable() else _IN_LINE.sub(_escaped, said)
+    """Return a text as one line without control characters."""
+    line = str(text)
+    return line if line.isprintable() else _IN_LINE.sub(_escaped, line)
 
 
 def plain_text(text: Any) -> str:
-    """Return the same for a text of several lines, e.g. a traceback."""
+    """Return a text of several lines, e.g. a traceback, without control characters."""
     return _IN_TEXT.sub(_escaped, str(text))
 
 
 def plain_output(line: str) -> str:
-    """Return a line of a worker's output: its colours stay, and end with it."""
+    """Return a line of a worker's output without control characters. Its colours stay, and are
+    reset at its end."""
     if line.isprintable():
         return line
     shown = _IN_OUTPUT.sub(lambda found: found[1] or _escaped(found), line)

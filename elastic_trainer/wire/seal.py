@@ -1,18 +1,18 @@
-"""Signatures: the kind of a message, its two ends, and the question that it answers.
+"""Signatures of messages. They cover a message's kind, its two ends and the request it answers.
 
 messages.py (worker ⇄ driver), discovery/client.py and agent.py (poller ⇄ agent) → here
 
 What always holds:
-1. A signature covers the kind of the message (`Kind`): a request that is sent back to its sender is
-   no answer.
-2. An answer's signature covers the nonce of its question, so it is no answer to another question.
-3. Each worker has a key of its own, made from the run's key and the worker's name. The driver has
-   the run's key, and makes a worker's key from the name in the message. A worker can make neither
-   the run's key nor another worker's.
-4. Each part is signed with its length: no byte can move from one part to the next.
-5. A nonce of a worker's is accepted once (`Seen`).
+1. A signature covers the kind of the message (`Kind`). A request that is sent back to its sender is
+   not valid as an answer.
+2. An answer's signature covers the nonce of its request. It is not valid for another request.
+3. Each worker has its own key, derived from the run's key and the worker's name. The driver has the
+   run's key and derives a worker's key from the name in the message. A worker can derive neither
+   the run's key nor another worker's key.
+4. Each part is signed with its length, so no byte can move from one part to the next.
+5. A worker's nonce is accepted once (`Seen`).
 
-What it does not do: hide a message, or separate the workers of one user on one machine, which can
+What it does not do: encrypt a message, or separate the workers of one user on one machine. They can
 read each other's memory (ptrace(2)).
 
 Source: RFC 2104 (HMAC). RFC 5869, 2.3: for one block of output HKDF-Expand is one HMAC of the info
@@ -32,17 +32,17 @@ SIGNATURE = "X-Elastic-Signature"
 NONCE = "X-Elastic-Nonce"
 """The header fields of all signed messages."""
 WINDOW = 64
-"""How far messages of one session may overtake each other: two threads read two connections of it.
-"""
+"""The most messages of one session by which a message may overtake another. Two threads may read
+two connections of one session."""
 MOST_SESSIONS = 1 << 14
-"""The most sessions that are remembered. A process of a worker has four."""
+"""The most sessions that are remembered. A worker's process has four."""
 FORM_OF_NONCE = re.compile("([0-9a-f]{16})-([0-9]{1,15})")
 
 
 class Kind(bytes, Enum):
-    """A message's sender and receiver. Each kind has another signature for the same bytes."""
+    """A message's sender and receiver. The same bytes have another signature in each kind."""
 
-    WORD = b"elastic-trainer 1 worker to driver"
+    REQUEST = b"elastic-trainer 1 worker to driver"
     ANSWER = b"elastic-trainer 1 driver to worker"
     QUESTION = b"elastic-trainer 1 poller to agent"
     HEALTH = b"elastic-trainer 1 agent to poller"
@@ -66,7 +66,7 @@ def is_sealed(signature: str, key: bytes, kind: Kind, *parts: bytes) -> bool:
 
 
 class Session:
-    """The nonces of one sender: a random name, and a counter."""
+    """The nonces of one sender: a random name and a counter."""
 
     def __init__(self) -> None:
         self.name, self.count = secrets.token_hex(8), 0
@@ -78,7 +78,7 @@ class Session:
 
 
 class Seen:
-    """The accepted nonces, of messages with a right signature. For one thread at a time."""
+    """The accepted nonces of messages with a valid signature. For one thread at a time."""
 
     def __init__(self, most_sessions: int = MOST_SESSIONS):
         self.most_sessions = most_sessions
@@ -86,11 +86,11 @@ class Seen:
         """(worker, session) → the highest counter, and a bit for each of WINDOW up to it."""
 
     def is_new(self, worker: str, nonce: str) -> bool:
-        """True for a nonce that this worker has not used before; from now on it is used."""
-        said = FORM_OF_NONCE.fullmatch(nonce)
-        if not said:
+        """Accept a nonce; False if this worker has used it before."""
+        parts = FORM_OF_NONCE.fullmatch(nonce)
+        if not parts:
             return False
-        session, count = (worker, said[1]), int(said[2])
+        session, count = (worker, parts[1]), int(parts[2])
         highest, bits = self.sessions.pop(session, (0, 0))
         behind = highest - count
         is_new = behind < 0 or (behind < WINDOW and not bits >> behind & 1)

@@ -38,7 +38,7 @@ class Arithmetic:
     is_exact: bool = True
     """The run promises the same bits for every world."""
 
-    def to_words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
             "program": self.program, "inputs": self.inputs, "result": self.result,
@@ -46,7 +46,7 @@ class Arithmetic:
         }
 
     @staticmethod
-    def from_words(words: Mapping[str, Any] | None) -> Arithmetic | None:
+    def from_dict(words: Mapping[str, Any] | None) -> Arithmetic | None:
         """Read JSON values; None where there are none."""
         if not words:
             return None

@@ -53,9 +53,9 @@ class Mixture:
         if not odd or is_logged:
             return
         assert mine
-        me = {"host": self._launch.host, **mine.to_words()}
+        me = {"host": self._launch.host, **mine.to_dict()}
         everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
-        theirs = [Arithmetic.from_words(words) for words in everyone]
+        theirs = [Arithmetic.from_dict(words) for words in everyone]
         for rank in odd if world.rank == 0 else ():
             one, other = theirs[rank], theirs[0]
             differ = facts_that_differ(one, other) if one and other else {}

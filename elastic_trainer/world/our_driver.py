@@ -79,7 +79,7 @@ class OurDriver:
         self._reports.change(
             generation=self.generation, holds_state=holds_state, step=step,
             phase="waiting" if self.generation else "standby", meets_at_once=meets_at_once,
-            arithmetic=arithmetic.to_words() if arithmetic else None)
+            arithmetic=arithmetic.to_dict() if arithmetic else None)
         self._heartbeats.start()
 
     def next_place(self, holds_state: bool, step: int) -> Place:
@@ -329,9 +329,9 @@ class Knocks:
 
 def exchange(client: DriverClient, heartbeat: Heartbeat) -> News:
     """Send a heartbeat and return the answer. Raises DriverUnreachable."""
-    words = client.ask(heartbeat.to_words())
+    words = client.ask(heartbeat.to_dict())
     try:
-        return News.from_words(words)
+        return News.from_dict(words)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DriverUnreachable(f"the driver at {client.address} answered what is no answer to a "
                                 f"heartbeat: {error!r}") from error

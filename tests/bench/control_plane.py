@@ -67,7 +67,7 @@ class Simulated:
             **self.words, "hold_s": 0.25, "seen": seen
         }
         body, nonce = json.dumps(word).encode(), self.session.nonce()
-        signature = seal(self.key, Kind.WORD, self.name.encode(), nonce.encode(), body)
+        signature = seal(self.key, Kind.REQUEST, self.name.encode(), nonce.encode(), body)
         self.writer.write((
             f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
             f"Content-Length: {len(body)}\r\n{WORKER}: {self.name}\r\n{NONCE}: {nonce}\r\n"

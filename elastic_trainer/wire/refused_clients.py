@@ -1,9 +1,10 @@
-"""Unauthenticated clients in the event log: one event at once, then one a minute for each address.
+"""Refused clients in the event log: one event at once, then one a minute for each address.
 
 messages, rendezvous → here → driver → event log
 
 What always holds:
-1. An address has at most one event in EVERY_S, with all that was refused since its last one.
+1. An address has at most one event in EVERY_S. It counts all connections refused since the last
+   one.
 2. At most MOST_ADDRESSES are known at a time. All others share the name OTHERS, so clients at many
    addresses do not fill the log.
 """
@@ -22,14 +23,14 @@ OTHERS = "others"
 
 @dataclass
 class _Known:
-    told_at: float = -math.inf
+    logged_at: float = -math.inf
     refused: int = 0
     reasons: list[str] = field(default_factory=list)
 
 
 @dataclass
-class Strangers:
-    """The addresses whose clients were refused lately. For one thread at a time."""
+class RefusedClients:
+    """The addresses whose clients were refused recently. For one thread at a time."""
 
     known: dict[str, _Known] = field(default_factory=dict)
 
@@ -43,15 +44,15 @@ class Strangers:
             one.reasons.append(why[:200])
 
     def due(self, now: float) -> list[dict[str, Any]]:
-        """Return the facts of the events that are due now."""
+        """Return the fields of the events that are due now."""
         found = []
         for address, one in list(self.known.items()):
-            if now - one.told_at < EVERY_S:
+            if now - one.logged_at < EVERY_S:
                 continue
             if one.refused:
                 found.append({"address": address, "reason": "; ".join(one.reasons),
                               "refused": one.refused})
-                self.known[address] = _Known(told_at=now)
+                self.known[address] = _Known(logged_at=now)
             else:
                 del self.known[address]
         return found
