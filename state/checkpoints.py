@@ -24,8 +24,8 @@ from typing import Any
 
 from elastic_trainer.state.checkpoint import Emit, Part, Peers, Plan
 from elastic_trainer.state.commit_log import Damaged
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import differing, tensors_digest
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.publish import Draft, Known, Publisher
 from elastic_trainer.state.restore import Restore, asked_again, withdraw
 from elastic_trainer.state.snapshot import Snapshot, SnapshotMemory
@@ -81,7 +81,7 @@ class Checkpoints:
         self.drop("the world has changed")
         self.are_mixed = False
 
-    def compare_tensors(self, state: ElasticState, peers: Peers) -> None:
+    def compare_tensors(self, state: LiveState, peers: Peers) -> None:
         """Find out whether the workers that packed other tensors for the last checkpoint still do.
 
         All workers call this together. No bytes are sent that no record will name.
@@ -95,7 +95,7 @@ class Checkpoints:
             self.known.failures += 1
             self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
 
-    def begin(self, state: ElasticState, rank: int, size: int) -> None:
+    def begin(self, state: LiveState, rank: int, size: int) -> None:
         """Copy my share of the state (the only pause), and upload it behind the training."""
         if self.plan.from_one:
             # All parts are of rank 0. No part has the number with which the others begin.
@@ -174,7 +174,7 @@ class Checkpoints:
 
     # --- without peers --------------------------------------------------------------------------
 
-    def write_alone(self, state: ElasticState) -> None:
+    def write_alone(self, state: LiveState) -> None:
         """Make a checkpoint alone, and wait for it. Used when this worker is the last that can."""
         self.drop("written alone instead")
         self.wait()
@@ -187,7 +187,7 @@ class Checkpoints:
         else:
             self.drop()
 
-    def go_on_alone(self, state: ElasticState) -> None:
+    def go_on_alone(self, state: LiveState) -> None:
         """Make a checkpoint alone, step by step. Called again and again; it never waits."""
         if (share := self.upload.share) and share.parts < share.snapshot.count:
             self.drop("written alone instead")
@@ -204,7 +204,7 @@ class Checkpoints:
 
     # --- a run goes on --------------------------------------------------------------------------
 
-    def restore(self, state: ElasticState, peers: Peers, *, insist: bool = False) -> int | None:
+    def restore(self, state: LiveState, peers: Peers, *, insist: bool = False) -> int | None:
         """Take the log over and load the newest whole checkpoint, all workers together.
 
         Returns its step; None: there is none. `insist`: the store was usable in this run before.

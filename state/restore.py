@@ -1,6 +1,6 @@
 """The restore: a new attempt takes the log over and loads the newest whole checkpoint.
 
-commit log → record → parts (each worker reads its share, and hands it on) → elastic_state
+commit log → record → parts (each worker reads its share, and hands it on) → live_state
 
 What always holds:
 1. All workers restore the same checkpoint, or raise the same error. Each part is read from the
@@ -46,8 +46,8 @@ from elastic_trainer.state.checkpoint import (
     parts_of,
 )
 from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Record
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, Packed, fill_range, unpack
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import (
     Store,
     StoreRefused,
@@ -86,7 +86,7 @@ class Restore:
         """The records of the checkpoints that were passed over."""
         self.reasons: list[str] = []
 
-    def run(self, state: ElasticState, *, insist: bool) -> Restored:
+    def run(self, state: LiveState, *, insist: bool) -> Restored:
         """Load the newest whole checkpoint into the state.
 
         `insist`: the store was usable in this run before, so a refusal may pass as silence does.
@@ -144,7 +144,7 @@ class Restore:
                       error=f"{names} in {self.store.where}: no worker can have written a record "
                             f"with so high a number ({len(strange)} in all)")
 
-    def _load(self, sequence: int, state: ElasticState, lineage: int) -> Restored:
+    def _load(self, sequence: int, state: LiveState, lineage: int) -> Restored:
         """Load a checkpoint. Raises LayoutError on all workers; then nothing has changed."""
         record, parts, room = self._room_for(sequence, state)
         reading = time.monotonic()
@@ -165,7 +165,7 @@ class Restore:
                       load_s=round(time.monotonic() - loading, 4))
         return Restored(lineage, record, tuple(parts))
 
-    def _room_for(self, sequence: int, state: ElasticState) -> tuple[Record, list[Part], Packed]:
+    def _room_for(self, sequence: int, state: LiveState) -> tuple[Record, list[Part], Packed]:
         """Return a record, its parts and room for its values.
 
         Raises LayoutError on all workers if one of them cannot use it.

@@ -1,6 +1,6 @@
 """The snapshot: one copy of this worker's share of the state, in memory that is used again.
 
-elastic_state → here (the only pause of the training) → upload
+live_state → here (the only pause of the training) → upload
 
 What always holds:
 1. The share of worker r of n is the parts r, r+n, … of the payload. All workers together hold each
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic_trainer.host.priority import yield_processor
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import Packed, copy_range
+from elastic_trainer.state.live_state import LiveState
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SnapshotMemory:
         self.coming: Future[torch.Tensor] | None = None
         """Room for the next share, made behind the training."""
 
-    def prepare(self, state: ElasticState, size: int) -> None:
+    def prepare(self, state: LiveState, size: int) -> None:
         """Make room for the next share behind the training, in a world of this size.
 
         To be called after a step: the optimizer has its state then. If it fails, `copy` makes the
@@ -67,7 +67,7 @@ class SnapshotMemory:
         count = -(-total // self.part_bytes)
         return min(total, -(-count // size) * self.part_bytes)
 
-    def copy(self, state: ElasticState, rank: int, size: int) -> Snapshot:
+    def copy(self, state: LiveState, rank: int, size: int) -> Snapshot:
         """Copy my share of the state. Raises MemoryError, RuntimeError, TypeError."""
         packed = state.packed()
         cuts = range(0, packed.payload_bytes, self.part_bytes)

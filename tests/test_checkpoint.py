@@ -29,8 +29,8 @@ from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Record
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, Packed
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.store import (
     FolderStore,
@@ -1551,7 +1551,7 @@ def test_nothing_is_withdrawn_when_nothing_would_be_left(tmp_path: Path) -> None
 
 def test_extras_come_back_with_the_state(tmp_path: Path) -> None:
     """A moving average of the weights, say; another set of extras is refused."""
-    def averaged(state: ElasticState) -> torch.optim.swa_utils.AveragedModel:
+    def averaged(state: LiveState) -> torch.optim.swa_utils.AveragedModel:
         average = torch.optim.swa_utils.AveragedModel(state.model)
         state.extras = {"average": average}
         return average

@@ -18,7 +18,7 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.launch.run_options import store_of_run
 from elastic_trainer.state import restore
 from elastic_trainer.state.checkpoint import PARTS, Plan
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import FolderStore
 from elastic_trainer.training.train import train
 
@@ -192,7 +192,7 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
     kept has what it has."""
     fleet = Fleet(tmp_path / "run")
     model = Tied()
-    fleet.states = [ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0))]
+    fleet.states = [LiveState(model, torch.optim.SGD(model.parameters(), lr=1.0))]
     if is_old:
         values = fleet.states[0].values
         fleet.states[0].values = lambda: {  # type: ignore[method-assign]

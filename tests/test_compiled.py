@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import train
 from elastic_trainer.__main__ import main
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_ranges, decode, pack
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
 
 DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)),
@@ -151,8 +151,8 @@ def with_prefix(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_state_with_the_old_names_is_taken_over(is_compiled: bool) -> None:
     """A checkpoint that version 0.1 has written of a compiled model."""
-    def state(model: torch.nn.Module) -> ElasticState:
-        return ElasticState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    def state(model: torch.nn.Module) -> LiveState:
+        return LiveState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
     giver, taker = state(Net()), state(whole(Net()) if is_compiled else Net())
     giver.model(torch.randn(4, 5)).square().mean().backward()

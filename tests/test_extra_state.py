@@ -17,8 +17,8 @@ from test_loop import INPUT, NUMBERS, SIZE, TARGET, Odd, built, in_a_world, job,
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
+from elastic_trainer.state.live_state import LiveState
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
@@ -115,7 +115,7 @@ def test_extra_state_goes_on_where_it_was_when_a_run_is_resumed(run_dir: Path) -
 def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:
     """A copy of its own: nothing is shared with what came over the network."""
     states = [
-        ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
         for model in (scaled(), scaled())
     ]
     giver, taker = states
@@ -130,7 +130,7 @@ def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None
 def test_a_successor_rolls_the_step_forward_with_the_first_shards_values() -> None:
     """What this process leaves for itself has them, as it has the gradient."""
     states = [
-        ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
         for model in (scaled(), scaled())
     ]
     before, after = states

@@ -29,7 +29,7 @@ from test_loop import (
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import Schedule
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
 from elastic_trainer.world.alone import Alone
 
@@ -409,7 +409,7 @@ def test_a_newcomer_trains_what_the_others_train_when_it_has_received_the_state(
     giver, taker = deep(), deep()
     thaw(giver, 3)
     thaw(taker, 0)
-    states = [ElasticState(model, sgd(model)) for model in (giver, taker)]
+    states = [LiveState(model, sgd(model)) for model in (giver, taker)]
     states[1].load(states[0].values())
     assert [p.requires_grad
             for p in taker.parameters()] == [p.requires_grad for p in giver.parameters()]

@@ -34,8 +34,8 @@ from elastic_trainer.schedule import Schedule, cosine
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused
 from elastic_trainer.training.failures import PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
@@ -1258,7 +1258,7 @@ def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(
     world, trained = World(), built()
     world.seat(0, len(ranks))
     generations = Generations(Launch(), Alone(), events, Hooks(), world)
-    state = ElasticState(trained, torch.optim.SGD(trained.parameters(), 0.1))
+    state = LiveState(trained, torch.optim.SGD(trained.parameters(), 0.1))
     monkeypatch.setattr(generations, "_exchange_standings",
                         lambda state: [Standing(*rank, (8, 1), 0) for rank in ranks])
     monkeypatch.setattr(Transfer, "move", lambda *_: None)
@@ -1294,7 +1294,7 @@ def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: 
 
     def member(rank: int) -> dict[str, Any]:
         model = built()
-        state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+        state = LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
         state.has_state, state.extras = rank < 2, {
             "mine": Ordered("ab" if rank == 0 else order, 10.0**rank)
         }

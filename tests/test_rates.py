@@ -30,8 +30,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, pack
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.rates import RateChanged
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
@@ -166,7 +166,7 @@ def test_the_scheduler_goes_on_where_it_was_when_the_run_is_resumed(
     assert_equal(ours(KINDS[kind], momentum, seed=9), plainly(KINDS[kind], momentum)[0])
 
 
-def received(state: ElasticState) -> Any:
+def received(state: LiveState) -> Any:
     """Return a state's values as a newcomer gets them."""
     packed = state.packed()
     pieces = list(byte_ranges(packed, 0, packed.payload_bytes))
@@ -180,10 +180,10 @@ def test_a_newcomer_has_the_schedulers_state_when_it_has_received_the_state(kind
     for _ in range(2):
         model = built()
         optimizer = momentum(model)
-        states.append(ElasticState(model, optimizer, scheduler=KINDS[kind](optimizer)))
+        states.append(LiveState(model, optimizer, scheduler=KINDS[kind](optimizer)))
     giver, taker = states
 
-    def step(state: ElasticState) -> list[Any]:
+    def step(state: LiveState) -> list[Any]:
         mse(state.model, [INPUT, TARGET]).backward()
         state.rates.set(1.0)
         state.optimizer.step()
@@ -416,7 +416,7 @@ def test_a_newcomer_has_the_tensor_rate_when_it_has_received_the_state() -> None
     states = []
     for _ in range(2):
         model = built()
-        states.append(ElasticState(model, TENSORS["lr of 64 bits"](model)))
+        states.append(LiveState(model, TENSORS["lr of 64 bits"](model)))
     giver, taker = states
     mine = taker.optimizer.param_groups[0]["lr"]
     giver.rates.set(0.5)

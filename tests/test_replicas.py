@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_ranges, decode
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import (
     MOST_SLICES,
     SLICE_BYTES,
@@ -28,12 +28,12 @@ DTYPES = [
 ]
 
 
-def trained(width: int = 96, optimizer: str = "AdamW") -> ElasticState:
+def trained(width: int = 96, optimizer: str = "AdamW") -> LiveState:
     """A state after two steps, of about 5 slices of weights at width 500."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, width), torch.nn.BatchNorm1d(width),
                                 torch.nn.Linear(width, width))
-    state = ElasticState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
+    state = LiveState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
     for _ in range(2):
         model(torch.randn(8, 7)).square().mean().backward()
         state.optimizer.step()
@@ -42,7 +42,7 @@ def trained(width: int = 96, optimizer: str = "AdamW") -> ElasticState:
     return state
 
 
-def tensors(state: ElasticState) -> dict[str, torch.Tensor]:
+def tensors(state: LiveState) -> dict[str, torch.Tensor]:
     named = dict(state.model.named_parameters())
     found = {name: p.detach() for name, p in named.items()} | dict(state.buffers)
     for name, parameter in named.items():
@@ -81,7 +81,7 @@ def test_each_bit_counts_in_tensors_of_every_type(dtype: torch.dtype, length: in
     """Also of the last elements, which fill no block."""
     model = torch.nn.Linear(2, 1)
     model.register_buffer("more", torch.zeros(length).to(dtype))
-    state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+    state = LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
     replica = Replica(state)
     before, chance = checksum(replica.all_parts()), random.Random(length)
     bits = 8 * length * state.buffers["more"].element_size()
@@ -133,7 +133,7 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
                 super().__init__()
                 self.weight = torch.nn.Parameter(torch.empty(elements, device="meta"))
 
-        return Replica(ElasticState(model := Large(), torch.optim.SGD(model.parameters(),
+        return Replica(LiveState(model := Large(), torch.optim.SGD(model.parameters(),
                                                                       0.1))).slices
 
     assert slices(10) == 1
@@ -141,7 +141,7 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
     assert slices(10**9) == MOST_SLICES == 256
     # Each tensor costs time.
     many = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(100)])
-    assert Replica(ElasticState(many, torch.optim.SGD(many.parameters(), 0.1))).slices == 25
+    assert Replica(LiveState(many, torch.optim.SGD(many.parameters(), 0.1))).slices == 25
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6), st.integers(1, 4096))

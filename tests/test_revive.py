@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import Packed, byte_ranges, pack
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world import revive
 from elastic_trainer.world.revive import read_live_state, write_live_state
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def trained(steps: int = 2) -> ElasticState:
+def trained(steps: int = 2) -> LiveState:
     """A live state after a few steps, in the middle of the next."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8),
                                 torch.nn.Linear(8, 2))
-    state = ElasticState(model,
+    state = LiveState(model,
                          torch.optim.AdamW(model.parameters()),
                          scaler=torch.amp.GradScaler("cpu"))
     state.has_state = True
@@ -65,7 +65,7 @@ def left_behind() -> Iterator[LeftBehind]:
         os.close(descriptor)
 
 
-def written(state: ElasticState, gradients: dict[str, torch.Tensor] | None = None) -> int:
+def written(state: LiveState, gradients: dict[str, torch.Tensor] | None = None) -> int:
     memory = write_live_state(state, gradients or {}, {"generation": 3})
     assert memory is not None
     return memory

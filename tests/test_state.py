@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import FolderStore, Store, StoreRefused, StoreUnavailable
 
 
-def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> ElasticState:
+def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> LiveState:
     """A live state after a few steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width),
                                 torch.nn.Linear(width, 2))
-    state = ElasticState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
+    state = LiveState(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2))
     state.has_state = True
     for _ in range(steps):
         model(torch.randn(8, 4)).square().mean().backward()
@@ -31,7 +31,7 @@ def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> Elastic
     return state
 
 
-def bytes_of(state: ElasticState) -> bytes:
+def bytes_of(state: LiveState) -> bytes:
     packed = state.packed()
     return packed.header + b"".join(
         bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
@@ -142,7 +142,7 @@ def test_the_optimizers_count_is_where_torch_wants_it(flag: str | None) -> None:
     """With the parameter for a fused or capturable optimizer, else on the CPU; all else is with the
     parameter."""
     giver, model = trained(3), trained(0).model.to("meta")  # it stands for another device
-    taker = ElasticState(model, torch.optim.AdamW(model.parameters()))
+    taker = LiveState(model, torch.optim.AdamW(model.parameters()))
     if flag:
         giver.optimizer.param_groups[0][flag] = True
     packed = giver.packed()

@@ -10,7 +10,7 @@ import torch
 from test_loop import NUMBERS, built, in_a_world, job, mse, sgd, trained
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 
 Model = torch.nn.Module
 
@@ -173,7 +173,7 @@ def test_an_expanded_buffer_stays_one_buffer_when_two_modules_share_it() -> None
     shared = torch.ones(1).expand(8)
     first, second = Scaled(shared, False), Scaled(shared, False)
     model = built(first, second)
-    ElasticState(model, sgd(model))
+    LiveState(model, sgd(model))
     assert first.scale is second.scale and first.scale.is_contiguous()
 
 

@@ -13,7 +13,7 @@ from simulated import Hub, Member
 
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
@@ -77,14 +77,14 @@ def state_at(committed: int,
              *,
              prepared: int | None = None,
              seen: int = 0,
-             has_state: bool = True) -> ElasticState:
+             has_state: bool = True) -> LiveState:
     """Return the state of a worker that has finished some steps, whose user has seen the end of
     some."""
     model = torch.nn.Linear(2, 2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float(committed))
-    state = ElasticState(model, torch.optim.SGD(model.parameters(), 0.1))
+    state = LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
     state.committed, state.has_state, state.extras = committed, has_state, {"seen": Count(seen)}
     state.prepared = state.begun = committed if prepared is None else prepared
     return state
@@ -94,7 +94,7 @@ class User:
     """One worker's training loop: it draws from the run, and counts each finished step in its
     extra."""
 
-    def __init__(self, seat: Seat, state: ElasticState):
+    def __init__(self, seat: Seat, state: LiveState):
         self.seat, self.state = seat, state
         self.unseen: list[int] = []
         self.drawn: list[str] = []

@@ -13,7 +13,7 @@ Facts about Horovod 0.28.1 that this project answers, by the numbers that its co
 - F4  It blocks in a call to a vanished rank 0 (driver.py:191-206). → desk
 - F5  Its rendezvous listens with a backlog of 5: a dropped SYN costs a second. → rendezvous
 - F6, F7, F8  TorchState: a newcomer's first step; `sync` saves nothing; `restore` aliases.
-      → state/elastic_state
+      → state/live_state
 - F9  skip_sync deadlocks when a worker is new (state.py). → world: reconcile
 - F10 Its rendezvous unpickles what any client puts there (rendezvous.py:44-47).
       → rendezvous, wire (signed JSON)

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_trainer.config import Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
 from elastic_trainer.world.arithmetic import (
@@ -34,7 +34,7 @@ many."""
 class Account:
     """One worker's account of the run. `world` says which rank it has now."""
 
-    def __init__(self, job: Job, state: ElasticState, launch: Launch, events: Events, reduce: str):
+    def __init__(self, job: Job, state: LiveState, launch: Launch, events: Events, reduce: str):
         self.job, self.state, self.launch, self.events = job, state, launch, events
         self.reduce = reduce
 

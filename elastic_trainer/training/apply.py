@@ -18,8 +18,8 @@ import math
 import torch
 
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job
@@ -34,7 +34,7 @@ from elastic_trainer.world.collectives import World
 class StepEnd:
     """What is done with a step whose gradient every worker holds."""
 
-    def __init__(self, job: Job, state: ElasticState, flat: Flat, events: Events):
+    def __init__(self, job: Job, state: LiveState, flat: Flat, events: Events):
         self.job, self.state, self.flat, self.events = job, state, flat, events
         self.metrics: dict[str, float] = {}
         """What the last finished step has logged, over all shards."""
@@ -147,7 +147,7 @@ class StepEnd:
         state.extra_state.apply()
 
 
-def weights_sha256(state: ElasticState) -> str:
+def weights_sha256(state: LiveState) -> str:
     """Return the SHA-256 over the names and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in [*named_parameters(state.model).items(), *state.buffers.items()]:

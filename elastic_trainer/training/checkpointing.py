@@ -31,7 +31,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Peers, Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import Fenced
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.state.upload import Share
 from elastic_trainer.training.timing import Timing
@@ -181,7 +181,7 @@ def open_checkpoints(launch: Launch, plan: Plan, events: Events,
 class Checkpointing:
     """When and how one worker's training loop makes checkpoints. `checkpoints` None: never."""
 
-    def __init__(self, checkpoints: Checkpoints | None, state: ElasticState, driver: Driver,
+    def __init__(self, checkpoints: Checkpoints | None, state: LiveState, driver: Driver,
                  launch: Launch, events: Events):
         self.checkpoints, self.state, self.driver = checkpoints, state, driver
         self.launch, self.events = launch, events

@@ -18,8 +18,8 @@ import torch
 from horovod.torch.elastic.sampler import ElasticSampler
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import Packed, copy_range, decode
+from elastic_trainer.state.live_state import LiveState
 
 
 class LastCommit:
@@ -51,7 +51,7 @@ class LastCommit:
         return dict(decode(self._header, self._memory.clone()))
 
 
-class CommitState(ElasticState):
+class CommitState(LiveState):
     """This worker's state. It exists before the script has built its model, and is empty then."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import owner_of
 from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.apply import StepEnd, weights_sha256
@@ -71,7 +71,7 @@ class Loop:
                  compress: bool,
                  plan: Plan | None = None):
         self.job, self.launch, self.driver, self.events, self.reduce = job, launch, driver, events, reduce
-        self.state = ElasticState(
+        self.state = LiveState(
             job.model,
             job.optimizer,
             scaler=job.scaler,

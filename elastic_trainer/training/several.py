@@ -6,7 +6,7 @@ compares and sends them
 
 A step has one phase for each optimizer, in the order of their names in the dict. A phase is a step
 in small: shards → reduce → vote → apply, of this optimizer alone. What always holds:
-1. Progress is counted in phases (`ElasticState.ticks`), as it is counted in steps with one
+1. Progress is counted in phases (`LiveState.ticks`), as it is counted in steps with one
    optimizer. So if a generation breaks between two phases, all workers agree on the next phase and
    go on there. No phase is done twice, and no copy of the weights is needed to undo one.
 2. A worker that joins in the middle of a step receives the state as it is between two phases, with

@@ -25,7 +25,7 @@ import numpy
 import torch
 
 from elastic_trainer.schedule import Schedule, samples_digest
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.batches import fetch, to_device
 from elastic_trainer.training.flat import Flat, SetsDiffer
@@ -44,7 +44,7 @@ class Shards:
     def __init__(
         self,
         job: Job,
-        state: ElasticState,
+        state: LiveState,
         flat: Flat,
         reducer: Reducer,
         fault_of_machine: Callable[[BaseException], str],

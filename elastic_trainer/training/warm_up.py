@@ -28,8 +28,8 @@ import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import probe
 from elastic_trainer.training.batches import fetch, to_device
@@ -66,7 +66,7 @@ class WarmUp:
     """One worker's warm-up, and what it works on."""
 
     def __init__(
-        self, job: Job, state: ElasticState, flat: Flat, reducer: Reducer, replica: Replica
+        self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, replica: Replica
     ):
         self.job, self.state, self.flat, self.reducer, self.replica = (
             job,

@@ -30,7 +30,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world import revive
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.collectives import PeersLost, World
@@ -114,7 +114,7 @@ class Generations:
 
     # --- the life of a generation ---------------------------------------------------------------
 
-    def run(self, state: ElasticState, body: Callable[[], Iterator[T]], *,
+    def run(self, state: LiveState, body: Callable[[], Iterator[T]], *,
             restore: Callable[[], str], roll_forward: Callable[..., None],
             hand_over: Callable[[], Iterator[T]], live_state: Callable[[], Any],
             entered: Callable[[], Iterator[T]] = lambda: iter(())) -> Generator[T, None, None]:
@@ -153,7 +153,7 @@ class Generations:
             last_step = state.committed
             limit_idle(idle, last_step, self.driver)
 
-    def _start_driver(self, state: ElasticState) -> None:
+    def _start_driver(self, state: LiveState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
                             is_saving=self.hooks.is_moving, published=self.hooks.published)
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
@@ -175,7 +175,7 @@ class Generations:
         self._session.start()  # network: a full mesh of connections
         self.events.reach("world.init_left")
 
-    def _break(self, why: Exception, state: ElasticState) -> None:
+    def _break(self, why: Exception, state: LiveState) -> None:
         """Leave a generation that has ended before the run has."""
         self._note_end()
         if isinstance(why, (HorovodInternalError, PeersLost)):
@@ -204,7 +204,7 @@ class Generations:
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()
 
-    def _log_start(self, state: ElasticState, source: str, pause_s: float) -> None:
+    def _log_start(self, state: LiveState, source: str, pause_s: float) -> None:
         self._trains = True
         self.driver.note("training", state.committed)
         self.events.reach("world.generation_entered", step=state.committed)
@@ -276,7 +276,7 @@ class Generations:
 
     # --- reconcile ------------------------------------------------------------------------------
 
-    def _reconcile(self, state: ElasticState, restore: Callable[[], str],
+    def _reconcile(self, state: LiveState, restore: Callable[[], str],
                    roll_forward: Callable[..., None],
                    hand_over: Callable[[], Iterator[T]]) -> Generator[T, None, tuple[str, float]]:
         """Agree on the last finished step and give all members its state.
@@ -309,7 +309,7 @@ class Generations:
         self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 
-    def _exchange_standings(self, state: ElasticState) -> list[Standing]:
+    def _exchange_standings(self, state: LiveState) -> list[Standing]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
         mine = torch.tensor([Standing(
@@ -318,7 +318,7 @@ class Generations:
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         return [Standing.decode(numbers) for numbers in everyone.tolist()]
 
-    def _roll_forward(self, state: ElasticState, standings: Sequence[Standing],
+    def _roll_forward(self, state: LiveState, standings: Sequence[Standing],
                       roll_forward: Callable[..., None]) -> None:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
         ticks, last_vote = newest(standings)

@@ -1,7 +1,7 @@
 """Whether all workers hold the same bits: a checksum of one slice of the state in each vote, and
 who differs.
 
-ElasticState → here → vote (one checksum) → all the same: apply; else each worker's checksums →
+LiveState → here → vote (one checksum) → all the same: apply; else each worker's checksums →
 judge
 
 What always holds:
@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.elastic_state import ElasticState
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 
 SLICE_BYTES = 256 << 10
@@ -79,7 +79,7 @@ class ReplicasDisagree(RuntimeError):
 class Replica:
     """The checksums of one worker's state."""
 
-    def __init__(self, state: ElasticState):
+    def __init__(self, state: LiveState):
         self.state = state
         self.parameters = named_parameters(state.model)
         self.names = list(self.parameters)

@@ -10,7 +10,7 @@ it writes the live state into memory that has no name (memfd), and `exec`s the s
 stays, so driver and ssh notice nothing.
 
 What always holds:
-1. Parameters that may be half changed are never written (`ElasticState.is_applying`): then the
+1. Parameters that may be half changed are never written (`LiveState.is_applying`): then the
    successor comes back as a newcomer and receives the state.
 2. Live state is read once, by the process that wrote it (same pid). Only that process holds it:
    whatever ends the process in between, by SIGKILL too, frees the memory.
@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import LayoutError, byte_view, decode, pack
+from elastic_trainer.state.live_state import LiveState
 
 _TERMINATE = ctypes.CFUNCTYPE(None)
 _WHAT = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)
@@ -78,7 +78,7 @@ def _uncaught() -> str:
     return (_WHAT(what)(thrown) or b"").decode(errors="replace")
 
 
-def write_live_state(state: ElasticState, gradients: dict[str, torch.Tensor],
+def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
                      facts: dict[str, Any]) -> int | None:
     """Write the live state for this process's successor; returns the descriptor of its memory, or
     None when this process holds no state that is whole.

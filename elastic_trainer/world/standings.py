@@ -16,7 +16,7 @@ class Standing(NamedTuple):
     """Where a worker stands when a generation begins."""
 
     committed: int
-    """In ticks (ElasticState.ticks): steps, or phases of steps; so is `begun`."""
+    """In ticks (LiveState.ticks): steps, or phases of steps; so is `begun`."""
     begun: int
     has_state: bool
     last_vote: tuple[int, ...]

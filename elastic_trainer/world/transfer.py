@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 
 from elastic_trainer.observe.events import Events
-from elastic_trainer.state.elastic_state import ElasticState
 from elastic_trainer.state.layout import (
     LayoutError,
     Packed,
@@ -30,6 +29,7 @@ from elastic_trainer.state.layout import (
     tensors_digest,
     unpack,
 )
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.replicas import Part, checksum
 
@@ -62,7 +62,7 @@ class Transfer:
         self._differ = differ
         """Called by all members if the givers hold different bits; it may end the generation."""
 
-    def move(self, state: ElasticState, givers: list[int]) -> None:
+    def move(self, state: LiveState, givers: list[int]) -> None:
         """Give all members the state, all together.
 
         Network: the state's bytes once for each newcomer. Raises RuntimeError, on all members, if
@@ -173,7 +173,7 @@ def _reader_of_payload(packed: Packed) -> Reader:
     return lambda low, high: byte_ranges(packed, low, high)
 
 
-def _room_for(state: ElasticState, header: torch.Tensor, payload_bytes: int) -> Packed:
+def _room_for(state: LiveState, header: torch.Tensor, payload_bytes: int) -> Packed:
     try:
         return state.room(header.numpy().tobytes(), payload_bytes)
     except LayoutError as error:

@@ -28,7 +28,7 @@ from elastic_trainer.state.names import named_buffers, named_parameters, plain, 
 from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
 
 
-class ElasticState:
+class LiveState:
     """Model, optimizer and scaler of this worker, and where it stands."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
