@@ -120,7 +120,7 @@ def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
                                                                          for e in told}) == 2
     assert ended["verdict"] == "user_error" and len(cluster.fired()) == 2
     verdict = said[said.index("attempt user_error"):]
-    assert "shard 5 of step 12 fails with EIO on" in verdict and verdict.count(
+    assert "Shard 5 of step 12 fails with EIO on" in verdict and verdict.count(
         "Input/output error, as planned") >= 2
 
 

@@ -156,9 +156,9 @@ def test_the_user_is_told_when_there_are_more_workers_than_shards(
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--steps", "5"], "--steps is 5, but it is the demo's"),
-    (["--seed", "0"], "--seed is 0, but it is the demo's"),
-    (["--example", "gpt"], "--example is 'gpt', but it is the demo's"),
+    (["--steps", "5"], "--steps is 5, but it is an option of the demo"),
+    (["--seed", "0"], "--seed is 0, but it is an option of the demo"),
+    (["--example", "gpt"], "--example is 'gpt', but it is an option of the demo"),
     (["-H", "a:1", "--workers", "2"
       ], "--workers is 2, but it is for local workers, and -H names the hosts"),
     (["--min-workers", "2", "--min-np", "1"], "--min-workers is 2 and --min-np is 1"),
