@@ -1,12 +1,15 @@
 """The live state of one worker: model, optimizer, scaler, and the number of the last finished step.
 
-step in flight → here (prepared → committed) → next step; newcomer ← here; checkpoint ← here
+step in flight → here (begun → prepared → committed) → next step; newcomer ← here; checkpoint ← here
+
+model_parameters.py, model_buffers.py, optimizer_values.py, rates.py and extra_state.py keep the
+parts. kinds.py checks what was received.
 
 What always holds:
 1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
 2. `prepared == committed + 1` only while this worker holds the reduced gradient of step `committed`
-   and knows that everybody else does (the vote has been asked for, not necessarily answered).
-3. A survivor never receives state. Only a worker without (`has_state` false) does, all of it or
+   and knows that all workers do: the vote has started, and may not have ended.
+3. A survivor never receives state. Only a worker without (`has_state` is False) does, all of it or
    nothing.
 4. No copy per step, and no pickle: `TorchState.save` of Horovod deep-copies, `sync` steps a fresh
    optimizer and leaves a newcomer with other weights than it sent, `restore` aliases (F6, F7, F8;
@@ -23,13 +26,17 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.extra_state import ExtraState
+from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, outline, pack, unpack
-from elastic_trainer.state.names import named_buffers, named_parameters, plain, with_plain_names
-from elastic_trainer.state.rates import Rates, taken_in_place, tensor_kind
+from elastic_trainer.state.model_buffers import ModelBuffers
+from elastic_trainer.state.model_parameters import ModelParameters
+from elastic_trainer.state.names import with_plain_names
+from elastic_trainer.state.optimizer_values import OptimizerValues
+from elastic_trainer.state.rates import Rates
 
 
 class LiveState:
-    """Model, optimizer and scaler of this worker, and where it stands."""
+    """Model, optimizer and scaler of this worker, and its place in the run."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
                  scaler: torch.amp.GradScaler | None = None, scheduler: LRScheduler | None = None,
@@ -38,9 +45,15 @@ class LiveState:
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are
         refused."""
+        self.parameters = ModelParameters(model)
+        self.model_buffers = ModelBuffers(model)
+        self.optimizer_values = OptimizerValues(model, optimizer)
         self.rates = Rates(optimizer, scheduler)
-        self._parameters = list(model.parameters())
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self.extra_state = ExtraState(model)
+        self.extras: dict[str, Any] = {}
+        """What the user has registered, by name: objects with state_dict and load_state_dict."""
+        self.settings: dict[str, Any] = {}
+        """What the job was asked for, as JSON values, for the worker that resumes the run."""
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.phase, self.phases = 0, 1
@@ -57,10 +70,6 @@ class LiveState:
         self.lineage = 0
         """The number under which this attempt publishes checkpoints (commit_log.py); 0: it has
         none."""
-        self.extras: dict[str, Any] = {}
-        """What the user has registered, by name: objects with state_dict and load_state_dict."""
-        self.settings: dict[str, Any] = {}
-        """What the job was asked for, as JSON values, for whoever goes on with the run."""
         self.loss = float("nan")
         self.samples = 0
         self.last_vote: tuple[int, ...] = (0, 0, 0, 0)
@@ -69,41 +78,11 @@ class LiveState:
         run."""
         self.clocks_ms = (0, 0)
         """The run's clock at the end of the last two steps."""
-        self.extra_state = ExtraState(model)
-        self._buffers_before: dict[str, torch.Tensor] = {}
-        self._modules = list(model.modules())
-        self._outlined = self._outline()
-        self._modes_before: list[bool] = []
-        self.take_buffers()
 
-    def take_buffers(self) -> None:
-        """Keep the buffers that the model has now. One that cannot be written to in place gets
-        memory of its own."""
-        model = self.model
-        own_memory: dict[int, torch.Tensor] = {}
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if buffer.numel() > _span(buffer) or buffer.is_conj() or buffer.is_neg():
-                owner, _, leaf = name.rpartition(".")
-                own_buffer = own_memory.setdefault(
-                    id(buffer),
-                    buffer.detach().resolve_conj().resolve_neg().contiguous())
-                setattr(model.get_submodule(owner), leaf, own_buffer)
-        self.buffers = named_buffers(model)
-        own = {
-            id(tensor): name
-            for name, tensor in [*named_parameters(model).items(), *self.buffers.items()]
-        }
-        exported = {
-            plain(name): it
-            for name, it in torch.nn.Module.state_dict(model, keep_vars=True).items()
-        }
-        self.aliases = {
-            name: own[id(tensor)]
-            for name, tensor in exported.items() if own.get(id(tensor), name) != name
-        }
-        """The other names that tied parameters and buffers have in `model.state_dict()`."""
-        self.left_out = [name for name in own.values() if name not in exported]
-        """What is not in it: buffers that are not persistent."""
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by name, shared ones once."""
+        return self.model_buffers.named
 
     @property
     def ticks(self) -> int:
@@ -123,8 +102,7 @@ class LiveState:
 
     @property
     def is_finished_early(self) -> bool:
-        """True if the user's code has asked to finish the run after the last step, on any
-        worker."""
+        """True if the user's code on any worker has asked to finish the run after the last step."""
         return self.phase == 0 and self.last_vote[3] > 0
 
     # --- a step's life ----------------------------------------------------------------------------
@@ -133,75 +111,38 @@ class LiveState:
         """Keep what a forward pass changes (BatchNorm's buffers, modes), so that `restore` can put
         it back."""
         self.begun = self.ticks + 1
-        self._modes_before = [module.training for module in self._modules]
-        if self.buffers:
-            self._buffers_before = {name: b.detach().clone() for name, b in self.buffers.items()}
+        self.model_buffers.begin()
         self.extra_state.begin()
 
+    def restore(self) -> None:
+        """Put back what a forward pass has changed: before each shard, and when a step broke."""
+        self.model_buffers.reset()
+        self.extra_state.reset()
+
     def forget(self) -> None:
-        """Forget the step in flight: its begin is not to be gone back to."""
-        self.begun, self._buffers_before, self._modes_before = self.ticks, {}, []
+        """Forget the step in flight, and the values of its begin."""
+        self.begun = self.ticks
+        self.model_buffers.forget()
         self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Return the buffers' values at the step's begin."""
-        return self._buffers_before
+        return self.model_buffers.before
 
     def take_up(self, before: dict[str, torch.Tensor]) -> None:
         """Go on with a step in flight whose begin had these buffers."""
-        self._buffers_before = before
-        self.reset_buffers()
-
-    def adopt_buffers(self) -> None:
-        """Bring a buffer that the forward pass has replaced (`self.mean = …`) back into the one
-        that is kept."""
-        with torch.no_grad():
-            for name, replacement in self._put_back_replaced():
-                self.buffers[name].copy_(replacement)
-
-    def reset_buffers(self) -> None:
-        """Put the buffers back to the step's begin (each shard starts from the same values), and
-        the modes.
-
-        A loss that ends with `model.eval()` has its effect from the next step on: not from the next
-        shard on, which is the same step in one world and another worker's in the next.
-        """
-        self._put_back_replaced()
-        # None: no step.
-        for module, training in zip(self._modules, self._modes_before, strict=False):
-            if module.training != training:  # to set it takes longer than to look
-                module.training = training
-        for name, before in self._buffers_before.items():
-            if self.buffers[name].shape != before.shape:
-                # A forward pass has, which is an error: the message is to come.
-                self.buffers[name].resize_(before.shape)
-            self.buffers[name].copy_(before)
-        self.extra_state.reset()
-
-    def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
-        """Let the model have the kept buffers again; returns what a forward pass has put in their
-        place, by name."""
-        replaced = [(name, now)
-                    for name, now in (self.model.named_buffers() if self.buffers else ())
-                    if now is not self.buffers.get(plain(name), now)]
-        for name, _ in replaced:
-            owner, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), leaf, self.buffers[plain(name)])
-        return [(plain(name), now) for name, now in replaced]
+        self.model_buffers.take_up(before)
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
         self.prepared = self.ticks + 1
 
-    def commit(self,
-               samples: int = 0,
-               digest: int = 0,
-               clock_ms: int = 0,
+    def commit(self, samples: int = 0, digest: int = 0, clock_ms: int = 0,
                finishes: int = 0) -> None:
         """Make the phase in flight final; the last one ends the step."""
         self.phase = (self.phase + 1) % self.phases
         _, _, clock_was, finishes_was = self.last_vote
-        # A phase before this one may have asked.
+        # A phase before this one may have asked to finish the run.
         carried = finishes_was if self.phase != 1 % self.phases else 0
         self.last_vote = (samples, digest, max(clock_ms, clock_was), finishes + carried)
         if self.phase == 0:
@@ -209,53 +150,14 @@ class LiveState:
             self.samples += samples
             self.clocks_ms = (self.clocks_ms[1], self.last_vote[2])
         self.prepared = self.ticks
-        self._buffers_before, self._modes_before = {}, []
-
-    def restore(self) -> None:
-        """Drop what a broken step has changed outside the gradient."""
-        self.reset_buffers()
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if the model has other parameters than at the start: nobody could have
-        joined or resumed."""
-        if self._outline() != self._outlined and [*map(id, self.model.parameters())
-                                                  ] != [*map(id, self._parameters)]:
-            own = {id(p) for p in self._parameters}
-            new = [name for name, p in named_parameters(self.model).items() if id(p) not in own]
-            raise RuntimeError(
-                f"the model has other parameters than at the start "
-                f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker "
-                f"could join or resume. Build all before train(), and change values in place "
-                f"(copy_)."
-            )
-
-    def _outline(self) -> list[int]:
-        """Return what changes wherever the model's modules or parameters do, in a tenth of the time
-        that a walk takes."""
-        return [
-            id(part) for module in self._modules for parts in (module._parameters, module._modules)
-            for part in parts.values()
-        ]
-
-    def check_groups(self) -> None:
-        """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a
-        resume, build those."""
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != self._group_sizes:
-            raise RuntimeError(
-                f"the optimizer has groups of {sizes} parameters in step {self.committed}, but it "
-                f"had "
-                f"groups of {self._group_sizes} at the start. Give it all parameters before "
-                f"train(): "
-                f"one whose requires_grad is False is not moved until a step sets it True.")
+        self.model_buffers.forget()
 
     # --- as bytes ---------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
         """Return all that is needed to go on, as a tree of live tensors and numbers (nothing is
         copied)."""
-        names = {id(p): name for name, p in named_parameters(self.model).items()}
-        groups = self.optimizer.param_groups
+        parameters, buffers = self.parameters.named(), self.model_buffers
         return {
             "identity": self.identity,
             "step": self.committed,
@@ -265,34 +167,15 @@ class LiveState:
             "last_vote": self.last_vote,
             "lineage": self.lineage,
             **self.rates.values(),
-            "parameters": named_parameters(self.model),
-            "evaluating": sorted(
-                {plain(name)
-                 for name, m in self.model.named_modules() if not m.training}),
-            "trained": [
-                name for name, p in named_parameters(self.model).items() if p.requires_grad
-            ],
-            "buffers": self.buffers,
-            "aliases": self.aliases,
-            "left_out": self.left_out,
-            "optimizer": {
-                "state": {
-                    names[id(p)]: self.optimizer.state[p]
-                    for g in groups
-                    for p in g["params"] if p in self.optimizer.state
-                },
-                "groups": [{k: v
-                            for k, v in g.items() if k != "params"} for g in groups],
-                "members": [[names[id(p)] for p in g["params"]] for g in groups],
-                "shared": {
-                    key: value
-                    for key, value in self.optimizer.state.items()
-                    if not isinstance(key, torch.Tensor)
-                },
-            },
+            "parameters": parameters,
+            "evaluating": buffers.evaluating(),
+            "trained": self.parameters.trained(),
+            "buffers": buffers.named,
+            "aliases": buffers.aliases,
+            "left_out": buffers.left_out,
+            "optimizer": self.optimizer_values.values({id(p): n for n, p in parameters.items()}),
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "extras": {name: extra.state_dict()
-                       for name, extra in self.extras.items()},
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "extra_state": self.extra_state.values(),
             "settings": self.settings,
         }
@@ -302,44 +185,18 @@ class LiveState:
         return pack(self.values())
 
     def fits(self, values: dict[str, Any]) -> None:
-        """Raise LayoutError when values are not of this model and optimizer."""
+        """Raise LayoutError when values are not of this job, model and optimizer."""
         if values["identity"] != self.identity:
             raise LayoutError(
                 f"it is of a job with {values['identity']}, but this job has {self.identity}")
-        parameters = named_parameters(self.model)
-        for kind, mine in (("parameters", parameters), ("buffers", self.buffers)):
-            theirs = values[kind]
-            if theirs.keys() != mine.keys():
-                odd = sorted(theirs.keys() ^ mine.keys())[:5]
-                raise LayoutError(
-                    f"the {kind} are not this model's: {odd} are in only one of the two")
-            for name, tensor in theirs.items():
-                if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
-                    raise LayoutError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} there, but "
-                                      f"{tuple(mine[name].shape)} {mine[name].dtype} in this model")
-        groups = self.optimizer.param_groups
-        by_id = {id(p): name for name, p in parameters.items()}
-        members = [[by_id[id(p)] for p in g["params"]] for g in groups]
-        if values["optimizer"]["members"] != members:
-            raise LayoutError("the optimizer's parameter groups are not this optimizer's")
-        for number, (group,
-                     theirs) in enumerate(zip(groups, values["optimizer"]["groups"], strict=True)):
-            for key in group.keys() & theirs.keys() - {"params"}:
-                if tensor_kind(group[key]) != tensor_kind(theirs[key]):
-                    raise LayoutError(
-                        f"{key} of the optimizer's group {number} is {theirs[key]!r} there, but "
-                        f"{group[key]!r} in this job: a tensor and a number, or tensors of other "
-                        f"types"
-                    )
+        _require_same_tensors("parameters", values["parameters"], self.parameters.named())
+        _require_same_tensors("buffers", values["buffers"], self.buffers)
+        self.optimizer_values.require_fit(values["optimizer"])
         if not 0 <= values.get("phase", 0) < self.phases:
-            raise LayoutError(
-                f"it stands in phase {values['phase']} of a step, but a step of this job has "
-                f"{self.phases}"
-            )
-        names = [
-            settings["optimizer"] for settings in (values.get("settings", {}), self.settings)
-            if settings
-        ]
+            raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
+                              f"job has {self.phases}")
+        both = (values.get("settings", {}), self.settings)
+        names = [settings["optimizer"] for settings in both if settings]
         if len(set(names)) > 1:
             raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
         if misfit := self.rates.misfit(values):
@@ -349,15 +206,11 @@ class LiveState:
         if self.scaler is not None and values["scaler"].keys() != self.scaler.state_dict().keys():
             raise LayoutError(f"the gradient scaler has {sorted(values['scaler'], key=str)} there")
         if (extra := sorted(values.get("extra_state", {}))) != sorted(self.extra_state.modules):
-            raise LayoutError(
-                f"the modules' extra state is {extra} there and "
-                f"{sorted(self.extra_state.modules)} in this "
-                f"model")
+            raise LayoutError(f"the modules' extra state is {extra} there and "
+                              f"{sorted(self.extra_state.modules)} in this model")
         if values["extras"].keys() != self.extras.keys():
-            raise LayoutError(
-                f"the extras are {sorted(values['extras'])} there and {sorted(self.extras)} in "
-                f"this job"
-            )
+            raise LayoutError(f"the extras are {sorted(values['extras'])} there and "
+                              f"{sorted(self.extras)} in this job")
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded
@@ -370,26 +223,18 @@ class LiveState:
         """
         outlined = outline(header)
         if outlined.payload_bytes != payload_bytes:
-            raise LayoutError(
-                f"there are {payload_bytes} bytes, but the header describes "
-                f"{outlined.payload_bytes}"
-            )
+            raise LayoutError(f"there are {payload_bytes} bytes, but the header describes "
+                              f"{outlined.payload_bytes}")
         if payload_bytes > MACHINE_BYTES:
             raise LayoutError(f"the header describes {payload_bytes} bytes, and this machine has "
                               f"{MACHINE_BYTES}")
         values = unpack(outlined)
         check_kinds(values)
-        values, mine = with_plain_names(values), named_parameters(self.model)
+        values, mine = with_plain_names(values), self.parameters.named()
         self.fits(values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
-
-        def memory(tensor: torch.Tensor) -> torch.Tensor:
-            gradient = idle.get(id(tensor))
-            is_usable = gradient is not None and gradient.is_cpu and gradient.is_contiguous()
-            return gradient if is_usable else torch.empty(
-                tensor.shape, dtype=tensor.dtype)  # type: ignore[return-value]
-
-        return Packed(header, [memory(tensor) for tensor in outlined.tensors])
+        return Packed(header, [_memory(tensor, idle.get(id(tensor)))
+                               for tensor in outlined.tensors])
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and
@@ -397,34 +242,10 @@ class LiveState:
         check_kinds(values)
         values = with_plain_names(values)
         self.fits(values)
-        parameters, groups = named_parameters(self.model), self.optimizer.param_groups
-        trained = set(
-            values.get("trained", (name for name, p in parameters.items() if p.requires_grad)))
-        with torch.no_grad():  # from here on nothing can fail but the memory
-            for name, tensor in values["parameters"].items():
-                parameters[name].copy_(tensor)
-                is_trained = name in trained
-                if parameters[name].requires_grad != is_trained:
-                    parameters[name].requires_grad_(is_trained)
-            for name, tensor in values["buffers"].items():
-                self.buffers[name].copy_(tensor)
-        if "evaluating" in values:
-            for name, module in self.model.named_modules():
-                module.training = plain(name) not in values["evaluating"]
-        self.optimizer.state.clear()
-        self.optimizer.state.update(values["optimizer"].get("shared", {}))
-        entries = values["optimizer"]["state"]
-        for group, theirs, members in zip(groups,
-                                          *(values["optimizer"][k] for k in ("groups", "members")),
-                                          strict=True):
-            group.update(
-                {key: taken_in_place(group.get(key), value)
-                 for key, value in theirs.items()})
-            moves_step = bool(group.get("fused") or group.get("capturable"))
-            for name in members:
-                if name in entries:
-                    self.optimizer.state[parameters[name]] = _moved(entries[name], parameters[name],
-                                                                    moves_step)
+        # from here on nothing can fail but the memory
+        self.parameters.load(values["parameters"], values.get("trained"))
+        self.model_buffers.load(values["buffers"], values.get("evaluating"))
+        self.optimizer_values.load(values["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
         for name, extra in self.extras.items():
@@ -443,92 +264,20 @@ class LiveState:
         self.has_state = True
 
 
-OPTIONAL: dict[str, Any] = {
-    "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
-    "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0,
-    "clock_ms": 0}
-"""What version 0.1 has not written."""
+def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],
+                          mine: dict[str, Any]) -> None:
+    """Raise LayoutError if names, shapes or types differ."""
+    if theirs.keys() != mine.keys():
+        odd = sorted(theirs.keys() ^ mine.keys())[:5]
+        raise LayoutError(f"the {kind} are not this model's: {odd} are in only one of the two")
+    for name, tensor in theirs.items():
+        if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
+            raise LayoutError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} there, but "
+                              f"{tuple(mine[name].shape)} {mine[name].dtype} in this model")
 
 
-def check_kinds(values: Any) -> None:
-    """Raise LayoutError unless values are of the kinds that `load` relies on.
-
-    What has the right digest may still have been written by somebody else. A value at which `load`
-    raises would end each start of the run, and half of the state would have been changed.
-    """
-    if not isinstance(values, dict):
-        raise LayoutError("the header holds no state")
-    found: dict[str, Any] = OPTIONAL | values
-    kinds: dict[str, Any] = {
-        "identity": object, "optimizer": dict, "base_rates": (list, tuple),
-        "rate_used": (int, float), "scheduler": (dict, type(None)), "scaler": (dict, type(None)),
-        "loss": (int, float), "last_vote": (list, tuple), "step": int, "samples": int,
-        "lineage": int, "phase": int, "clock_ms": int
-    }
-    odd = [name for name, kind in kinds.items()
-           if name not in found or not isinstance(found[name], kind)]
-    texts = ("evaluating", "trained", "left_out")
-    odd += [name for name in texts if not _is_list(found[name], str)]
-    named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
-             "extra_state": object, "settings": object, "aliases": str}
-    odd += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
-    if not odd:
-        odd = [name for name, is_sound in _contents(found).items() if not is_sound]
-    if odd:
-        raise LayoutError(f"the header holds no state of ours: {', '.join(odd)} are not what this "
-                          f"version writes")
-
-
-def _contents(found: dict[str, Any]) -> dict[str, bool]:
-    """Return, by name, whether the values in containers are sound; the containers are."""
-    optimizer, scheduler = found["optimizer"], found["scheduler"]
-    groups, members = optimizer.get("groups"), optimizer.get("members")
-    return {
-        "optimizer": (_is_dict(optimizer.get("state"), object)
-                      and isinstance(optimizer.get("shared", {}), dict)
-                      and _is_list(groups, dict) and _is_list(members, (list, tuple))
-                      and len(groups) == len(members)
-                      and all(_is_list(names, str) for names in members)),
-        "base_rates": _is_list(found["base_rates"], (int, float, torch.Tensor)) and (
-            isinstance(groups, (list, tuple)) and len(found["base_rates"]) == len(groups)),
-        "scheduler": not scheduler or (isinstance(scheduler.get("class"), str)
-                                       and isinstance(scheduler.get("state"), dict)),
-        "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) in (2, 4),
-        "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
-        "aliases": (set(found["aliases"].values())
-                    <= found["parameters"].keys() | found["buffers"].keys()),
-    } | {name: found[name] >= 0 for name in ("step", "samples", "lineage", "phase")}
-
-
-def _is_dict(value: Any, kind: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(k, str) and isinstance(v, kind) for k, v in value.items())
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return how many elements lie between a tensor's first and last: fewer than it has if it is
-    expanded."""
-    return 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _moved(value: Any, parameter: torch.Tensor, moves_step: bool, key: Any = None) -> Any:
-    """Return what an optimizer keeps of a parameter with its tensors on the parameter's device, in
-    its memory format.
-
-    Its count of steps stays on the CPU unless it is fused or capturable: as torch has it (2.13,
-    optim/optimizer.py, _process_value_according_to_param_policy).
-    """
-    if isinstance(value, torch.Tensor):
-        if value.shape == parameter.shape and value.stride() != parameter.stride():
-            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        return value.to(parameter.device) if key != "step" or moves_step else value
-    if isinstance(value, dict):
-        return {k: _moved(v, parameter, moves_step, k) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(v, parameter, moves_step) for v in value)
-    return value
+def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return memory on the CPU for a tensor: the gradient's if that is possible, else new."""
+    if gradient is not None and gradient.is_cpu and gradient.is_contiguous():
+        return gradient
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,27 +1,29 @@
-"""The names of a model's parameters and buffers in the state: those of the model before
-torch.compile.
+"""The names of parameters and buffers in the state: those of the model before torch.compile.
 
 torch.compile wraps a module: `0.weight` becomes `_orig_mod.0.weight` (torch/_dynamo/eval_frame.py,
-OptimizedModule). A checkpoint of a compiled model is then restored by one that is not compiled, and
-the reverse.
+OptimizedModule). With plain names a compiled model can restore the checkpoint of one that is not
+compiled, and the reverse.
 
 What always holds:
-1. Everything that the state, a checkpoint, an export or a digest names goes through here.
+1. Each name in the state, a checkpoint, an export or a digest comes from here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 
 COMPILED = "_orig_mod"
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 def plain(name: str) -> str:
     """Return a name without what torch.compile has put into it."""
-    return ".".join(part for part in name.split(".")
-                    if part != COMPILED) if COMPILED in name else name
+    if COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -34,17 +36,17 @@ def named_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return _by_name(model.named_buffers())
 
 
-def _by_name(named: Any) -> Any:
+def _by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     pairs = [(plain(name), tensor) for name, tensor in named]
     found = dict(pairs)
-    assert len(found) == len(
-        pairs), f"two tensors have one name without {COMPILED} in {[name for name, _ in pairs]}"
+    names = [name for name, _ in pairs]
+    assert len(found) == len(pairs), f"two tensors have one name without {COMPILED} in {names}"
     return found
 
 
 def with_plain_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a state's values with plain names: those of a compiled model that version 0.1 has
-    written have others."""
+    """Return a state's values with plain names. Version 0.1 wrote other names for a compiled
+    model."""
     if not any(COMPILED in name for kind in ("parameters", "buffers") for name in values[kind]):
         return values
     optimizer = values["optimizer"]

@@ -24,8 +24,8 @@ import torch
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.checkpoint import empty_payload, header_of, names_of, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
+from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
-from elastic_trainer.state.live_state import check_kinds
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.restore import read_part

@@ -107,7 +107,7 @@ class StepEnd:
         seed_everything(seed_of(job.schedule, state.committed, job.schedule.shards, phase))
         state.is_applying = True
         if self.is_skipped(loss := self.flat.mean_loss()):
-            state.reset_buffers()
+            state.restore()
             state.extra_state.forget()
             state.loss = loss
             state.rates.set(job.rate(state.committed))
@@ -121,8 +121,8 @@ class StepEnd:
             job.after_step(state.committed)
         else:
             state.rates.note()
-        state.check_groups()
-        state.check_parameters()
+        state.optimizer_values.check_groups(state.committed)
+        state.parameters.check()
         state.commit(samples, digest, clock_ms, finishes)
         state.is_applying = False
 

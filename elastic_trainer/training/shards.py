@@ -100,7 +100,7 @@ class Shards:
             self.flat.add_tally(self.reducer.mine())
         if self.error is None:
             with self.user_code():
-                self.state.check_groups()
+                self.state.optimizer_values.check_groups(step)
                 self.state.rates.check(step)
         return samples, digest
 
@@ -126,7 +126,7 @@ class Shards:
             self._close(step, shard)
 
     def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
-        self.state.reset_buffers()
+        self.state.restore()
         seed_everything(seed_of(self.job.schedule, step, shard, self.state.phase))
         batch = to_device(fetch(self.job.dataset, indices, self.job.collate), self.job.device)
         self.flat.gradients.open()
@@ -172,7 +172,7 @@ class Shards:
                 "of it "
                 f'was sent. Let it do so from the first batch on, or use reduce="exact".'
             ) from error
-        self.state.adopt_buffers()
+        self.state.model_buffers.adopt()
         if self.state.extra_state.modules and shard == self.job.schedule.first_shard(step):
             self.state.extra_state.keep()
 

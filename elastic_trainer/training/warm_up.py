@@ -132,7 +132,7 @@ class WarmUp:
     def _take_new_buffers(self) -> list[str]:
         """Keep the buffers that the first forward pass has made, too; returns their names."""
         known = set(self.state.buffers)
-        self.state.take_buffers()
+        self.state.model_buffers.take()
         if new := [name for name in self.state.buffers if name not in known]:
             self.state.begin()
             self.reducer.lay_out(self.flat.trained, self.state.buffers)
@@ -215,7 +215,7 @@ class WarmUp:
             self._check_parameters(held)
             return inputs, fingerprint([*losses, *flat.sums.values()])
         finally:
-            self.state.reset_buffers()
+            self.state.restore()
             flat.shards_run = 0
 
     def _backward(
@@ -238,7 +238,7 @@ class WarmUp:
     def _check_parameters(self, held: Sequence[Part]) -> None:
         """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by
         a version."""
-        self.state.check_parameters()
+        self.state.parameters.check()
         if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(
             self.flat.names
         ):

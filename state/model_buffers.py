@@ -1,0 +1,118 @@
+"""The buffers and modes of a model: kept at a step's begin, put back before each shard.
+
+model → here → each shard's begin, checkpoint, newcomer
+
+What always holds:
+1. The model's buffers stay the same tensors. One that a forward pass replaces (`self.mean = …`) is
+   put back, and takes the values of its replacement at the shard's end.
+2. Each shard starts with the buffers and modes of the step's begin. So `model.eval()` at the end of
+   a loss has its effect from the next step on: the next shard is another worker's in another world.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_trainer.state.names import named_buffers, named_parameters, plain
+
+
+class ModelBuffers:
+    """The buffers of one model, by their plain names, and the modes of its modules."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model, self._modules = model, list(model.modules())
+        self.before: dict[str, torch.Tensor] = {}
+        """The values of the step's begin; empty if no step is in flight."""
+        self._modes_before: list[bool] = []
+        self.take()
+
+    def take(self) -> None:
+        """Keep the buffers that the model has now. One that cannot be written to in place gets
+        memory of its own."""
+        model = self._model
+        own_memory: dict[int, torch.Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.numel() > _span(buffer) or buffer.is_conj() or buffer.is_neg():
+                copied = own_memory.setdefault(
+                    id(buffer), buffer.detach().resolve_conj().resolve_neg().contiguous())
+                self._set(name, copied)
+        self.named = named_buffers(model)
+        own = {id(tensor): name
+               for name, tensor in [*named_parameters(model).items(), *self.named.items()]}
+        exported = {plain(name): tensor for name, tensor
+                    in torch.nn.Module.state_dict(model, keep_vars=True).items()}
+        self.aliases = {name: own[id(tensor)] for name, tensor in exported.items()
+                        if own.get(id(tensor), name) != name}
+        """The other names that tied parameters and buffers have in `model.state_dict()`."""
+        self.left_out = [name for name in own.values() if name not in exported]
+        """What is not in it: buffers that are not persistent."""
+
+    def begin(self) -> None:
+        """Keep what a forward pass changes."""
+        self._modes_before = [module.training for module in self._modules]
+        if self.named:
+            self.before = {name: b.detach().clone() for name, b in self.named.items()}
+
+    def forget(self) -> None:
+        """Forget the step's begin."""
+        self.before, self._modes_before = {}, []
+
+    def take_up(self, before: dict[str, torch.Tensor]) -> None:
+        """Go on with a step in flight whose begin had these buffers."""
+        self.before = before
+        self.reset()
+
+    def adopt(self) -> None:
+        """Take the values of the buffers that the forward pass has replaced."""
+        with torch.no_grad():
+            for name, replacement in self._put_back_replaced():
+                self.named[name].copy_(replacement)
+
+    def reset(self) -> None:
+        """Put the buffers and modes of the step's begin back."""
+        self._put_back_replaced()
+        # The list is empty if no step is in flight.
+        for module, training in zip(self._modules, self._modes_before, strict=False):
+            if module.training != training:  # setting it takes longer than this comparison
+                module.training = training
+        for name, before in self.before.items():
+            if self.named[name].shape != before.shape:
+                # A forward pass has resized it. That is an error, which is raised after this.
+                self.named[name].resize_(before.shape)
+            self.named[name].copy_(before)
+
+    def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
+        """Let the model have the kept buffers again; returns what a forward pass has put in their
+        place, by name."""
+        replaced = [(name, now)
+                    for name, now in (self._model.named_buffers() if self.named else ())
+                    if now is not self.named.get(plain(name), now)]
+        for name, _ in replaced:
+            self._set(name, self.named[plain(name)])
+        return [(plain(name), now) for name, now in replaced]
+
+    def _set(self, name: str, buffer: torch.Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        setattr(self._model.get_submodule(owner), leaf, buffer)
+
+    # --- as values --------------------------------------------------------------------------------
+
+    def evaluating(self) -> list[str]:
+        """Return the names of the modules that are not in training mode."""
+        return sorted({plain(name) for name, m in self._model.named_modules() if not m.training})
+
+    def load(self, values: dict[str, torch.Tensor], evaluating: list[str] | None) -> None:
+        """Take over values, and modes if they are given."""
+        with torch.no_grad():
+            for name, tensor in values.items():
+                self.named[name].copy_(tensor)
+        if evaluating is not None:
+            for name, module in self._model.named_modules():
+                module.training = plain(name) not in evaluating
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between a tensor's first and last: fewer than it has if it is
+    expanded."""
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
