@@ -290,9 +290,9 @@ class Cluster:
         refused = [
             reason for e in self.events("driver.stranger_refused")
             for reason in e["reason"].split("; ") if reason != "a repeated message"
-        ]  # that is a stranger's, who has overheard it
+        ]  # another client may have recorded it
         return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [
-            reason for reason in refused if "a repeated message" in reason or "a line that" in reason]
+            reason for reason in refused if "a malformed message" in reason or "a line that" in reason]
 
     def assert_nothing_lost(self,
                             twin: str,

@@ -50,7 +50,8 @@ def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path,
     """Nothing is proved of it, and nothing summed up."""
     assert main([command, str(tmp_path)]) == 2
     read = capsys.readouterr()
-    assert f"{tmp_path} has no events.jsonl, so {said}. Name a run's folder" in read.err and read.out == ""
+    assert f"{tmp_path} has no events.jsonl, so {said}. Name a run's folder" in read.err
+    assert read.out == ""
 
 
 @pytest.mark.parametrize(("text", "said"),
@@ -70,8 +71,8 @@ def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["demo", "--no-such-option"], "unknown: --no-such-option"),
-    (["--no-such-option"], "unknown: --no-such-option"),
+    (["demo", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+    (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     (["demo", "-np", "2"], "need a command after --"),
     (["demo", "--example", "imagenet"], "imagenet"),
     (["demo", "--reduce", "mean"], "mean"),
@@ -81,7 +82,7 @@ def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path,
 def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str],
                                                     arguments: list[str], said: str) -> None:
-    """The usage and the word that is wrong; nothing is begun."""
+    """The usage and the wrong argument; nothing is started."""
     with pytest.raises(SystemExit) as exit_:
         main(["run", *arguments, "--runs-dir", str(tmp_path / "runs")])
     assert exit_.value.code == 2
@@ -92,21 +93,21 @@ def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path,
 @pytest.mark.parametrize(("least", "most"), [("3", "2"), ("0", "2"), ("-1", "2"), ("3", "1")])
 def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], least: str, most: str) -> None:
-    """Both numbers and the rule; nothing is begun."""
+    """Both numbers and the rule; nothing is started."""
     arguments = ["--min-workers", least, "--workers", most, "--runs-dir", str(tmp_path / "runs")]
     assert main(["run", "demo", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert f"--min-workers is {least}" in said and f"begins with {most} workers" in said
+    error = capsys.readouterr().err
+    assert f"--min-workers is {least}" in error and f"starts with {most} workers" in error
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", ["0", "-2"])
 def test_the_user_is_told_the_option_when_no_worker_would_start(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
-    """Its value and the least that works; nothing is begun."""
+    """Its value and the least valid one; nothing is started."""
     assert main(["run", "demo", "--workers", number, "--runs-dir", str(tmp_path / "runs")]) == 2
-    assert f"--workers is {number}, so no worker would start. Use --workers 1 or more." in capsys.readouterr(
-    ).err
+    error = capsys.readouterr().err
+    assert f"--workers is {number}, so no worker would start. Use --workers 1 or more." in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +248,10 @@ def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.M
     (["-np", "8", "--workers", "4"], "-np is 8, but the hosts have 4 slots"),
     (["-H", "a:1,b:1", "-np", "3"], "-np is 3, but the hosts have 2 slots"),
     (["-H", "a:1", "--host-discovery-script", "./hosts.sh"], "not allowed with"),
-    (["-H", "a:0"], "'a:0' is no host with slots"),
+    (["--host-discovery-script", "./hosts.sh"], "-np is not given"),
+    (["--min-np", "5"], "--min-np is 5, but the run starts with 4 workers"),
+    (["-np", "4", "--max-np", "2"], "--max-np is 2, but the run starts with 4 workers"),
+    (["-H", "a:0"], "'a:0' is not a host with its number of slots"),
     (["-H", "-oProxyCommand=x:1"], "expected one argument"),
     (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts cannot be read"),
 ])

@@ -154,8 +154,8 @@ def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[st
 def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -> None:
     """Another process of the user's may have written into output.log."""
     code = ("import sys; from elastic_trainer.wire.plain import plain_output; "
-            "from elastic_trainer.launch.run import last_words; "
-            "from pathlib import Path; print(*map(plain_output, last_words(Path(sys.argv[1]))))")
+            "from elastic_trainer.launch.run import last_printed; "
+            "from pathlib import Path; print(*map(plain_output, last_printed(Path(sys.argv[1]))))")
     log = tmp_path / "output.log"
     log.write_bytes(b"[a]<stdout>: x\x1b[2J\x1b]0;title\x07y\n")
     shown = subprocess.run([sys.executable, "-c", code, str(log)],

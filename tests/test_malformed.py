@@ -23,7 +23,7 @@ from elastic_trainer.discovery import client
 from elastic_trainer.launch.driver import MendedDriver
 from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.past import COUNTED_BY, Follower, past_of
-from elastic_trainer.launch.reached import TELL_S, Reached, of_most
+from elastic_trainer.launch.reached import LOG_EVERY_S, Reached, of_most
 from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.observe.courier import (
     BURST_S,
@@ -276,7 +276,7 @@ def test_the_driver_tells_at_once_when_the_run_has_come_further_than_ever() -> N
         if news := reached.news(float(second)):
             told.append((second, news["steps"], news["checkpoint"]))
     assert told == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45),
-                    (35, 65, 45)] and TELL_S == 10
+                    (35, 65, 45)] and LOG_EVERY_S == 10
     assert reached.news(39.0, is_last=True) == {"steps": 69, "checkpoint": 45}
     assert reached.news(99.0, is_last=True) is None
 

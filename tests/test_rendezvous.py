@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.launch.rendezvous import MAX_STRANGERS, MESHES, NAMES_EACH, Rendezvous
+from elastic_trainer.launch.rendezvous import MAX_NON_MEMBERS, MESHES, NAMES_EACH, Rendezvous
 
 DEADLINE_S = 10.0
 
@@ -220,14 +220,14 @@ def test_names_and_bytes_of_a_store_are_bounded(rendezvous: Store, value: bytes)
 def test_idle_connections_keep_no_member_out(rendezvous: Store, source: str) -> None:
     """One too many of an address closes the oldest of it that has sent no whole request."""
     with ExitStack() as stack:
-        for _ in range(MAX_STRANGERS + 20):
+        for _ in range(MAX_NON_MEMBERS + 20):
             stack.enter_context(
                 socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
                                          (source, 0)))
         assert rendezvous.ask("PUT", "/global/0", b"an address")[0] == 200
         wait_for("refusals", lambda: len(rendezvous.refused) >= 20, DEADLINE_S)
         assert set(rendezvous.refused) == {(source, "too many connections")}
-        assert sum(map(len, rendezvous.store.open.values())) <= MAX_STRANGERS + 8
+        assert sum(map(len, rendezvous.store.open.values())) <= MAX_NON_MEMBERS + 8
 
 
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.3}], indirect=True)

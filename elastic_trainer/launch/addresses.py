@@ -1,4 +1,4 @@
-"""Which hosts are this machine, and at which of its addresses the others reach the driver.
+"""Which hosts are this machine, and the driver's address for the others.
 
 discovered hosts, --network-interfaces → here → driver (local process or ssh; where workers connect)
 """
@@ -18,13 +18,13 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.world.reach import own_address_towards
 
 LOOKUP_S = 30.0
-"""How long the driver looks for a way to any host, before it leaves that to the next attempt."""
+"""The time in which the driver looks for a route to any host. After it the attempt ends."""
 LOOKUP_AGAIN_S = 10.0
 """The interval between two lookups of a name without an address. An alias of ssh never has one."""
 
 
 class HostsUnreachable(RuntimeError):
-    """No host of the list has an address, or no way leads to any. The next attempt looks again."""
+    """No host of the list has an address and a route. The next attempt looks again."""
 
 
 def is_local(host: str) -> bool:
@@ -65,7 +65,7 @@ class Locations:
 
 
 def own_address(settings: Any, hosts: Iterable[str]) -> str:
-    """Return the address at which hosts reach this machine: on the given interface, or on the way.
+    """Return the address at which hosts reach this machine: of --network-interfaces, or by route.
 
     Raises ConfigError, HostsUnreachable.
     """
@@ -82,10 +82,10 @@ def own_address(settings: Any, hosts: Iterable[str]) -> str:
 
 def way_to(hosts: Iterable[str],
            resolve: Callable[[str], str | None] = network.resolve_host_address) -> str:
-    """Return this machine's address on the way to the first far host that has an address.
+    """Return this machine's address on the route to the first far host that has an address.
 
-    It is 127.0.0.1 if all hosts are this machine. Raises HostsUnreachable when there may be far
-    hosts and no way to any of them is found.
+    It is 127.0.0.1 if all hosts are this machine. Raises HostsUnreachable if there are other hosts
+    and none has a route.
     """
     failed: dict[str, str] = {}
     for host in hosts:
@@ -97,14 +97,14 @@ def way_to(hosts: Iterable[str],
                 return own_address_towards(address)
             failed[host] = "its name has no address"
         except OSError as error:
-            failed[host] = f"no way leads to {address}: {error.strerror}"
+            failed[host] = f"no route to {address}: {error.strerror}"
     if not failed:
         return "127.0.0.1"
     first = ", ".join(f"{host} ({why})" for host, why in list(failed.items())[:3])
     raise HostsUnreachable(
-        f"None of {len(failed)} hosts is reached from this machine: {first}. The next attempt "
-        f"looks "
-        f"again. If the names are right, give this machine's interface: --network-interfaces eth0.")
+        f"None of {len(failed)} hosts is reachable from this machine: {first}. The next attempt "
+        f"looks again. If the names are right, give this machine's interface, e.g. "
+        f"--network-interfaces eth0.")
 
 
 def address_of(interface: str) -> str:

@@ -30,6 +30,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
 from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.launch.orphans import Ssh, end_orphans
 from elastic_trainer.launch.past import COUNTED_BY, Follower, Past
 from elastic_trainer.observe.courier import new_run_id
@@ -78,8 +79,7 @@ def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress
 
 def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequence[str],
               options: dict[str, Any], output: IO[Any] | None = None) -> int:
-    """Run attempts of `horovodrun_options command` until `decide_next` stops; returns the exit
-    code.
+    """Run attempts of `horovodrun_options command` to the end; returns the exit code.
 
     Raises ConfigError when another process drives this run.
     """
@@ -206,8 +206,7 @@ def compressing(run_dir: Path) -> Iterator[None]:
     is_over = threading.Event()
 
     def keep_compressed() -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: a thread's own
+        yield_processor()
         while not is_over.wait(COMPRESS_S):
             with suppress(OSError):  # a full disk: the next turn tries again
                 compress(run_dir)

@@ -1,5 +1,4 @@
-"""Whose fault it is that a worker ended or an exception was raised: the user's, a machine's, or
-none.
+"""The cause of a worker's end or exception: the user's code, a machine, or neither.
 
 heartbeats (errors, failed machines), exits → membership → here: the exit's reason, the user's error
 
@@ -38,7 +37,7 @@ class Blame:
     """An earlier attempt of this run has finished a step."""
     user_error: str = ""
     crashes: SameCrashes = field(default_factory=SameCrashes)
-    """Workers that died of one signal in one place, as long as all have."""
+    """The newest deaths of workers, while all are of one signal in one place."""
     machine_faults: list[tuple[str, MachineFault]] = field(default_factory=list)
     """Hosts and their faults, of the newest step that had any."""
     has_booted: bool = False
@@ -73,7 +72,7 @@ class Blame:
 
     def exited(self, worker: Worker, before: Phase, code: int, now: float, place: str, *,
                is_over: bool) -> str:
-        """Take the end of a worker's process; return the reason in one word.
+        """Take the end of a worker's process; return the reason.
 
         `before` is the phase until then, `place` the function in which it died of a signal, and
         `is_over` says whether the attempt has its verdict.

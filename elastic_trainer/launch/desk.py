@@ -1,14 +1,14 @@
-"""What workers send to the driver, and what it answers: heartbeats, and lines for the event log.
+"""The messages of workers and their answers: heartbeats, and lines for the event log.
 
-wire (signed messages) → here → membership        membership → here → answers, when there is news
+wire (signed messages) → here → membership → here → answers
 
 What always holds:
 1. A worker reports of itself only. The signature proves its name (wire/messages.py); a copy of its
    message from another address is refused.
 2. An answer is held back until there is news for its worker, at most for `hold_s`. The driver never
    calls a worker (F4: Horovod's driver blocks in a call to a vanished rank 0, driver.py:191-206).
-3. A message that is refused changes nothing. The event log has one line a minute of them for each
-   address.
+3. A refused message changes nothing. The event log has at most one line a minute for each address
+   with refused messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Refusals:
         self._events, self._lock, self._counted = events, threading.Lock(), RefusedClients()
 
     def refuse(self, address: str, why: str) -> None:
-        """Count a refused connection; log it, if no line is from less than a minute ago."""
+        """Count a refused connection, and log it unless this address was logged within a minute."""
         with self._lock:
             self._counted.refuse(address, why)
         self.log(time.monotonic())
@@ -70,11 +70,11 @@ class Hooks:
 
 @dataclass
 class Contact:
-    """What the driver knows of the way to a worker, and what it has answered last."""
+    """The driver's connection data of a worker, and its last answer."""
 
     address: str
     door: int = 0
-    """The port on which its peers try whether they reach it; 0: it has none."""
+    """The port to which its peers connect to check that they reach it; 0: it has none."""
     meets_at_once: bool = False
     """Its Horovod finds its peers by one answer of the rendezvous store."""
     seat: Seat | None = None
@@ -102,7 +102,7 @@ class MessageDesk:
         self._basis: tuple[Any, ...] = ()
         """What the answers of this version rest on."""
 
-    # --- what arrives ---------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------
 
     def take(self, message: Mapping[str, Any], address: str) -> dict[str, Any]:
         """Take a message, and return its answer when it is due. Raises MessageRefused."""
@@ -122,9 +122,9 @@ class MessageDesk:
                 self._news.wait(left)
 
     def _take_line(self, message: Mapping[str, Any], address: str) -> dict[str, Any]:
-        """Write a worker's line into the event log. The answer says what became of it.
+        """Write a worker's line into the event log, and return the outcome.
 
-        A worker waits for that answer, so it is answered also where the line is refused.
+        The worker waits for that answer, so a refused line is answered, too.
         """
         worker = self.membership.workers.get(str(message["worker"]))
         if worker is None or worker.phase is Phase.GONE:
@@ -184,7 +184,7 @@ class MessageDesk:
             self.events.emit("driver.clock_differs", worker=worker.name, host=worker.host,
                              off_s=round(off_s, 1))
 
-    # --- what is answered -----------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------
 
     def _news_for(self, name: str) -> News:
         contact = self.contacts.get(name)

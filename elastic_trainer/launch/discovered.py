@@ -25,7 +25,7 @@ DISCOVERY_TIMEOUT_S = 10.0
 FIRST_DISCOVERY_S = 60.0
 """A discovery without any answer for this long is a mistake in the command."""
 DISCOVERY_FAILS = (ValueError, OSError, subprocess.SubprocessError)
-"""What a discovery raises that does not answer, or whose answer is no list of hosts."""
+"""The exceptions of a discovery that does not answer, or whose answer is no list of hosts."""
 
 
 class DiscoveryUnavailable(RuntimeError):
@@ -62,8 +62,8 @@ class Discovery:
                 if not works and waited_s > FIRST_DISCOVERY_S:
                     raise DiscoveryUnavailable(
                         f"The discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s "
-                        f"({error}). Run the command given with --host-discovery-script by "
-                        f"hand.") from error
+                        f"({error}). Run the command of --host-discovery-script by hand, and "
+                        f"correct it.") from error
             works = has_answered or self.had_hosts
             if works and self.wait_s is not None and waited_s > self.wait_s:
                 raise WaitedTooLong(
@@ -72,7 +72,7 @@ class Discovery:
             time.sleep(DISCOVERY_EVERY_S)
 
     def hosts_now(self) -> dict[str, int]:
-        """Ask once; log the begin and the end of an outage. Raises DISCOVERY_FAILS."""
+        """Ask once; log the start and the end of an outage. Raises DISCOVERY_FAILS."""
         try:
             hosts = self._ask()
         except DISCOVERY_FAILS as error:

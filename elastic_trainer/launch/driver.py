@@ -1,7 +1,6 @@
 """The mended driver: one attempt, which one dead host cannot stop.
 
-discovery script, heartbeats, processes' exits → here → membership (decides) → here → processes,
-rendezvous stores, event log
+hosts, heartbeats, exits → here → membership (decides) → here → processes, stores, event log
 
 Facts about Horovod 0.28.1 that this project answers, by the numbers that its comments use:
 - F1  A failure inside `hvd.init()` aborts all participants (operations.cc:444).
@@ -58,16 +57,17 @@ TURN_S = 0.1
 STORES_KEPT = 2
 """No worker can still be in the `hvd.init()` of the generation before the last one."""
 STOP_S = 30.0
-"""How long workers have for their last step and checkpoint when the attempt is stopped: from the
-stop, or from the last finished step, or from the last heartbeat that reports a moving upload."""
+"""The time that workers have for their last step and checkpoint when the attempt is stopped. It
+counts from the stop, the last finished step, or the last heartbeat that reports a moving upload."""
 STOP_MOST_S = 900.0
-"""How long they have in all. A worker gives up an upload that makes no progress for as long."""
+"""The limit of that time in all. A worker abandons an upload without progress after the same time.
+"""
 STOP_AGAIN_S = 2.0
 """A stop signal this long after the first one ends the workers at once. An earlier one is the same
 stop: a service manager signals the supervisor, which signals the driver, and the driver."""
 LAST_OUTPUT_S = 2.0
-"""How long the driver waits for the last lines of workers that have ended. A process that a worker
-has left behind may hold its output."""
+"""The time for which the driver waits for the last lines of workers that have ended. A process that
+a worker left behind may hold its output."""
 
 
 def stop_deadline(began: float, moved_at: float) -> float:
@@ -145,7 +145,7 @@ class MendedDriver:
         hosts = discovery.first_hosts()
         self.address = own_address(self.settings, hosts)
         self.server = MessageServer(self.address, self.key, self.desk.take,
-                                 self.desk.refusals.refuse, self.desk.expected_connections)
+                                    self.desk.refusals.refuse, self.desk.expected_connections)
         threading.Thread(target=self.server.serve_forever, name="messages", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):  # in a thread: it waits for the lock
             signal.signal(number, lambda *_: threading.Thread(

@@ -1,5 +1,4 @@
-"""Which workers the driver ends: frozen, stuck, booting too long, unwanted, or computing other
-bits.
+"""Evictions: workers that are frozen, stuck, too slow to boot, unwanted, or compute other bits.
 
 roster (who is there, when heard) → here → membership → Stop, Differ
 
@@ -20,11 +19,11 @@ MAX_REFUSED_OFFERS = 3
 MAX_FAILED_JOINS = 2
 """A newcomer is evicted after this many generations that ended, without a death, before the
 newcomer had received the state."""
-FREQUENT_BEATS = 16
+FREQUENT_HEARTBEATS = 16
 """The largest world in which workers send a heartbeat every `beat_s`, see `hold_s`."""
-BEATS_EACH_S = 48.0
-"""How many heartbeats a second all workers of a larger world send together. One costs the driver
-0.4 ms of a core (measured)."""
+HEARTBEATS_EACH_S = 48.0
+"""The number of heartbeats per second that all workers of a larger world send together. One costs
+the driver 0.4 ms of a core (measured)."""
 
 
 def hold_s(limits: Limits, workers: int) -> float:
@@ -34,7 +33,7 @@ def hold_s(limits: Limits, workers: int) -> float:
     `silence_s` or of `driver_lost_s`, so the result is well below both.
     """
     longest_s = max(limits.beat_s, min(limits.silence_s / 4, limits.driver_lost_s / 3))
-    shared_s = (workers - FREQUENT_BEATS) / BEATS_EACH_S
+    shared_s = (workers - FREQUENT_HEARTBEATS) / HEARTBEATS_EACH_S
     return min(longest_s, max(limits.beat_s, shared_s))
 
 

@@ -79,36 +79,36 @@ class Membership:
         """Take the discovery's newest answer (an ordered mapping host → slots)."""
         self.roster.list_hosts(hosts, self.decided_at)
 
-    def reported(self, name: str, now: float, said: Heartbeat) -> bool:
+    def reported(self, name: str, now: float, heartbeat: Heartbeat) -> bool:
         """Take a worker's heartbeat; False if a newer one was taken before.
 
         A heartbeat about an older generation changes little.
         """
         worker = self.workers.get(name)
-        if worker is None or worker.phase is Phase.GONE or said.count <= worker.count:
+        if worker is None or worker.phase is Phase.GONE or heartbeat.count <= worker.count:
             return False
-        worker.count, worker.heard_at = said.count, now
-        worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(said.arithmetic)
-        worker.step, worker.published = said.step, said.published
-        worker.drains = worker.drains or said.drains
-        if said.error:
-            self.blame.raised(worker, said.error)
-        if said.phase == "reviving":
+        worker.count, worker.heard_at = heartbeat.count, now
+        worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(heartbeat.arithmetic)
+        worker.step, worker.published = heartbeat.step, heartbeat.published
+        worker.drains = worker.drains or heartbeat.drains
+        if heartbeat.error:
+            self.blame.raised(worker, heartbeat.error)
+        if heartbeat.phase == "reviving":
             worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
-        elif said.phase != "booting" and said.generation == worker.generation:
-            self._take_state(worker, said, now)
+        elif heartbeat.phase != "booting" and heartbeat.generation == worker.generation:
+            self._take_state(worker, heartbeat, now)
         # Else the worker has not received the place that it was given.
-        if said.machine:
-            self.blame.machine_failed(worker, said.machine)
+        if heartbeat.machine:
+            self.blame.machine_failed(worker, heartbeat.machine)
         return True
 
-    def _take_state(self, worker: Worker, said: Heartbeat, now: float) -> None:
+    def _take_state(self, worker: Worker, heartbeat: Heartbeat, now: float) -> None:
         """Take what a worker reports of its place in its newest generation."""
-        worker.holds_state = said.holds_state
-        self.state_exists = self.state_exists or said.holds_state
-        self._take_phase(worker, said.phase, now)
-        if said.phase in (Phase.STANDBY.value, Phase.WAITING.value):
-            worker.accepted, worker.unreachable = said.accepted, said.unreachable
+        worker.holds_state = heartbeat.holds_state
+        self.state_exists = self.state_exists or heartbeat.holds_state
+        self._take_phase(worker, heartbeat.phase, now)
+        if heartbeat.phase in (Phase.STANDBY.value, Phase.WAITING.value):
+            worker.accepted, worker.unreachable = heartbeat.accepted, heartbeat.unreachable
 
     def _take_phase(self, worker: Worker, phase: str, now: float) -> None:
         if phase == Phase.STANDBY.value:
@@ -122,7 +122,7 @@ class Membership:
             self.is_finished = self.is_finished or worker.phase is Phase.FINISHED
 
     def exited(self, name: str, code: int, now: float, place: str = "") -> str:
-        """Take the end of a worker's process, and where it died; return the reason in one word."""
+        """Take the end of a worker's process, and where it died; return the reason."""
         worker = self.workers[name]
         before = worker.phase
         worker.phase, worker.has_exited = Phase.GONE, True
@@ -130,7 +130,7 @@ class Membership:
         return self.blame.exited(worker, before, code, now, place, is_over=bool(self.verdict))
 
     def dismiss(self, name: str) -> None:
-        """Note that a worker has been sent away: from now on it ends by itself."""
+        """Note that a worker has been sent away. It ends by itself."""
         if worker := self.workers.get(name):
             worker.dismissed = True
 

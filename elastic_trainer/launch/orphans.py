@@ -1,6 +1,6 @@
 """The workers that an ended attempt has left: waits for their end, and kills those that stay.
 
-the event logs' fold (past.py), /proc → here → supervisor, which starts the next attempt after it
+event log (past.py), /proc → here → supervisor, which then starts the next attempt
 
 An orphan would train on beside the next attempt, as a second lineage.
 """
@@ -23,9 +23,8 @@ from elastic_trainer.launch.past import Past
 from elastic_trainer.observe.events import Events
 
 ELSEWHERE_S = 2 * remote.ORPHANS_S
-"""How long all hosts together have to end their workers of an older attempt: their own grace, and
-as long again for ssh. Where no ssh gets through, the far end kills its worker when it has heard
-nothing for a while (remote.py, rule 2)."""
+"""The time in which all hosts must end their workers of an older attempt: their own grace, and the
+same again for ssh. Where no ssh gets through, the far end ends its worker itself (remote.py, 2)."""
 
 
 class Ssh(NamedTuple):

@@ -1,7 +1,6 @@
 """What the supervisor knows of earlier attempts: a fold of the run's event log, saved.
 
-event log → here → supervisor (which number is next, has the run come further, which workers may
-still live), the driver's environment
+event log → here → supervisor (number of the next attempt, progress, workers that may still live)
 
     runs/NAME/.past.json
 
@@ -40,7 +39,7 @@ COUNTED_BY = {"counted_by": "driver"}
 
 @dataclass
 class Past:
-    """What a run's events say up to now."""
+    """The facts of a run's events so far."""
 
     attempt: int = 0
     """The newest attempt; 0: there was none."""
@@ -142,7 +141,7 @@ class Follower:
         self._reader = Reader(run_dir, position)
 
     def read(self) -> Past:
-        """Return what the log says by now. Disk: its new lines, and one small file."""
+        """Return the fold of the log so far. Disk: its new lines, and one small file."""
         if self._reader.is_lost():
             self.past, self._reader = Past(), Reader(self.run_dir)
         before = self._reader.malformed

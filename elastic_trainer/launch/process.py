@@ -1,6 +1,6 @@
-"""One worker's process: on this machine in a process group of its own, or on another one over ssh.
+"""One worker's process: a local process group, or a remote one over ssh.
 
-driver → here → worker, or ssh → `remote.py` → worker        worker's output → here → driver's output
+driver → here → worker, or ssh → `remote.py` → worker → its output → here → driver's output
 
 - F3  A worker's death waits for no ssh. A worker on another host ends when its driver or its ssh
       does (remote.py).
@@ -33,18 +33,19 @@ from elastic_trainer.launch.actions import Start
 from elastic_trainer.wire.plain import plain_output
 
 SSH_CONNECTION_LOST = 255
-FAR_BEAT_S = 1.0
+FAR_HEARTBEAT_S = 1.0
 """The interval of heartbeats to the far end of an ssh."""
 FAR_LOST_S = 60.0
 """The far end takes the driver for dead after this time without a message. A frozen driver and a
 partition do not end its stdin."""
 FAR_KILL_S = 2.0
-"""How long an ssh has to deliver the message `kill`."""
+"""The time that an ssh has to deliver the message `kill`."""
 FAR_OUTPUT_S = 1.0
-"""How long after a far worker's exit the rest of its output may arrive, if another process there
-still holds it."""
+"""The time after a far worker's exit in which the rest of its output may arrive, if another process
+there still holds it."""
 LAST_LINE_CHARACTERS = 1000
-"""How much of each of a worker's last lines is kept. A frame of faulthandler has fewer."""
+"""The characters that are kept of each of a worker's last lines. A frame of faulthandler has
+fewer."""
 
 
 class WorkerProcess:
@@ -68,7 +69,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE if is_remote else subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.worker_pid = self.process.pid
-        """The worker reports another one where it is behind a shim or on another host."""
+        """The worker reports another pid where it is behind a shim or on another host."""
         if is_remote:
             self._send_job(command, env)
         streams = ("stdout", self.process.stdout), ("stderr", self.process.stderr)
@@ -86,14 +87,14 @@ class WorkerProcess:
         threading.Thread(target=self._write_messages, daemon=True).start()
 
     def _write_messages(self) -> None:
-        """Send messages to the far end, and heartbeats between them. Blocks as long as ssh does."""
+        """Send messages to the far end, and heartbeats between them. Blocks while ssh blocks."""
         assert self.process.stdin is not None
         try:
             while self.process.returncode is None:
                 try:
-                    message = self.messages.get(timeout=FAR_BEAT_S)
+                    message = self.messages.get(timeout=FAR_HEARTBEAT_S)
                 except queue.Empty:
-                    message = b"beat\n"
+                    message = b"heartbeat\n"
                 self.process.stdin.write(message)
                 self.process.stdin.flush()
         except OSError:

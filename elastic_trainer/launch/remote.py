@@ -1,20 +1,19 @@
-"""The far end of an ssh: starts one worker on this host, and ends it whatever becomes of the
-driver.
+"""The far end of an ssh: starts one worker on this host, and ends it when the driver is gone.
 
 driver → ssh → here (`python -S remote.py`, messages on stdin) → the worker, in a process group
 supervisor → ssh → here (`python -S remote.py end RUN_DIR`): waits until that run has no worker here
 
 What always holds:
 1. The environment comes on stdin: no secret is on a command line, here or there.
-2. No worker outlives its driver for long. The message `kill` ends its whole group. So does the end
-   of stdin (the ssh was killed), and `lost_s` without a message; both after `grace_s`, in which a
+2. A worker ends soon after its driver. The message `kill` ends its whole group at once. The end of
+   stdin (the ssh was killed) and `lost_s` without a message end it after `grace_s`. In that time a
    healthy worker notices that its driver is gone, writes its last checkpoint and leaves.
-3. Its exit counts at once, whichever process still holds its output: it is a marked line, since
-   sshd waits for the output's end.
+3. The exit is reported at once as a marked line of output. sshd itself waits until every process
+   that holds the output has closed it.
 4. A run whose coordinator died can be ended here: its workers would train on a second lineage.
 
-It imports nothing of ours and little else: it runs once for each worker, on a host that boots, and
-no package of ours may be on its Python's path. So it reads /proc by hand.
+It imports the standard library only, and reads /proc by hand: it runs once for each worker, on a
+host that boots, and no package may be on its Python's path.
 """
 
 import json
@@ -35,9 +34,9 @@ SSH_OPTIONS = (
     "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
     "-o", "ControlMaster=no", "-o", "ControlPath=none")  # the end of one ends no other
 ORPHANS_S = 20.0
-"""How long workers have to notice that their driver is gone, and to write a checkpoint."""
+"""The time that workers have to notice that their driver is gone, and to write a checkpoint."""
 FIRST_S = 60.0
-"""How long the driver has to send the job."""
+"""The time that the driver has to send the job."""
 
 
 def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
@@ -66,7 +65,7 @@ class Messages:
 
 
 def main() -> int:
-    """Run one worker; returns what the shell is to see as its exit code."""
+    """Run one worker; returns its exit code as a shell does."""
     messages = Messages(sys.stdin.fileno())
     first = messages.next(FIRST_S)
     if not first:

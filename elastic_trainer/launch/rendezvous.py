@@ -10,10 +10,10 @@ What always holds:
    no client can block the store.
 4. The first value of a name stays: another one is refused, and a DELETE deletes nothing, since a
    store serves one generation. Where all members meet at once, a name belongs to one rank and is
-   put from that member's address only, so no other host can take it. Horovod's client sends no key;
-   a process on the member's own host could be first.
-5. Names, bytes and connections are bounded by the number of members. One connection too many of an
-   address closes the oldest of that address, first of those that have not sent a whole request.
+   accepted from that member's address only, so no other host can take it. Horovod's client sends no
+   key, so another process on the member's own host could be first.
+5. Names, bytes and connections are limited by the number of members. When an address exceeds its
+   limit, its oldest connection is closed, first of those without a whole request.
 
 All members wait for these requests whenever the world changes. Horovod's server takes 1 ms of a
 core for each (a thread, the date, an e-mail parser for three headers), and its client asks again
@@ -46,12 +46,12 @@ MAX_HEAD_BYTES = 4096
 CONNECTIONS_EACH = 4
 """A member sends one request after the other."""
 SPARE_CONNECTIONS = 4
-MAX_STRANGERS = 64
-"""The most open connections of other addresses than the members'; one more closes the oldest."""
+MAX_NON_MEMBERS = 64
+"""The most open connections of addresses that are no member's. One more closes the oldest."""
 REQUEST_S = 3.0
-"""How long a request may take to arrive."""
+"""The time in which a request must arrive."""
 HOLD_S = 0.5
-"""How long the answer to a GET is held back when the value is not there yet."""
+"""The time for which the answer to a GET is held back when the value is not there yet."""
 BACKLOG = 1024  # F5
 ACCEPTED_AT_ONCE = 16
 """How many accepts asyncio tries in a row, also when no descriptor is free."""
@@ -188,19 +188,19 @@ class _Request(asyncio.Protocol):
         self.transport, self.address = transport, transport.get_extra_info("peername")[0]
         self.timer = self.store.loop.call_later(self.store.request_s, self._give_up)
         members = self.store.members[self.address]
-        self.crowd = self.address if members else ""
-        those = self.store.open.setdefault(self.crowd, {})
+        self.group = self.address if members else ""
+        those = self.store.open.setdefault(self.group, {})
         those[self] = None
-        most = CONNECTIONS_EACH * members + SPARE_CONNECTIONS if members else MAX_STRANGERS
+        most = CONNECTIONS_EACH * members + SPARE_CONNECTIONS if members else MAX_NON_MEMBERS
         if len(those) > most:
             oldest = next((one for one in those if not one.key), next(iter(those)))
-            del those[oldest]  # its end is heard later
+            del those[oldest]  # connection_lost follows later
             self.store.refused(oldest.address, TOO_MANY)
             oldest.transport.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
         self.timer.cancel()
-        self.store.open[self.crowd].pop(self, None)
+        self.store.open[self.group].pop(self, None)
         waiting = self.store.waiting.get(self.key, set())
         waiting.discard(self)
         if not waiting:
@@ -212,7 +212,7 @@ class _Request(asyncio.Protocol):
         return True  # a client may shut its half and read on
 
     def _give_up(self) -> None:
-        """End what has not become a request. A member may have died in the middle of it."""
+        """End an incomplete request. A member may have died while it sent it."""
         if self.received and self.address not in self.store.members:
             self._refuse(403, NOT_A_MEMBER)
         else:
@@ -233,7 +233,7 @@ class _Request(asyncio.Protocol):
         if self.address not in self.store.members:
             self._refuse(403, NOT_A_MEMBER)
         elif not end or method not in ("GET", "PUT", "DELETE") or path.count("/") != 2:
-            self._refuse(400, "bytes that are no request")
+            self._refuse(400, "not a request")
         elif not (length.isascii() and length.isdigit() and len(length) < 8
                   and int(length) <= self.store.most_value_bytes):
             self.answer(413)

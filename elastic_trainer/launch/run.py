@@ -1,4 +1,4 @@
-"""`elastic-trainer run`: trains to the end, and shows what came of it.
+"""`elastic-trainer run`: trains to the end, and shows the result.
 
 command line → run_options → here → supervisor, standbys, watch → summary
 """
@@ -65,16 +65,16 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
     result = summarize_log(run_dir)
     print_summary(result)
     if is_demo:
-        print(*map(plain_output, last_words(log_path)), sep="\n")
+        print(*map(plain_output, last_printed(log_path)), sep="\n")
     print("weights", plain(result["weights_sha256"]))
     return exit_code
 
 
 def prove_store(store: str) -> None:
-    """Find out before anything is started whether the store can be used.
+    """Check before anything is started that the store can be used.
 
-    Raises ConfigError when the store refuses. A store that does not answer may do so when the
-    workers have booted: they ask again and again (state/, RESTORE_S).
+    Raises ConfigError if the store refuses. A store that does not answer may do so later: the
+    workers try it repeatedly (state/, RESTORE_S).
     """
     if "://" not in store:
         return  # the first worker proves a folder, in a millisecond
@@ -91,7 +91,7 @@ def prove_store(store: str) -> None:
         raise ConfigError(str(error)) from error
     except StoreUnavailable as error:
         print(f"elastic-trainer: {plain_text(error)}",
-              "The run starts, and its workers ask the store again and again. If it will never "
+              "The run starts, and its workers try the store repeatedly. If the store cannot "
               "answer, press Ctrl-C and correct --store or AWS's variables.", sep="\n",
               file=sys.stderr, flush=True)
 
@@ -103,7 +103,7 @@ def end_of(path: Path) -> str:
         return file.read().decode(errors="replace")
 
 
-def last_words(log_path: Path, most: int = 3) -> list[str]:
+def last_printed(log_path: Path, most: int = 3) -> list[str]:
     """Return the last lines that workers printed themselves, each once."""
     _, *printed = end_of(log_path).split("<stdout>: ")
     lines = (line.splitlines()[0] for line in printed if line.strip())

@@ -51,7 +51,7 @@ class Run:
     def horovodrun(self) -> list[str]:
         """Return horovodrun's options. Disk: writes a fixed list of hosts."""
         discovery = self.discovery or list_hosts(self.run_dir, self.hosts)
-        numbers = [word for name, number in self.numbers.items() for word in (name, str(number))]
+        numbers = [text for name, number in self.numbers.items() for text in (name, str(number))]
         return [*self.horovodrun_options, "--host-discovery-script", discovery, *numbers]
 
 
@@ -62,10 +62,12 @@ def parse_run(argv: list[str]) -> Run:
     is_demo, parser = not command, _parser()
     options, others = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
     if is_demo and (unknown := others + _given(options, *HOROVODRUNS)):
-        parser.error(f"unknown: {' '.join(unknown)} (horovodrun's options need a command after --)")
+        why = ("`demo` must come first" if "demo" in unknown else
+               "options of horovodrun need a command after --")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} ({why})")
     _refuse_ignored(options, is_demo)
     listed = static_hosts(options.hosts, options.hostfile)
-    _check(options, listed)
+    _check_start(options, listed)
     example = options.example or EXAMPLES[0]
     name = options.run or f"{example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_script = options.host_discovery_script is not None
@@ -155,31 +157,40 @@ def _refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
     for name in ("example", "steps", "seed"):
         if not is_demo and getattr(options, name) is not None:
             raise ConfigError(f"--{name} is {getattr(options, name)!r}, but it is an option of the "
-                              f"demo, and a command is given. Put it behind --, with your "
-                              f"script's own options.")
+                              f"demo, and a command is given. If it is your script's option, put "
+                              f"it behind the script's name.")
     given = _given(options, "host_discovery_script", "hosts", "hostfile")
     if given and options.workers is not None:
-        raise ConfigError(f"--workers is {options.workers}, but it is for local workers, and "
-                          f"{given[0]} names the hosts. Use -np.")
+        raise ConfigError(f"--workers is {options.workers}, but it sets the number of local "
+                          f"workers, and {given[0]} names the hosts. Use -np.")
     if options.min_np is not None and options.min_workers not in (None, options.min_np):
         raise ConfigError(f"--min-workers is {options.min_workers} and --min-np is "
                           f"{options.min_np}, but both set the same number. Give one of them.")
 
 
-def _check(options: argparse.Namespace, listed: Mapping[str, int]) -> None:
-    """Check numbers and name. Raises ConfigError."""
+def _check_start(options: argparse.Namespace, listed: Mapping[str, int]) -> None:
+    """Check the numbers of workers and the name. Raises ConfigError."""
     for name, number in {"--workers": options.workers, "-np": options.num_proc}.items():
         if number is not None and number < 1:
             raise ConfigError(
                 f"{name} is {number}, so no worker would start. Use {name} 1 or more.")
+    if options.host_discovery_script is not None and options.num_proc is None:
+        raise ConfigError("-np is not given, and --host-discovery-script does not set the number "
+                          "of workers at the start. Give it with -np, e.g. -np 4.")
     begin = options.num_proc or sum(listed.values()) or _workers(options)
-    least = 1 if options.min_workers is None else options.min_workers
-    if not 1 <= least <= begin:
-        raise ConfigError(f"--min-workers is {least}, but the run begins with {begin} workers. Use "
-                          f"1 ≤ min ≤ {begin}, or more workers (--workers, -np).")
+    for name, least in {"--min-workers": options.min_workers, "--min-np": options.min_np}.items():
+        if least is not None and not 1 <= least <= begin:
+            raise ConfigError(f"{name} is {least}, but the run starts with {begin} workers. Use "
+                              f"{name} with a number from 1 to {begin}, or start more workers "
+                              f"(--workers, -np).")
+    if options.max_np is not None and options.num_proc and options.max_np < options.num_proc:
+        raise ConfigError(f"--max-np is {options.max_np}, but the run starts with "
+                          f"{options.num_proc} workers. Use --max-np {options.num_proc} or more, "
+                          f"or a smaller -np.")
     if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
-        raise ConfigError(f"--run is {options.run!r}. Use letters, digits, '.', '_' and '-', with "
-                          f"a letter or digit first: it names a folder and a place in the store.")
+        raise ConfigError(f"--run is {options.run!r}, which cannot name a folder and a place in "
+                          f"the store. Use letters, digits, '.', '_' and '-', with a letter or "
+                          f"digit first.")
 
 
 def _numbers(options: argparse.Namespace, listed: Mapping[str, int]) -> dict[str, int]:
@@ -193,7 +204,7 @@ def _numbers(options: argparse.Namespace, listed: Mapping[str, int]) -> dict[str
         begin = begin or slots
         if begin > slots:
             raise ConfigError(f"-np is {begin}, but the hosts have {slots} slots, so the training "
-                              f"would never begin. Use -np {slots} or fewer, or more hosts "
+                              f"would never start. Use -np {slots} or fewer, or more slots "
                               f"(--workers where they are local).")
         most = most or (begin if begin < slots else None)
     least = options.min_np or options.min_workers or 1
@@ -203,8 +214,8 @@ def _numbers(options: argparse.Namespace, listed: Mapping[str, int]) -> dict[str
 
 def _demo(example: str, options: argparse.Namespace) -> list[str]:
     """Return the command of the demo."""
-    flags = [word for flag in ("steps", "seed") if getattr(options, flag) is not None
-             for word in (f"--{flag}", str(getattr(options, flag)))]
+    flags = [text for flag in ("steps", "seed") if getattr(options, flag) is not None
+             for text in (f"--{flag}", str(getattr(options, flag)))]
     return [sys.executable, "-m", f"elastic_trainer.examples.{example}", *flags]
 
 
@@ -222,8 +233,9 @@ def static_hosts(hosts: str | None, hostfile: Path | None) -> dict[str, int]:
         found = re.fullmatch(
             r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]{0,3}))?", item)
         if not found:
-            raise ConfigError(f"{item!r} is no host with slots. Use -H a:1,b:2, a --hostfile of "
-                              f"lines like `a slots=1`, or --host-discovery-script.")
+            raise ConfigError(f"{item!r} is not a host with its number of slots. Use -H a:1,b:2, "
+                              f"a --hostfile of lines like `a slots=1`, or "
+                              f"--host-discovery-script.")
         listed[found[1]] = int(found[2] or 1)
     return listed
 

@@ -1,4 +1,4 @@
-"""Run ministack behind a gate that lets in what the run has signed, for the run's bucket.
+"""Run ministack behind a gate that accepts only requests signed by the run, for its bucket.
 
     MINISTACK'S_PYTHON -I s3_gate.py DESCRIPTOR BUCKET      credentials in AWS's standard variables
 
@@ -6,17 +6,17 @@ local_s3 → here → ministack
 
 What always holds:
 1. A request without a valid signature (SigV4, in its headers, at most 15 minutes old) is refused
-   before ministack sees it, and before its body is read. So is a request for anything but the
-   bucket, whoever has signed it.
+   before ministack sees it, and before its body is read. So is a signed request for anything but
+   the bucket.
 2. No answer has a CORS header: a web page can neither read here, nor ask whether it may write.
-3. The listening socket comes from whoever starts this: no other process can take the port before.
+3. The parent process passes the listening socket, so no other process can take the port first.
 
-Why: ministack emulates dozens of services, some of which run code. Without AUTH=true it believes
-every credential. With it, /_ministack/ (which deletes everything) and preflights are still answered
-to everybody (ministack 1.5.33, app.py:898 and 1054).
+Why: ministack emulates dozens of services, some of which run code. Without AUTH=true it accepts
+every credential. With AUTH=true it still answers unsigned requests for /_ministack/ (which deletes
+everything) and preflights (ministack 1.5.33, app.py:898 and 1054).
 
-What it does not do: it does not compare a body with the hash that was signed. Whoever could change
-a body on loopback is root.
+What it does not do: compare a body with the signed hash. Only root can change a body on the
+loopback interface.
 
 It runs in ministack's virtual environment, and imports nothing of ours.
 """
@@ -72,10 +72,10 @@ class Gate:
         for name, value in scope["headers"]:
             name, value = name.decode("latin-1").lower(), value.decode("latin-1")
             headers[name] = f"{headers[name]},{value}" if name in headers else value
-        said = AUTHORIZATION.fullmatch(headers.get("authorization", ""))
-        if not said:
+        found = AUTHORIZATION.fullmatch(headers.get("authorization", ""))
+        if not found:
             return "AccessDenied"
-        key, day, region, signed, signature = said.groups()
+        key, day, region, signed, signature = found.groups()
         names, at = signed.split(";"), headers.get("x-amz-date", "")
         if not MUST_BE_SIGNED <= set(names) or not at.startswith(day):
             return "AccessDenied"
