@@ -138,7 +138,9 @@ class Injector:
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":
-                threading.Thread(target=_kill_when_listening, daemon=True).start()
+                # Before the thread starts: under load Gloo may listen before the thread runs.
+                before = _listening()
+                threading.Thread(target=_kill_when_listening, args=(before,), daemon=True).start()
             case "wait_for_death":
                 _wait_for_death(self.folder / "fired-0")
             case "child_holds_stdout":
@@ -146,7 +148,6 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 raise AssertionError(do)
-
 
     def _wait_for_all(self, do: str) -> None:
         """Hold this process until all faults of this kind have fired: one death must not keep the
@@ -183,26 +184,26 @@ def _wait_for_death(fired: Path) -> None:
     raise AssertionError(f"the victim of {fired} lives")
 
 
-def _kill_when_listening() -> None:
+def _kill_when_listening(before: set[str]) -> None:
     """SIGKILL this process when Gloo has opened its listening socket: in the middle of
-    `hvd.init()`."""
-    def listening() -> set[str]:
-        inodes = {
-            line.split()[9]
-            for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
-            if line.split()[3] == "0A"
-        }
-        mine = set()
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink(f"/proc/self/fd/{name}")
-            except OSError:
-                continue
-            if target.startswith("socket:[") and target[8:-1] in inodes:
-                mine.add(target)
-        return mine
-
-    before = listening()
-    while listening() <= before:  # our own door listens already
+    `hvd.init()`. `before` are the sockets that listened before it."""
+    deadline = time.monotonic() + 60
+    while _listening() <= before:
+        assert time.monotonic() < deadline, "Gloo has opened no listening socket"
         time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _listening() -> set[str]:
+    """Return this process's sockets that listen for TCP connections."""
+    inodes = {line.split()[9] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+              if line.split()[3] == "0A"}
+    mine = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:[") and target[8:-1] in inodes:
+            mine.add(target)
+    return mine
