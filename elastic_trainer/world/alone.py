@@ -8,7 +8,7 @@ from elastic_trainer.world.place import DriverHooks, Place
 
 
 class Alone:
-    """The driver of a worker that no launcher has started."""
+    """The driver of a worker that no launcher started."""
 
     count = 0
 
@@ -17,7 +17,7 @@ class Alone:
         """Do nothing: there is no driver."""
 
     def next_place(self, holds_state: bool, step: int) -> Place:
-        """Return the only place there is."""
+        """Return the only place."""
         return Place(generation=1, rank=0, size=1, local_rank=0, local_size=1, rendezvous=None)
 
     def wants_change(self) -> bool:
@@ -37,7 +37,7 @@ class Alone:
         return ""
 
     def drain(self) -> None:
-        """Do nothing: SIGTERM ends a process without a launcher as it ends any other."""
+        """Do nothing: without a launcher, SIGTERM ends the process as it ends any other."""
 
     def note(self, phase: str, step: int) -> None:
         """Do nothing: there is no driver."""

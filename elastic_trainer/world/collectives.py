@@ -1,4 +1,4 @@
-"""The world: who this worker is among the workers of its generation, and what they exchange.
+"""The world: this worker's rank among the workers of its generation, and their collectives.
 
 generations (rank, size) → here → reduce, checkpoint, transfer
 
@@ -6,7 +6,7 @@ What always holds:
 1. A collective ends with its result, with HorovodInternalError or with PeersLost.
 2. A world of one exchanges nothing.
 
-What it does not do: start Horovod (session.py), or decide who is in it (launch/membership.py).
+What it does not do: start Horovod (session.py), or choose the members (launch/membership.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
 POLL_S = 0.0005
 PATIENT_POLL_S = 0.02
 WAITED_SHARE = 0.02
-"""A worker that waits for a collective looks again after 2 % of the time that it has waited, but
-not before POLL_S and not after PATIENT_POLL_S. Each look takes 14 µs: every 0.5 ms that is 2 % of a
-core for each waiting worker, a whole core for 48 (measured)."""
+"""A worker that waits for a collective polls again after 2 % of the time that it has waited, at
+least POLL_S and at most PATIENT_POLL_S. A poll takes 14 µs (measured): at a poll each 0.5 ms, each
+waiting worker takes 2 % of a core, and 48 workers take a whole core."""
 BROKEN_S = 1.0
 """A collective of a broken generation ends within this time, or never."""
 
 
 class PeersLost(Exception):
-    """A collective has failed or cannot end: a worker of this generation is gone."""
+    """A collective failed or cannot end: a worker of this generation is gone."""
 
 
 class World:
@@ -65,11 +65,11 @@ class World:
         return int(hvd.allreduce_async_(tensor, op=hvd.Sum, name=name))
 
     def broadcast_start(self, tensor: torch.Tensor, root: int, name: str) -> int:
-        """Start to give all workers one worker's tensor, in place."""
+        """Start to copy the tensor of rank `root` to all workers, in place."""
         return int(hvd.broadcast_async_(tensor, root, name=name))
 
     def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor:
-        """Send each worker its part of a flat tensor; returns the parts received, by rank."""
+        """Send each worker its part of a flat tensor; return the parts received, by rank."""
         return self.exchanged(self.exchange_start(tensor, splits, name))[0]
 
     def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> int:
@@ -78,23 +78,23 @@ class World:
         return int(hvd.alltoall_async(tensor, splits=lengths, name=name))
 
     def exchanged(self, handle: int) -> tuple[torch.Tensor, list[int]]:
-        """Wait for an exchange; returns the parts received, by rank, and their lengths."""
+        """Wait for an exchange; return the parts received, by rank, and their lengths."""
         received, counts = self.wait(handle)
         return received, counts.tolist()
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return all workers' tensors one behind the other (along the first dimension), by rank."""
+        """Return the tensors of all workers, joined by rank along the first dimension."""
         return self.wait(hvd.allgather_async(tensor, name=name))
 
     def share_text(self, text: str, root: int) -> str:
-        """Give all workers the text of one rank."""
+        """Return the text of rank `root`, on all workers."""
         if self.size == 1:
             return text
         mine = text.encode() if self.rank == root else b""
         return bytes(self.allgather(_as_tensor(mine), "text").numpy().tobytes()).decode()
 
     def gather_texts(self, text: str) -> list[str]:
-        """Give all workers the texts of all, by rank."""
+        """Return the texts of all workers by rank, on all workers."""
         if self.size == 1:
             return [text]
         mine = _as_tensor(text.encode())
@@ -106,14 +106,14 @@ class World:
     def vote(self, step: int, ballot: Ballot) -> Outcome:
         """Agree that all workers hold the reduced gradient of `step`, and exchange their ballots.
 
-        It completes anywhere only if every member's gradients were reduced.
+        The vote ends on a member only if the gradients of all members were reduced.
         Network: one allreduce of 18 integers.
         """
         return outcome_of(self, step, ballot)
 
 
 def poll_s(waited_s: float) -> float:
-    """Return how soon to look again whether a collective has ended."""
+    """Return the seconds until the next poll of a collective."""
     return min(PATIENT_POLL_S, max(POLL_S, WAITED_SHARE * waited_s))
 
 

@@ -1,4 +1,4 @@
-"""Which driver a worker has: ours, plain horovodrun's, or none."""
+"""Choose the driver of a worker: ours, that of plain horovodrun, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_trainer.world.plain_driver import PlainDriver
 
 
 def driver_of(launch: Launch) -> Driver:
-    """Return this worker's driver, as its launcher says."""
+    """Return the driver that this worker's launcher has."""
     if launch.driver:
         return OurDriver(launch)
     return PlainDriver(launch) if launch.horovod else Alone()

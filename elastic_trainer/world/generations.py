@@ -1,7 +1,7 @@
 """Generations: how this worker enters a world, leaves it, and finds its way into the next one.
 
-place (from the driver) → session (hvd.init()) → reconcile → transfer → train … → error or notice →
-sockets closed → hvd.shutdown() → next place
+place (from the driver) → session (hvd.init()) → reconcile → transfer → train …
+→ error or notice → sockets closed → hvd.shutdown() → next place
 
 What always holds:
 1. After an error this process's own Gloo sockets are shut before anything else (session.py).
@@ -13,12 +13,12 @@ What always holds:
    user's code behind the step before.
 5. Generations without progress are bounded.
 
-What it does not do: decide who is in the world (launch/membership.py). The list of F1 to F11 is in
-launch/driver.py.
+What it does not do: choose the members (launch/membership.py). launch/driver.py lists F1 to F11.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -48,8 +48,8 @@ T = TypeVar("T")
 MAX_GENERATIONS_WITHOUT_PROGRESS = 20
 UPLOAD_FIRST_S = 60.0
 """The longest time that a planned change of the world waits for a checkpoint whose shares are on
-their way to the store. A leaver has its two minutes for it, no worker pauses meanwhile, and a share
-that is not up is lost with the change."""
+their way to the store. A share that is not uploaded is lost with the change. No worker pauses while
+the change waits, and a worker under notice has two minutes."""
 
 
 class WorldChanged(Exception):
@@ -57,8 +57,8 @@ class WorldChanged(Exception):
 
 
 class StateWithdrawn(Exception):
-    """No majority of the workers holds the same bits: all drop the state, and an older checkpoint
-    is restored."""
+    """No majority of the workers holds the same bits: all workers drop the state and restore an
+    older checkpoint."""
 
 
 def _nothing(*_: Any) -> None:
@@ -76,18 +76,35 @@ class Hooks:
     expected_step_s: Callable[[int], float] = lambda size: 0.0
     """How long a step will take in a world of this size."""
     is_saving: Callable[[], bool] = lambda: False
-    """True while this member has a reason to put a planned change of the world off: a checkpoint
-    is being made, or should be."""
+    """True while a planned change of the world should wait: a checkpoint is being made, or should
+    be."""
     is_moving: Callable[[], bool] = lambda: False
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
     write_alone: Callable[[], None] = _nothing
-    """Called again and again while this worker waits for a place and should write what only memory
-    holds."""
+    """Called repeatedly while this worker waits for a place and should write the state, which only
+    memory holds."""
     user_reduces: bool = False
     """The user's code calls Horovod's collectives, also in a world of one. The replicas may differ
-    in what it does not reduce, so one member gives all of the state: a mixture is nobody's."""
+    in what it does not reduce, so one member gives all of the state."""
+
+
+class Idle:
+    """Counts the broken generations in a row that finished no step."""
+
+    def __init__(self, is_limited: bool):
+        self._most = MAX_GENERATIONS_WITHOUT_PROGRESS if is_limited else math.inf
+        self._generations, self._step = 0, -1
+
+    def count(self, step: int) -> None:
+        """Count a generation that broke after `step`. Raises RuntimeError if there are too many."""
+        self._generations = 0 if step > self._step else self._generations + 1
+        self._step = step
+        if self._generations > self._most:
+            raise RuntimeError(
+                f"{self._generations} generations in a row finished no step after step {step}. The "
+                f"events worker.generation_broken have the errors.")
 
 
 class Generations:
@@ -99,7 +116,7 @@ class Generations:
         self.world, self.mixture = world or World(driver.is_broken), Mixture(launch, events)
         self.local_size = 1
         self.arithmetic: Arithmetic | None = None
-        """How this worker computes, from its warm-up on."""
+        """How this worker computes; None before its warm-up."""
         self.pauses = Pauses(launch.revived_since)
         self._session = session or Session(launch, driver.interface())
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
@@ -110,7 +127,7 @@ class Generations:
         self._redone_step = -1
         """The newest step that this worker has logged as done again."""
         self._left_at = launch.revived_since or time.monotonic()
-        """When this worker last trained."""
+        """The time at which this worker trained last."""
 
     # --- the life of a generation ---------------------------------------------------------------
 
@@ -123,13 +140,13 @@ class Generations:
         All members call `restore` if no member has values. It gives values to all members or to
         rank 0 alone; in the second case the others receive them. `roll_forward` applies the
         prepared step. `hand_over` yields each step that this worker has applied and not yet yielded
-        as finished. A worker that restarted in place may yield the end of a step whose begin it has
-        not yielded. `live_state` writes what a successor needs. `entered` comes before collectives.
+        as finished. A worker that restarted in place may yield the end of a step whose beginning it
+        has not yielded. `live_state` writes what a successor needs. `entered` precedes collectives.
         Raises Dismissed, RunOver, and what `body` raises.
         """
         self._guard(live_state)
         self._start_driver(state)
-        idle, last_step = 0, -1
+        idle = Idle(is_limited=not self.driver.counts_idle_generations())
         while True:
             try:
                 self._enter(self.driver.next_place(state.has_state, state.committed))
@@ -139,7 +156,7 @@ class Generations:
                 yield from body()
                 self._end()
                 return
-            except GeneratorExit:  # the caller takes no more steps: it keeps what it has
+            except GeneratorExit:  # the caller takes no more steps and keeps its state
                 self._end()
                 raise
             except ReplicaDiffers:
@@ -149,9 +166,7 @@ class Generations:
                 raise
             except (HorovodInternalError, PeersLost, WorldChanged, StateWithdrawn) as why:
                 self._break(why, state)
-            idle = 0 if state.committed > last_step else idle + 1
-            last_step = state.committed
-            limit_idle(idle, last_step, self.driver)
+            idle.count(state.committed)
 
     def _start_driver(self, state: LiveState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
@@ -179,7 +194,7 @@ class Generations:
         """Leave a generation that has ended before the run has."""
         self._note_end()
         if isinstance(why, (HorovodInternalError, PeersLost)):
-            self._session.close_sockets()  # before anything else: our neighbours notice by it
+            self._session.close_sockets()  # before anything else: it informs our neighbours
         if not isinstance(why, WorldChanged):
             self.events.emit("worker.generation_broken", error=str(why)[:500])
         self._session.end()
@@ -190,16 +205,17 @@ class Generations:
             self.driver.go_back()
 
     def _end(self) -> None:
-        """Leave the last generation. From then on this process leaves nothing to a successor."""
+        """Leave the last generation. Afterwards this process has no successor to write state for."""
         self._session.end()
         self._is_guarded = False
 
     def keep_session(self) -> None:
-        """Leave nothing to a successor from now on. Horovod stays up, for the user's code."""
+        """Restart in place no more. Horovod stays up, for the user's code."""
         self._is_guarded = False
 
     def _note_end(self) -> None:
-        """Note when the training paused. A generation that broke before it trained is no pause."""
+        """Note when the training paused. A generation that broke before it trained did not pause it.
+        """
         self.pauses.leave()
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()
@@ -213,7 +229,7 @@ class Generations:
                              source=source or "memory", pause_s=round(pause_s, 4))
 
     def note_step(self, step: int, step_s: float) -> None:
-        """Note that a step has ended; rank 0 logs what the pause before it, if any, has cost."""
+        """Note that a step has ended; rank 0 logs the cost of the pause before it, if any."""
         parts = self.pauses.step(step_s)
         if parts and self.world.rank == 0:
             rounded = {name: round(seconds, 4) for name, seconds in vars(parts).items()}
@@ -223,26 +239,27 @@ class Generations:
     # --- what breaks a generation from another thread -------------------------------------------
 
     def _guard(self, live_state: Callable[[], Any]) -> None:
-        """Survive the abort by which Horovod ends all members when one of them dies in init."""
+        """Restart in place instead of the abort by which Horovod ends all members if one dies in
+        init."""
         if not self.driver.revives_workers():
-            return  # plain horovodrun would take the restart for a death anyway
+            return  # plain horovodrun would take the restart for a death
         self._is_guarded, self._live_state = True, live_state
         revive.on_terminate(self._start_anew)
 
     def _start_anew(self, error: str) -> None:
         if not self._is_guarded:
-            os.abort()  # not training any more: what was to be kept has been handed back
+            os.abort()  # the training has ended and has returned its result
         self.driver.revive_soon()
         where = "init" if self._session.is_starting else "training"
         self.events.emit("worker.revives", where=where, error=error)
         self.events.flush()
-        self._session.take_back_environment()  # else the next life takes it for the user's
+        self._session.take_back_environment()  # the successor must not take it for the user's
         self._note_end()
         count = self.driver.count + 1
         revive.start_anew(self._live_state(), self._generation, count, self._left_at)
 
     def _on_broken(self) -> None:
-        """End what waits for a member that is gone. Called by the thread of the heartbeats."""
+        """End the collectives that wait for a lost member. The heartbeats' thread calls it."""
         if self._session.is_starting and not init_can_fail():
             # The main thread is in hvd.init() and would be aborted after Gloo's time-out.
             self._start_anew("")
@@ -256,7 +273,7 @@ class Generations:
         return self.world.vote(step, replace(ballot, wishes=wishes))
 
     def take_wishes(self, now: float) -> Wishes:
-        """Ask the driver what it wants, and note since when it wants a change of the world."""
+        """Return what the driver wants, and note when it began to want a change of the world."""
         driver, wants_change = self.driver, self.driver.wants_change()
         since = self._change_wanted_since or now
         self._change_wanted_since = since if wants_change else None
@@ -267,8 +284,8 @@ class Generations:
                       stop=driver.wants_stop(), drains=driver.drains())
 
     def settle_difference(self, step: int, held: list[Part], among: Sequence[int]) -> None:
-        """Log that the replicas of some ranks differ in a step, where the user allows that; else
-        end this generation. All members call it alike."""
+        """Log that the replicas of some ranks differ in a step if the user allows that; otherwise
+        end this generation. All members call it with the same arguments."""
         if self.mixture.is_mixed:
             self.mixture.log_drift(self.world, step)
         else:
@@ -281,14 +298,14 @@ class Generations:
                    hand_over: Callable[[], Iterator[T]]) -> Generator[T, None, tuple[str, float]]:
         """Agree on the last finished step and give all members its state.
 
-        Yields what `hand_over` yields. Returns where the state came from, and for how many seconds
+        Yields what `hand_over` yields. Returns where the state came from, and the seconds for which
         the members that have the state (this worker, if no member has it) have not trained.
 
-        The transfer comes after `hand_over`: the user's code behind a step may change what belongs
-        to the state, so each member that gives a share of the state must have run it. No member
-        waits for another before the transfer, and the transfer begins when all have come back from
-        the user's code. That may take long. Horovod's background threads go on negotiating, and the
-        heartbeats go on in a thread of their own, so neither Gloo's time-out nor the driver takes
+        The transfer comes after `hand_over`: the user's code behind a step may change the state, so
+        each member that gives a share of the state must have run that code. No member waits for
+        another before the transfer, and the transfer begins when all members have returned from the
+        user's code. That code may take long. Horovod's background threads continue to negotiate and
+        the heartbeats have a thread of their own, so neither Gloo's timeout nor the driver takes
         such a member for a dead one.
         """
         began = time.monotonic()
@@ -323,8 +340,8 @@ class Generations:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
         ticks, last_vote = newest(standings)
         step = ticks // state.phases
-        # By rank 0, also where it is a newcomer. Not twice, where a member has not learnt that the
-        # last reconcile ended.
+        # Rank 0 logs it, also as a newcomer. It logs it once if the reconcile is repeated because a
+        # member did not learn that the last one ended.
         is_logged = state.begun <= ticks and self._redone_step == step
         if self.world.rank == 0 and was_begun(standings) and not is_logged:
             self._redone_step = step
@@ -332,19 +349,11 @@ class Generations:
         if not state.has_state:
             return
         if state.ticks == ticks - 1 and state.prepared == ticks:
-            # A member has applied the step, so the vote had passed, so the gradient here is whole.
+            # A member has applied the step, so the vote passed and this worker's gradient is whole.
             roll_forward(*last_vote)
             self.events.emit("worker.rolled_forward", step=(ticks - 1) // state.phases)
         else:
             assert state.ticks == ticks, (
                 f"this worker finished {state.ticks} phases of steps, another {ticks}")
-            # Also when all are prepared and no member has committed: the gradients may be partial.
+            # The same if all are prepared and no member has committed: the vote may not have passed.
             state.prepared = state.begun = state.ticks
-
-
-def limit_idle(idle: int, step: int, driver: Driver) -> None:
-    """Raise RuntimeError after too many generations without a finished step."""
-    if idle > MAX_GENERATIONS_WITHOUT_PROGRESS and not driver.counts_idle_generations():
-        raise RuntimeError(
-            f"{idle} generations in a row finished no step after step {step}; see the events "
-            f"worker.generation_broken for the errors")

@@ -1,9 +1,9 @@
-"""Whether the members of a generation compute the same bits, and what it means if they do not.
+"""Compare the arithmetic of a generation's members, and log a drift that the user allows.
 
-reconcile (each member's arithmetic) → here → vote, transfer: a difference is a fault, or is allowed
+reconcile (each member's arithmetic) → here → vote, transfer: a difference is a fault or allowed
 
-What always holds: where members compute other bits, with the user's leave, a difference between
-replicas is no fault of a machine. It is logged once a generation.
+What always holds: if the user allows members that compute other bits, a difference between replicas
+is not a fault of a machine. It is logged once a generation.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Mixture:
     def __init__(self, launch: Launch, events: Events):
         self._launch, self._events = launch, events
         self.is_mixed = False
-        """Some members of this generation compute other bits than others, with the user's leave."""
+        """Members of this generation compute different bits, and the user allows it."""
         self._is_drift_logged = False
 
     def compare(self, world: Peers, members: Sequence[Arithmetic | None], mine: Arithmetic | None,
                 is_logged: bool) -> None:
-        """Find out whether all members compute the same bits, all together.
+        """Compare the arithmetic of all members. All members call it.
 
-        `is_logged`: the driver has compared them before it formed the generation, and logged it.
+        `is_logged`: the driver compared them before it formed the generation, and logged the result.
         """
         first = members[0]
         odd = [rank for rank, other in enumerate(members)
@@ -55,7 +55,7 @@ class Mixture:
         assert mine
         me = {"host": self._launch.host, **mine.to_dict()}
         everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
-        theirs = [Arithmetic.from_dict(words) for words in everyone]
+        theirs = [Arithmetic.from_dict(values) for values in everyone]
         for rank in odd if world.rank == 0 else ():
             one, other = theirs[rank], theirs[0]
             differ = facts_that_differ(one, other) if one and other else {}
@@ -72,6 +72,5 @@ class Mixture:
         if world.rank == 0:
             self._events.emit(
                 "worker.replicas_drift", step=step,
-                meaning="the workers hold different bits, as their arithmetic differs "
-                        "(worker.arithmetic_differs). A fault of a machine is not found in this "
-                        "world.")
+                meaning="the workers hold different bits because their arithmetic differs "
+                        "(worker.arithmetic_differs). This world cannot detect a machine's fault.")

@@ -1,8 +1,8 @@
-"""Whose bits differ: all workers together find out, when a vote has shown that some do.
+"""Find the workers whose bits differ, after a vote or a transfer has shown that some do.
 
-vote or transfer (a checksum differs) → here → the odd worker leaves, the others do the step again
+vote or transfer (a checksum differs) → here → the odd worker leaves, the others repeat the step
 
-What it does not do: decide what happens where no majority holds the same bits (the training does).
+What it does not do: decide what happens if no majority holds the same bits. The training decides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Peers(Protocol):
 
 def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
              among: Sequence[int], *, step: int, since_step: int) -> Difference:
-    """Find out whose bits of the ranks `among` differ, all workers together.
+    """Find the workers whose bits differ, of the ranks `among`. All workers call it.
 
     `since_step` is a step at which all bits were the same. Raises ReplicaDiffers on a worker that
-    differs from more than half of them, PeersLost on the others. Returns the difference where there
-    is no such majority. Network: two allgathers.
+    differs from more than half of them, and PeersLost on the others. Returns the difference if
+    there is no such majority. Network: two allgathers.
     """
     me = {"host": launch.host, "worker": launch.worker or launch.host, "held": list(held)}
     everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
@@ -53,4 +53,4 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
         raise ReplicaDiffers(
             f"this worker holds other bits than {len(found.majority)} of {len(among)} workers in "
             f"step {step}: {', '.join(names)}")
-    raise PeersLost(f"rank {', '.join(map(str, odd))} holds other bits, and leaves")
+    raise PeersLost(f"rank {', '.join(map(str, odd))} holds other bits and leaves")

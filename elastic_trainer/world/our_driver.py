@@ -1,12 +1,12 @@
-"""Our driver (launch/driver.py), as a worker sees it: heartbeats out, news and places back.
+"""The worker's side of our driver (launch/driver.py): it sends heartbeats, and gets news and places.
 
 worker → heartbeat → driver → news → here → generations
 
 What always holds:
-1. Heartbeats have a thread of their own: they go on while the main thread computes, waits in a
-   collective or runs the user's code, and they bring news within milliseconds.
-2. Each heartbeat reports everything, with a number that no other has. So the driver ignores one
-   that is late or was sent twice, and a lost one needs no repetition.
+1. Heartbeats have a thread of their own. They continue while the main thread computes, waits in a
+   collective or runs the user's code, and their answers bring news within milliseconds.
+2. Each heartbeat reports the whole state of the worker, with a number of its own. So the driver
+   ignores a heartbeat that is late or was sent twice, and a lost one is not repeated.
 3. A worker that cannot reach its driver for `driver_lost_s` stops at its next step.
 """
 
@@ -41,17 +41,17 @@ from elastic_trainer.world.reach import (
 )
 
 REACH_AGAIN_S = 2.0
-"""Between two tries of a newcomer that does not reach all members."""
+"""The time between two tries of a newcomer that does not reach all members."""
 ASK_AGAIN_S = 0.02
-"""Between two tries to reach the driver."""
+"""The time between two tries to reach the driver."""
 REVIVE_S = 0.5
-"""A process that is about to start anew waits this long for the driver's answer."""
+"""The time for which a process that is about to restart in place waits for the driver."""
 NAMED_S = 10.0
-"""How long a worker waits for the driver to name the worker that writes what only memory holds."""
+"""The time for which a worker waits until the driver names the worker that writes the state."""
 
 
 class OurDriver:
-    """A worker's way to our driver."""
+    """A worker's connection to our driver."""
 
     def __init__(self, launch: Launch):
         assert launch.driver is not None
@@ -64,15 +64,15 @@ class OurDriver:
         self._news = News()
         self._is_lost = False
         self._heard_at = time.monotonic()
-        """When the driver answered last, in any thread."""
+        """The time of the driver's last answer, in any thread."""
         self._main = self._client(self.limits.driver_lost_s / 2)
-        self._heartbeats = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
 
     # --- places ---------------------------------------------------------------------------------
 
     def start(self, hooks: DriverHooks, holds_state: bool, step: int,
               arithmetic: Arithmetic | None = None, *, meets_at_once: bool = False) -> None:
-        """Begin with the heartbeats. A worker that started anew goes on in its generation."""
+        """Start the heartbeats. A worker that restarted in place continues in its generation."""
         self._hooks = hooks
         self.generation = self.launch.revived_generation
         self._heard_at = time.monotonic()
@@ -83,8 +83,7 @@ class OurDriver:
         self._heartbeats.start()
 
     def next_place(self, holds_state: bool, step: int) -> Place:
-        """Wait for a place in a generation after ours, without a limit. Raises Dismissed, RunOver.
-        """
+        """Wait without a limit for a place in a later generation. Raises Dismissed, RunOver."""
         accepted, seen, knocks = 0, "", Knocks()
         phase = "waiting" if self.generation else "standby"
         while True:
@@ -139,13 +138,13 @@ class OurDriver:
         saves, published = self._hooks.is_saving(), self._hooks.published()
         return self._reports.next(saves=saves, published=published, hold_s=hold_s, seen=seen)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         client, version = self._client(self.limits.silence_s / 2), ""
         while True:
             show(self._reports.phase, self._reports.step)
             try:
                 news = self._ask(client, version)
-            except OSError:  # DriverUnreachable is one. No other may end the heartbeats either.
+            except OSError:  # DriverUnreachable is one; no OSError may end the heartbeats
                 self._is_lost = time.monotonic() - self._heard_at > self.limits.driver_lost_s
                 if self._is_lost and self._reports.phase == "finished":
                     return
@@ -167,11 +166,11 @@ class OurDriver:
         return self._is_lost or bool(self._news.over)
 
     def drains(self) -> bool:
-        """True when this worker should leave, by its host or by the list of hosts."""
+        """True when its host, or the list of hosts, wants this worker to leave."""
         return self.must_hurry() or self._news.unwanted
 
     def must_hurry(self) -> bool:
-        """True when this worker's own host wants it to leave (SIGTERM): it has seconds."""
+        """True when this worker's own host wants it to leave (SIGTERM), within seconds."""
         return self._reports.drains
 
     def somebody_leaves(self) -> bool:
@@ -179,15 +178,15 @@ class OurDriver:
         return self._news.notice == "leave"
 
     def is_writer(self, rank: int, waited_s: float) -> bool:
-        """True when this worker should write what only memory holds: the attempt is over.
+        """True when this worker should write the state, because the attempt is over.
 
-        The driver names one worker, and another when that is gone. If it names none, each rank
-        gives those before it a second.
+        The driver names one worker, and another one if that worker is gone. If it names none, each
+        rank waits a second for each lower rank.
         """
         return self._news.writes or waited_s >= rank + (0.0 if self._is_lost else NAMED_S)
 
     def is_broken(self) -> bool:
-        """True when a member of our generation is gone (or this worker is, for the driver)."""
+        """True when a member of our generation is gone, or the driver has evicted this worker."""
         news = self._news
         is_ours = news.place is not None and news.place.generation == self.generation
         return news.evicted or (is_ours and bool(news.dead))
@@ -203,17 +202,20 @@ class OurDriver:
         self._reports.drains = True
 
     def note(self, phase: str, step: int) -> None:
-        """Put into the next heartbeat what this worker does. It holds the state."""
+        """Put into the next heartbeat what this worker does, and that it holds the state."""
         if self._reports.phase != "reviving":
             self._reports.change(phase=phase, step=step, holds_state=True)
 
     def go_back(self) -> None:
-        """Do nothing: the driver ends the attempt when no worker reports that it holds the state,
-        and the next attempt restores."""
+        """Do nothing: if no worker reports that it holds the state, the driver ends the attempt, and
+        the next attempt restores."""
 
     def fail(self, error: str) -> None:
-        """Report the user's own exception: it ends the run everywhere. Not before this worker stood
-        ready: a failure while it boots may be its host's, and must not take the others with it."""
+        """Report the user's own exception, which ends the run on all workers.
+
+        A worker that is not ready does not report it: the cause may be its host, and the other
+        workers must not end with it.
+        """
         if self._heartbeats.is_alive():
             self._report(error=error[-MAX_ERROR_CHARACTERS:])
 
@@ -222,8 +224,8 @@ class OurDriver:
         self._report(machine=replace(fault, text=fault.text[-MAX_ERROR_CHARACTERS:]))
 
     def report_last_step(self, step: int) -> None:
-        """Report how far this worker has come before it leaves an attempt that is over: its next
-        heartbeat may come too late."""
+        """Report the last step before this worker leaves an attempt that is over: the next heartbeat
+        may come too late."""
         if not self._is_lost:
             self._report(step=step)
 
@@ -232,13 +234,13 @@ class OurDriver:
         self._report(phase="finished", step=step)
 
     def revive_soon(self) -> None:
-        """Report that this process is about to start anew (from any thread)."""
+        """Report that this process is about to restart in place. Any thread may call it."""
         self._reports.change(phase="reviving")
-        with suppress(DriverUnreachable):  # the driver will notice, by our silence
+        with suppress(DriverUnreachable):  # the missing heartbeats inform the driver
             exchange(self._client(REVIVE_S), self._next_heartbeat(hold_s=0.0, seen=""))
 
     def _report(self, **changes: Any) -> None:
-        """Send changes now, and again until the driver has them, or is lost."""
+        """Send changes until the driver has them or is lost."""
         self._reports.change(**changes)
         heartbeat, since = self._next_heartbeat(hold_s=0.0, seen=""), time.monotonic()
         while True:
@@ -266,19 +268,19 @@ class OurDriver:
 
     @property
     def count(self) -> int:
-        """The number of our newest heartbeat: a successor counts on from there."""
+        """The number of our newest heartbeat, from which a successor continues."""
         return self._reports.count
 
 
 class Reports:
-    """What a worker reports of itself, for all its threads."""
+    """The facts that a worker reports, for all its threads."""
 
     def __init__(self, count: int, door: int):
         self._lock = threading.Lock()
         self._now = Heartbeat(count=count, phase="standby", generation=0, unreachable=None,
                               door=door, pid=os.getpid())
         self.drains = False
-        """This worker's host wants it to leave. Set by a signal handler, so without the lock."""
+        """The host wants this worker to leave. A signal handler sets it, so without the lock."""
 
     @property
     def count(self) -> int:
@@ -306,17 +308,18 @@ class Reports:
 
 
 class Knocks:
-    """Which members this worker does not reach, as far as it has tried."""
+    """The members that this worker did not reach when it last tried."""
 
     def __init__(self) -> None:
         self.failed: tuple[str, ...] | None = None
-        """None: it knows of no peers."""
+        """None: the driver has named no peers."""
         self._tried: Mapping[str, tuple[str, int]] | None = None
         self._tried_at = 0.0
 
     def try_again(self, peers: Mapping[str, tuple[str, int]], *, is_new_offer: bool) -> bool:
-        """Try to reach the peers, if they are others, or if it failed before and time has passed.
-        Returns whether it has. Network: a connection to each peer.
+        """Try to reach the peers if they are new, or if some were not reached REACH_AGAIN_S ago.
+
+        Returns whether it tried. Network: a connection to each peer.
         """
         is_due = is_new_offer or time.monotonic() - self._tried_at > REACH_AGAIN_S
         if peers == self._tried and not (self.failed and is_due):
@@ -329,9 +332,9 @@ class Knocks:
 
 def exchange(client: DriverClient, heartbeat: Heartbeat) -> News:
     """Send a heartbeat and return the answer. Raises DriverUnreachable."""
-    words = client.ask(heartbeat.to_dict())
+    answer = client.ask(heartbeat.to_dict())
     try:
-        return News.from_dict(words)
+        return News.from_dict(answer)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DriverUnreachable(f"the driver at {client.address} answered what is no answer to a "
+        raise DriverUnreachable(f"the driver at {client.address} sent an invalid answer to a "
                                 f"heartbeat: {error!r}") from error

@@ -1,17 +1,17 @@
-"""What a change of the world costs: from the end of the last finished step to that of the next,
-less one normal step.
+"""The cost of a change of the world: the time between two steps' ends, less a normal step.
 
 world (its time stamps) → here → worker.pause_ended → the books of report
 
-The parts follow each other, and add up to the pause:
-    noticing   until the generation is left: a frozen worker is silent for seconds, and all wait for
-    it deciding   until the last place is given; tries to form a world that failed are in it forming
-    until hvd.init() has returned transfer   until all members hold the state redoing    until the
-    step is done, as far as the normal step does not pay for it
+The parts follow each other, and add up to the pause. Each part ends at a moment:
+    noticing   this worker leaves the generation (all wait for a frozen worker for seconds)
+    deciding   the last place is given (failed tries to form a world included)
+    forming    hvd.init() has returned
+    transfer   all members hold the state
+    redoing    the step is done; its normal time is not counted
 
-What always holds: a step takes its normal time also without a fault. What was waited before the
-fault was noticed pays for that first, then the step that is done behind it. So a change that was
-planned costs no noticing.
+What always holds: a step takes its normal time also without a fault. That time is first taken off
+the wait before the fault was noticed, and then off the step behind the change. So a planned change
+costs no noticing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from statistics import median
 from typing import NamedTuple
 
 NORMAL_STEPS = 9
-"""A normal step takes the median of the last so many."""
+"""The time of a normal step is the median of this number of steps."""
 
 
 class Survivor(NamedTuple):
     """What a worker that holds the state knows when a generation has formed."""
 
     since_step_ms: int
-    """How long ago its last step ended."""
+    """The time since its last step ended."""
     since_left_ms: int
-    """How long ago it left the generation of that step."""
+    """The time since it left the generation of that step."""
     normal_ms: int
 
 
@@ -54,8 +54,7 @@ class Parts:
 
 def parts_of(survivors: Iterable[Survivor], *, forming_s: float, transfer_s: float,
              step_s: float) -> Parts:
-    """Return the parts of a pause by what the survivors knew when the world had formed, in
-    `forming_s`."""
+    """Return the parts of a pause, by what the survivors knew when the world had formed."""
     longest = max(survivors)
     since_step_s, since_left_s, normal_s = (milliseconds / 1000.0 for milliseconds in longest)
     waited_s = max(0.0, since_step_s - since_left_s)
@@ -87,19 +86,18 @@ class Pauses:
         self._placed, self._survivors = time.monotonic(), []
 
     def form(self) -> Survivor:
-        """Note that the world has formed; returns what its members tell each other."""
+        """Note that the world has formed; return what this worker sends to the other members."""
         self._formed = now = time.monotonic()
         normal_s = median(self._steps) if self._steps else 0.0
         stamps = (now - self.step_ended, now - (self._left or self.step_ended), normal_s)
         return Survivor(*(int(1000 * seconds) for seconds in stamps))
 
     def enter(self, survivors: Iterable[Survivor]) -> None:
-        """Note that all members hold the state, and who of them held it before (nobody: no
-        pause)."""
+        """Note that all members hold the state, and which held it before. None did: no pause."""
         self._entered, self._survivors = time.monotonic(), list(survivors)
 
     def step(self, step_s: float) -> Parts | None:
-        """Note the end of a step; returns the parts of the pause that it has ended, if it has."""
+        """Note the end of a step; return the parts of the pause that it has ended, if any."""
         ended, self._survivors = self._survivors, []
         self.step_ended, self._left = time.monotonic(), None
         if not ended:

@@ -2,8 +2,8 @@
 
 driver → here → generations (`hvd.init()`)
 
-There are three drivers: ours (our_driver.py), plain horovodrun's (plain_driver.py), and none
-(alone.py). The world knows none of them: what differs between them is a method of `Driver`.
+There are three drivers: ours (our_driver.py), that of plain horovodrun (plain_driver.py), and none
+(alone.py). The world does not know which it has: what differs is a method of `Driver`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Place:
     rendezvous: tuple[str, int] | None
     """Where Gloo's peers find one another in this generation: address, port."""
     attempt: int | None = None
-    """The number of this life of the run, where rank 0 says it and not a launcher."""
+    """The number of the attempt, if rank 0 counts attempts and no launcher does."""
     at_once: bool = False
-    """All members can find one another with one answer of the rendezvous store
+    """One answer of the rendezvous store has the addresses of all members
     (08-meet-at-once.patch)."""
 
 
 class Dismissed(Exception):
-    """This worker is not wanted (any more): leave with exit code 75."""
+    """The world does not want this worker: leave with exit code 75."""
 
 
 class RunOver(Exception):
-    """The attempt is over for a reason that is not this worker's: see `verdict` and `detail`."""
+    """The attempt is over. Another process has the cause: see `verdict` and `detail`."""
 
     def __init__(self, verdict: str, detail: str):
         super().__init__(f"{verdict}: {detail}")
@@ -53,11 +53,10 @@ class DriverHooks:
     """What a driver asks of its worker."""
 
     on_broken: Callable[[], None] = lambda: None
-    """Called by the heartbeats' thread when a member of our generation is gone: it closes the
-    sockets to it."""
+    """Closes the sockets to a lost member of our generation. The heartbeats' thread calls it."""
     write_alone: Callable[[], None] = lambda: None
-    """Called again and again while this worker waits for a place and should write what only memory
-    holds."""
+    """Called repeatedly while this worker waits for a place and should write the state, which only
+    memory holds."""
     is_saving: Callable[[], bool] = lambda: False
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
@@ -83,7 +82,7 @@ class Driver(Protocol):
         """True when the attempt should stop at the next step, with a checkpoint."""
 
     def drains(self) -> bool:
-        """True when this worker should leave, by its host or by the list of hosts."""
+        """True when its host, or the list of hosts, wants this worker to leave."""
 
     def must_hurry(self) -> bool:
         """True when this worker has seconds to leave (SIGTERM), not the minutes of a notice."""
@@ -92,7 +91,7 @@ class Driver(Protocol):
         """True when the host of a member of this generation has left the list."""
 
     def is_writer(self, rank: int, waited_s: float) -> bool:
-        """True when this worker should write what only memory holds: the attempt is over."""
+        """True when this worker should write the state, because the attempt is over."""
 
     def is_broken(self) -> bool:
         """True when a member of this generation is gone."""
@@ -105,19 +104,19 @@ class Driver(Protocol):
         """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
 
     def note(self, phase: str, step: int) -> None:
-        """Report what this worker does. It holds the state."""
+        """Report what this worker does, and that it holds the state."""
 
     def go_back(self) -> None:
         """Report that all workers drop the state and restore an older checkpoint."""
 
     def fail(self, error: str) -> None:
-        """Report the user's own exception: it ends the run everywhere."""
+        """Report the user's own exception, which ends the run on all workers."""
 
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""
 
     def report_last_step(self, step: int) -> None:
-        """Report how far this worker has come, before it leaves an attempt that is over."""
+        """Report the last step before this worker leaves an attempt that is over."""
 
     def finish(self, step: int) -> None:
         """Report that the last vote has passed."""
@@ -139,11 +138,11 @@ class Driver(Protocol):
         """True if a worker whose machine fails may leave, and the driver starts another one."""
 
     def revives_workers(self) -> bool:
-        """True if a worker may start anew in its process, and come back to its generation."""
+        """True if a worker may restart in place, and return to its generation."""
 
     def revive_soon(self) -> None:
-        """Report that this process is about to start anew (from any thread)."""
+        """Report that this process is about to restart in place. Any thread may call it."""
 
     @property
     def count(self) -> int:
-        """The number of this worker's newest message: a successor counts on from there."""
+        """The number of this worker's newest message, from which a successor continues."""

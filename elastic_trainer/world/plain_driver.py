@@ -1,8 +1,11 @@
-"""Plain `horovodrun --host-discovery-script`: Horovod's own driver, not mended, with its limits.
+"""The worker's side of plain `horovodrun --host-discovery-script`: Horovod's own driver.
 
-What the worker does against them: admission before `hvd.init()` (F1), leaving with 75 (F11).
-Horovod's notification service is used as it is (it checks an HMAC before it unpickles,
-network.py:92-99). The list of F1 to F11 is in launch/driver.py; docs and README name the limits.
+Horovod's driver → here → generations
+
+This driver is not mended, and keeps its limits (docs/guide/fleets.md#plain-horovodrun). The worker
+avoids two of them: it waits for admission before `hvd.init()` (F1), and leaves with exit code 75
+(F11). launch/driver.py lists F1 to F11. Horovod's notification service is used unchanged: it checks
+an HMAC before it unpickles (network.py:92-99).
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
 
 SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 ADMISSION_S = 60.0
-"""How long rank 0 waits for all members of a generation after the first."""
+"""The time for which rank 0 waits for all members of a generation other than the first."""
 ADMISSION_POLL_S = 0.02
 
 
 class PlainDriver:
-    """A worker's way to Horovod's own driver."""
+    """A worker's connection to Horovod's own driver."""
 
     count = 0
 
@@ -58,11 +61,11 @@ class PlainDriver:
         while True:
             if self._drains:
                 raise Dismissed
-            seat = self._first_seat() if is_first else self._next_seat()
+            seat = self._first_seat() if is_first else self._ask_for_seat()
             is_first = False
             if seat[0] < 0:
                 raise Dismissed
-            if self._is_admitted(seat[0], seat[1]):
+            if self._check_in(seat[0], seat[1]):
                 return Place(generation=self.generation, rank=seat[0], size=seat[1],
                              local_rank=seat[2], local_size=seat[3],
                              rendezvous=(self.address, self.port), attempt=self.attempt)
@@ -70,24 +73,23 @@ class PlainDriver:
     def _first_seat(self) -> list[int]:
         return [int(os.environ[f"HOROVOD_{name}"]) for name in SEAT]
 
-    def _next_seat(self) -> list[int]:
-        """Wait for a seat, for as long as Horovod's barrier does.
+    def _ask_for_seat(self) -> list[int]:
+        """Report READY, and wait for a seat as long as Horovod's barrier does.
 
-        READY may be reported only once a round (registration.py:105-115), so the GET is not tried
-        again.
+        READY may be reported only once a round (registration.py:105-115), so the GET is not
+        repeated.
         """
-        self._changed = False  # before the question: a later notice may not be in the answer
+        self._changed = False  # before the request: the answer may lack a later notice
         try:
             answer = self._http("GET", f"rank_and_size/{self.host}:{self.local_rank}")
         except OSError as error:
             raise RunOver("failed", f"horovodrun is gone: {error}") from error
         return [int(number) for number in (answer or b"-1").decode().split(",")]
 
-    def _is_admitted(self, rank: int, size: int) -> bool:
-        """Check in, and learn whether all have: rank 0 waits for all and publishes the result.
+    def _check_in(self, rank: int, size: int) -> bool:
+        """Check in; return whether all members have. Rank 0 waits for all and publishes the result.
 
-        With it go the numbers of attempt and generation: rank 0 was there before, and a newcomer
-        knows neither.
+        The result has the numbers of attempt and generation, which a newcomer does not know.
         """
         limit_s = self.launch.limits.boot_s if self.generation == 0 else ADMISSION_S
         deadline = time.monotonic() + limit_s
@@ -138,7 +140,7 @@ class PlainDriver:
         return self._changed or self._drains
 
     def wants_stop(self) -> bool:
-        """Never: this driver's death is noticed only at the next change."""
+        """Never: a worker notices the death of this driver only at the next change."""
         return False
 
     is_broken = is_finished = somebody_leaves = wants_stop
@@ -146,7 +148,7 @@ class PlainDriver:
     revives_workers = wants_stop
 
     def drains_on_sigterm(self) -> bool:
-        """Always: the exit code reports the rest to horovodrun."""
+        """Always: the exit code informs horovodrun."""
         return True
 
     def is_writer(self, rank: int, waited_s: float) -> bool:
@@ -161,7 +163,7 @@ class PlainDriver:
         """Do nothing: Horovod's driver takes no heartbeats."""
 
     def go_back(self) -> None:
-        """Count one more attempt of the run: it goes on from a checkpoint in the same processes."""
+        """Count one more attempt: the run continues from a checkpoint in the same processes."""
         self.attempt += 1
 
     def fail(self, error: str) -> None:
@@ -174,7 +176,7 @@ class PlainDriver:
         """Do nothing: Horovod's driver does not count steps."""
 
     def finish(self, step: int) -> None:
-        """Do nothing: Horovod's driver learns it from exit code 0."""
+        """Do nothing: exit code 0 informs Horovod's driver."""
 
     def revive_soon(self) -> None:
         """Do nothing: Horovod's driver would take the restart for a death."""

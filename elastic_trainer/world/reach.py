@@ -1,6 +1,6 @@
-"""Who reaches whom: a door that peers knock at, and knocks at the doors of peers.
+"""Which peers a worker reaches: a listening socket for them (the door), and tries to connect.
 
-driver (addresses of the members) → unreachable → heartbeat → driver (who gets a place)
+driver (addresses of the members) → unreachable → heartbeat → driver (which workers get a place)
 
 Two workers that both reach the driver, but not each other, would break each generation that they
 share. So a worker tries to connect to all members before it accepts a place.
@@ -18,18 +18,18 @@ from typing import Any
 import psutil
 
 REACH_S = 2.0
-"""How long a peer has to answer a connection. The kernel sends a lost SYN again after 1 s.
-Less than `admit_s`."""
+"""The time in which a peer must answer a connection, less than `admit_s`. The kernel repeats a lost
+SYN after 1 s."""
 KNOCKS = 1024
-"""How many connections wait at a door at most. Each heartbeat lets all of them go: a queue that is
-full drops a peer's SYN, and if a peer does not get through in REACH_S, one of the two is evicted.
-To let 1024 go takes 8 ms."""
+"""The most connections that wait at a door. Each heartbeat closes all of them: a full queue drops a
+peer's SYN, and a peer that does not connect in REACH_S costs one of the two its place. To close 1024
+takes 8 ms."""
 
 
 def open_door(driver: str) -> socket.socket:
     """Return a listening socket on the interface that leads to the driver (host:port).
 
-    Peers find out there whether they reach this worker. No accept is needed for that, and nothing
+    The kernel answers a peer that connects, so the peer learns that it reaches this worker. Nothing
     is read.
     """
     address = own_address_towards(driver.rpartition(":")[0])
@@ -39,8 +39,8 @@ def open_door(driver: str) -> socket.socket:
 
 
 def answer_door(door: socket.socket) -> None:
-    """Close the connections that wait at a door: the kernel has answered them already."""
-    for _ in range(KNOCKS):  # unauthenticated clients may connect faster than they are let go
+    """Close the connections that wait at a door."""
+    for _ in range(KNOCKS):  # unauthenticated clients may connect faster than this closes
         try:
             door.accept()[0].close()
         except OSError:  # no more connections, or no more descriptors
@@ -57,7 +57,7 @@ def own_address_towards(host: str) -> str:
 def interface_towards(host: str) -> str:
     """Return the name of the interface that leads to a host. Raises OSError.
 
-    Each machine has names of its own (eth0, ens5), but Horovod's driver gives one to all.
+    The names differ between machines (eth0, ens5), but Horovod's driver gives one name to all.
     """
     own = own_address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
@@ -67,8 +67,9 @@ def interface_towards(host: str) -> str:
 
 
 def unreachable(peers: Mapping[str, Sequence[Any]], timeout_s: float) -> list[str]:
-    """Return those of the peers (name → address, port) that packets do not reach, or whose answers
-    do not come back. A refusal is an answer.
+    """Return the peers (name → address, port) that do not answer a connection in time.
+
+    A refusal is an answer. Network: a connection to each peer.
     """
     failed, waiting = [], {}
     poll = select.poll()

@@ -1,6 +1,6 @@
-"""Where each worker stands when a generation begins, and what follows from it.
+"""Each worker's standing when a generation begins, and what follows from all standings.
 
-each member's Standing → one allgather → here → who restores, who rolls forward, who gives the state
+each member's Standing → one allgather → here → restore, roll forward, transfer
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from elastic_trainer.world.pauses import Survivor
 
 
 class Standing(NamedTuple):
-    """Where a worker stands when a generation begins."""
+    """What a worker has done when a generation begins."""
 
     committed: int
     """In ticks (LiveState.ticks): steps, or phases of steps; so is `begun`."""
     begun: int
     has_state: bool
     last_vote: tuple[int, ...]
-    """The totals of the last vote that it saw pass: samples, digest, clock, wishes to finish."""
+    """The totals of the last vote that passed on this worker: samples, digest, clock, wishes to
+    finish."""
     paused_ms: int
-    """How long ago it last trained."""
+    """The time since it trained last."""
     arithmetic: Arithmetic | None = None
-    """How it computes, without the names."""
+    """How it computes, without the facts."""
     pause: Survivor = Survivor(0, 0, 0)
 
     def encode(self) -> list[int]:
@@ -54,7 +55,7 @@ def givers(standings: Sequence[Standing]) -> list[int]:
 
 
 def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, ...]]:
-    """Return how many ticks the member that has finished most has finished, and its last vote."""
+    """Return the ticks and the last vote of the member that has finished most."""
     return max((s.committed, s.last_vote) for s in standings if s.has_state)
 
 
