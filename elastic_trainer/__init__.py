@@ -1,7 +1,6 @@
 """Elastic, fault-tolerant PyTorch training on spot clusters, on Horovod Elastic."""
 
-TYPE_CHECKING = False  # type checkers take the name for true; to import typing would cost the discovery script 10 ms
-
+TYPE_CHECKING = False  # as in typing, whose import would cost the discovery script 10 ms
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from folds import past_of
 from hypothesis import given
 from hypothesis import strategies as st
 from netlab import wait_for
@@ -29,7 +30,6 @@ from elastic_trainer.launch.attempts import (
     has_progressed,
     supervise,
 )
-from elastic_trainer.launch.past import past_of
 from elastic_trainer.observe.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)

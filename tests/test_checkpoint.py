@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from folds import past_of
 from hypothesis import given
 from hypothesis import strategies as st
 from netlab import wait_for
@@ -22,7 +23,6 @@ from simulated import Hub, Member
 from test_state import bytes_of, trained
 
 from elastic_trainer.config import Launch
-from elastic_trainer.launch.past import past_of
 from elastic_trainer.observe.events import Events as EventFile
 from elastic_trainer.observe.schema import misfit
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained

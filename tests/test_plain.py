@@ -1,7 +1,7 @@
-"""The same script without our driver: plain horovodrun, and nobody at all.
+"""The same script without our driver: under plain horovodrun, and without a launcher.
 
-Plain horovodrun keeps its own limits (README); what the worker can do from inside must hold: the
-same bits.
+Plain horovodrun keeps its own limits (docs/guide/fleets.md#plain-horovodrun). The worker keeps the
+promise that it can keep alone: the same bits.
 """
 
 from __future__ import annotations

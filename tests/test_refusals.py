@@ -541,7 +541,7 @@ def test_a_refusal_is_in_the_diary_in_the_table_and_in_watch_until_machines_come
     assert main(["hosts", str(tmp_path / "hosts")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "0 of 4 machines are there. AWS refuses more:" in shown
+        "0 of 4 machines run. AWS refuses more:" in shown
         and "MaxSpotInstanceCountExceeded" in shown
     )
     assert (
@@ -570,7 +570,7 @@ def test_machines_that_nobody_refused_are_on_their_way(
     story = Story(tmp_path)
     assert story.poll(supply(there=1), times=3) == []
     assert main(["hosts", str(tmp_path / "hosts")]) == 0
-    assert "1 of 4 machines are there; AWS has refused none" in " ".join(
+    assert "1 of 4 machines run. AWS has refused none" in " ".join(
         capsys.readouterr().out.split()
     )
 

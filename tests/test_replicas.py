@@ -20,7 +20,7 @@ from elastic_trainer.world.replicas import (
     are_same,
     checksum,
     judge,
-    words,
+    summands,
 )
 
 DTYPES = [
@@ -148,7 +148,7 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
 def test_the_sums_say_whether_all_are_the_same(values: list[int], copies: int) -> None:
     """For worlds of thousands, in 64 bits."""
     held = values * copies
-    sums = [sum(column) for column in zip(*map(words, held), strict=True)]
+    sums = [sum(column) for column in zip(*map(summands, held), strict=True)]
     assert all(total < 2**63 for total in sums)
     assert are_same(sums, len(held)) == (len(set(held)) == 1)
 

@@ -448,7 +448,7 @@ def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(
         capsys: pytest.CaptureFixture[str], age_s: float) -> None:
     """It is of some moment in the past then, however it looks."""
     print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})
-    assert ("this was 3600 s ago: the poller has not run since"
+    assert ("this table is 3600 s old: the poller has not run since"
             in capsys.readouterr().out) == (age_s > 0)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folds import past_of
 
-from elastic_trainer.launch.past import PAST_FILE, Follower, past_of
+from elastic_trainer.launch.past import PAST_FILE, Follower
 from elastic_trainer.observe.events import Events, newest_attempt, read_events
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.segments import Reader, compress, seal, segments

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.host.modes import write_text
-from elastic_trainer.observe.schema import UNREADABLE, flaw
+from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Position, Reader, first_line
 
 PAST_FILE = ".past.json"
@@ -119,17 +118,6 @@ class Past:
             self.living[key]["pid"] = event["pid"]  # that behind a shim
         elif what == "gone":
             self.living.pop(key, None)
-
-
-def past_of(events: Iterable[dict[str, Any]]) -> Past:
-    """Return the fold of events."""
-    past = Past()
-    for event in events:
-        if flaw(event):
-            past.malformed += 1
-        else:
-            past.read(event)
-    return past
 
 
 class Follower:

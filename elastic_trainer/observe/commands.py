@@ -1,4 +1,4 @@
-"""The commands that read: verify, watch, report and hosts. None of them changes a run.
+"""The commands that read: verify, watch, report and hosts. They do not change a run.
 
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer report runs/NAME --svg run.svg
@@ -6,7 +6,7 @@
 
 command line → here → the modules of this package
 
-What they need is imported where it is used: the start of `elastic-trainer` stays fast.
+Functions import these modules, so that `elastic-trainer` starts fast.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str
 
     if timeline.span is None:
         raise ConfigError(f"Run {result['run']} has {result['steps']} finished steps, and a "
-                          f"picture needs 2. Call it again when the run has trained.")
+                          f"picture needs 2. Call the command again later.")
     try:
         file.write_text(svg.draw(timeline, history.books.periods, result), encoding="utf-8")
     except OSError as error:

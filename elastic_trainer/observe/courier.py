@@ -4,8 +4,8 @@ events → Courier (worker) → wire → Desk (driver) → `runs/<name>/events.j
 
 What always holds:
 1. The vote on a step waits until the line of the step before is in the driver's event log (the
-   loop flushes). A host that vanishes takes at most the line of its newest step with it, and the
-   next rank 0 writes that line again.
+   loop flushes). If a host vanishes, at most the line of its newest step is lost, and the next
+   rank 0 writes that line again.
 2. A line is written once, also if it is sent again: lines are numbered, and each courier has a
    name of its own.
 3. A worker can write events about itself only, of its own attempt, and none of the driver's or the
@@ -13,7 +13,7 @@ What always holds:
 4. The driver refuses and counts a line that is no well-formed event (schema.py). The courier
    reports it on stderr and continues with the next line.
 5. A worker may send LINES_PER_S lines and BYTES_PER_S bytes a second, and BURST_S times as much at
-   once. The courier sends a line that exceeds this later.
+   once. The courier sends a line later if it exceeds this rate.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ LINES_PER_S = 500.0
 each answer, a courier sends 500 lines a second."""
 BYTES_PER_S = 256.0 * 1024
 BURST_S = 20.0
-"""Seconds' worth of both that may come at once: the tracebacks of a broken generation."""
+"""The seconds of both rates that may come at once: the tracebacks of a broken generation."""
 COURIERS = 16
-"""Couriers of one worker whose line numbers are kept: each life of its process has one."""
+"""The couriers of one worker whose line numbers are kept. A worker that restarts in place has a new
+one."""
 WORKERS_EVENTS = ("worker.", "state.", "job.", "run.finished")
 
 
 def shares_runs(launch: Launch) -> bool:
-    """True if the run's folder on this host is the one that the supervisor has made.
+    """True if the run's folder on this host is the one that the supervisor made.
 
-    True, too, if the launcher named no folder or no run.
+    Also true if the launcher named no folder or no run.
     """
     if not launch.run_id or launch.run_dir is None:
         return True
@@ -101,7 +102,7 @@ class Courier:
                 time.sleep(RETRY_S)
                 continue
             if why := answer.get("refused"):
-                print(f"elastic-trainer: the driver has refused a line of the event log ({why}): "
+                print(f"elastic-trainer: the driver refused a line of the event log ({why}): "
                       f"{line[:MAX_SHOWN]}", file=sys.stderr, flush=True)
             with self._changed:
                 self._waiting.popleft()
@@ -109,7 +110,7 @@ class Courier:
 
 
 class LineRefused(MessageRefused):
-    """A line that is no event of its worker. The text says why, without any part of the line."""
+    """A line that is no event of its worker. The text has the reason, and no part of the line."""
 
 
 class TooEarly(MessageRefused):
@@ -124,7 +125,7 @@ class Allowance:
         self._left, self._since = self.most, now
 
     def left(self, now: float) -> float:
-        """Return how much may come now."""
+        """Return the amount that may come now."""
         return min(self.most, self._left + self.per_s * max(0.0, now - self._since))
 
     def take(self, amount: float, now: float) -> None:
@@ -144,7 +145,7 @@ class _Writer:
 class Desk:
     """The driver's end: it writes each line once, and refuses what a worker may not write.
 
-    For one thread at a time.
+    Only one thread at a time may use it.
     """
 
     def __init__(self, write: Callable[[str], None], attempt: int,

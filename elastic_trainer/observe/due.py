@@ -1,4 +1,4 @@
-"""What each step of a run was due: the job as the event log describes it, and its schedule.
+"""The samples that each step of a run must have, by the job that the event log describes.
 
 judge → here → findings
 """
@@ -16,17 +16,17 @@ from elastic_trainer.observe.step_lines import StepLine, StepLines
 from elastic_trainer.schedule import Schedule, samples_digest
 
 LENGTH_KEYS = ("epochs", "max_steps")
-"""What a run may be resumed with another value of: the finished steps stay what they are."""
+"""The keys that may change when a run is resumed: the finished steps do not depend on them."""
 SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "seed", *LENGTH_KEYS)
 DIGEST_CHUNK_SAMPLES = 2**20
 DUE_CHUNK_SAMPLES = 2**16
-"""The steps of so many samples are computed together: one call a step took 40 µs."""
+"""The samples of the steps that are computed together. A call for each step took 40 µs a step."""
 DUE_CHUNKS = 4
-"""Chunks that are kept: a start from a checkpoint goes back a few."""
+"""The chunks that are kept: a start from a checkpoint goes back a few."""
 
 
 class Due:
-    """The job, and what it was due."""
+    """The job, and the samples that its steps must have."""
 
     def __init__(self, findings: Findings):
         self.findings = findings
@@ -60,8 +60,7 @@ class Due:
         try:
             self.schedule = Schedule(**{key: job[key] for key in (*SCHEDULE_KEYS, "drop_last")})
         except ConfigError as error:
-            self.findings.violate(f"the job has no schedule, so nothing is known to be due: "
-                                  f"{error}")
+            self.findings.violate(f"the job has no schedule, so no step can be checked: {error}")
 
     @property
     def steps(self) -> int | None:
@@ -69,7 +68,7 @@ class Due:
         return None if self.schedule is None else self.schedule.steps
 
     def check(self, step: StepLine) -> None:
-        """Compare a step's samples and digest with what was due."""
+        """Compare a step's samples and digest with the schedule's."""
         schedule, violate = self.schedule, self.findings.violate
         if schedule is None:
             return
@@ -95,7 +94,7 @@ class Due:
         return self._digests[first][step - first]
 
     def whole_epochs(self, kept: StepLines) -> tuple[list[int], list[int]]:
-        """Return the epochs of which all steps are kept: those whose digests add up, and others."""
+        """Return the epochs that have all steps: those whose digests add up, and the others."""
         if self.schedule is None:
             return [], []
         each = self.schedule.steps_per_epoch

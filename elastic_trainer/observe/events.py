@@ -6,12 +6,13 @@ What always holds:
 1. A line is one `write` to a file opened for append, so lines of several processes never mix, and
    a killed process loses nothing that it has emitted.
 2. An event is `package.subject_participle`, a literal where it is emitted, and is declared in
-   event_table.py. An event that is not declared is written all the same: silence would lose a
-   fact, and raising would end a run. Readers count it, and the tests fail.
-3. Emitting never fails the training: a full disk is reported on stderr, once until it takes lines
-   again. A line that was not written whole is spoilt alone: the next one begins on its own line.
+   event_table.py. An event that is not declared is written, too: silence would lose a fact, and an
+   exception would end a run. Readers count it, and the tests fail.
+3. Emitting never fails the training. A full disk is reported on stderr, once until lines can be
+   written again. Only the line that was not written whole is lost: the next one begins on a line
+   of its own.
 4. A line has at most MAX_LINE_BYTES (schema.py): the long values of a longer line are shortened,
-   and `shortened` says so.
+   and it has the field `shortened`.
 5. The file is the newest segment of the log (segments.py): each write checks whether it still is,
    and seals a segment that is large enough.
 """
@@ -24,7 +25,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,14 @@ from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.observe.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
 
-__all__ = ["EVENTS_FILE", "Events", "last_attempt", "newest_attempt", "read_events"]
+__all__ = ["EVENTS_FILE", "Events", "newest_attempt", "read_events"]
 
 SHORT_CHARACTERS = (10_000, 1000, 100)
-"""Characters that are kept of a value if its line is too long; fewer if the line still is."""
+"""The characters that are kept of a value if its line is too long; fewer if it still is."""
 SHORT_ITEMS = 100
 _LEVELS = {name: {"level": kind.level.value} for name, kind in KINDS.items()
            if kind.level in (Level.WARNING, Level.ERROR)}
-"""What the line of a warning or an error has besides its facts."""
+"""The level, which the line of a warning or an error has."""
 
 
 class Events:
@@ -77,13 +78,14 @@ class Events:
             return self.courier.take(line)
         if self._fd is None:
             return
-        with self._lock:  # a thread that continues in the next segment closes the file
+        with self._lock:  # the thread that opens the next segment closes this one
             self._write(line)
 
     def _write(self, line: str) -> None:
         data = ("\n" * self._is_torn + line + "\n").encode()
         try:
-            count, error = os.write(self._newest_segment(), data), "a part of a line was written"
+            count = os.write(self._open_newest_segment(), data)
+            error = "a part of a line was written"
         except OSError as failure:
             count, error = 0, str(failure)
         if count < len(data):
@@ -94,8 +96,8 @@ class Events:
         else:
             self._has_complained = self._is_torn = False
 
-    def _newest_segment(self) -> int:
-        """Return the newest segment, open. Network, if the folder is remote: two attributes."""
+    def _open_newest_segment(self) -> int:
+        """Seal a large segment; return the newest one, open. Network, if the folder is remote."""
         assert self.run_dir is not None and self._fd is not None
         mine = os.fstat(self._fd)
         if mine.st_size >= self.segment_bytes:
@@ -156,15 +158,10 @@ def _opened(run_dir: Path) -> int:
     return private(f"{run_dir}/{EVENTS_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
-def last_attempt(events: Iterable[dict[str, Any]]) -> int:
-    """Return the number of the run's newest attempt; 0 if there was none."""
-    return max((int(e.get("attempt") or 0) for e in events), default=0)
-
-
 def newest_attempt(run_dir: Path) -> int:
-    """Return the same from the event log. Disk: all of it, 0.5 s for a million steps.
+    """Return the number of the run's newest attempt; 0 if there was none.
 
-    Only lines with a larger number are parsed.
+    Disk: the whole event log, 0.5 s for a million steps. Only lines with a larger number are parsed.
     """
     number = re.compile(rb'"attempt": (\d{1,10})[,}]')  # within a text the quotes are escaped
     newest = 0

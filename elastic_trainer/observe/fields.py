@@ -6,7 +6,7 @@ What always holds:
 1. A flaw is a fixed sentence. It names the field and its type, and never the value: the sender of
    an event does not choose what the driver logs.
 2. Readers check a field only if one of them uses it (`reads`, `may_read`). The tests check the
-   other fields (`has`, `may_have`), too, where an event is emitted.
+   other fields (`has`, `may_have`), too, when an event is emitted.
 """
 
 from __future__ import annotations

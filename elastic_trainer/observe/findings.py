@@ -1,9 +1,9 @@
-"""The sentences of a judgement, each with the number of its line; torn lines included.
+"""The findings of a judgement: violations and notes, each with the number of its line.
 
 judge → here → verdict
 
 What always holds: the memory is bounded. The first MOST_SENTENCES violations and notes are kept,
-the others are counted.
+and the others are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Torn(NamedTuple):
     line: int
     violations: int
     notes: int
-    """How many violations and notes came before it: its sentence belongs behind them."""
+    """The number of violations and notes before it: its sentence belongs behind them."""
     has_finished: bool
 
 
@@ -49,7 +49,7 @@ class Findings:
     def notes(self) -> list[str]:
         return self._notes + _more(self._more_notes)
 
-    def torn(self, has_finished: bool) -> None:
+    def take_torn(self, has_finished: bool) -> None:
         """Take a torn line. Whether it is a violation is known when its attempt ends."""
         self.open_torn.append(
             _Torn(self.line, len(self._violations), len(self._notes), has_finished))

@@ -1,4 +1,4 @@
-"""Print the poller's table: which hosts are listed, which are not, and why.
+"""Print the poller's table: which hosts are listed, which are not, and the reasons.
 
     elastic-trainer hosts HOSTS_FILE
 
@@ -63,24 +63,24 @@ def remarks(fleet: Mapping[str, Any], age_s: float) -> list[str]:
     """Return what a person should know beside the table."""
     lines = lacking(fleet.get("supply"))
     if age_s > POLLER_GONE_S:
-        lines.insert(0, f"this was {age_s:.0f} s ago: the poller has not run since. Look at its "
-                        f"service on the coordinator.")
+        lines.insert(0, f"this table is {age_s:.0f} s old: the poller has not run since. Look at "
+                        f"its service on the coordinator.")
     if fleet["cloud_failures"]:
         lines.append(f"the last {fleet['cloud_failures']} requests to the cloud failed; the table "
                      f"shows its last answer")
     if fleet["unheard"]:
-        lines.append(f"{fleet['unheard']} agents do not answer, or have another clock. So many "
-                     f"cannot be sick at once, so their hosts stay listed. Look at the network and "
-                     f"the clock of the poller.")
+        lines.append(f"{fleet['unheard']} agents do not answer, or their clocks differ from the "
+                     f"poller's. Most hosts do not fail at once, so they stay listed. Look at the "
+                     f"network and the clock of the poller.")
     return lines
 
 
 def lacking(supply: Mapping[str, Any] | None) -> list[str]:
-    """Return how many machines are missing, why AWS refuses them, and what to do about it."""
+    """Return how many machines are missing, why AWS refuses them, and the remedy."""
     if not supply or supply["there"] >= supply["wanted"]:
         return []
-    have = f"{supply['there']} of {supply['wanted']} machines are there"
+    have = f"{supply['there']} of {supply['wanted']} machines run"
     if not (refusal := supply["refusal"]):
-        return [f"{have}; AWS has refused none, so the others are on their way."]
+        return [f"{have}. AWS has refused none, so the others should start."]
     return [f"{have}. AWS refuses more: {refusal['says']} ({refusal['code']})",
             f"  {refusal['remedy']}"]

@@ -1,11 +1,10 @@
-"""What happened to a run, and where each second of its wall time went: a fold over its events.
+"""The history of a run, and the books of its wall time: a fold over its events.
 
 event log → here → report (result.json, table, picture)
 
 What always holds:
-1. The periods follow each other without a gap, from the first event to the last one: the books
-   close. Which account the time before an event is booked on is declared in event_table
-   (`closes`).
+1. The periods follow each other without a gap, from the first event to the last one. event_table
+   declares the account of the time before an event (`closes`).
 2. A step that was done twice counts once.
 3. The clock never goes back: an event with an earlier time counts as of the latest time before.
 """
@@ -97,7 +96,7 @@ class Host:
 
 @dataclass
 class History:
-    """What a run did so far. `read` takes each event, `close` comes once behind the last one."""
+    """What a run has done. `read` takes each event; `close` is called once after the last one."""
 
     run: str = ""
     now: float = -math.inf
@@ -132,7 +131,7 @@ class History:
             reader(self, event)
 
     def close(self) -> None:
-        """Book what still goes on."""
+        """Book the time up to the last event."""
         if math.isinf(self.now):
             return
         self._close_pauses()
@@ -157,7 +156,7 @@ class History:
 
     def _generation_started(self, event: Event) -> None:
         attempt, step = self._attempt(event), int(event["step"])
-        if attempt == self.world_of:  # worker.pause_ended may say more
+        if attempt == self.world_of:  # a worker.pause_ended may follow
             self.open_pauses.append((self.now, float(event.get("pause_s") or 0.0)))
         else:
             self._leave_world()
@@ -219,7 +218,7 @@ class History:
         self._book(Phase.PAUSING, end)
 
     def _close_pauses(self) -> None:
-        """Book the pauses of which only the generation behind them is known (version 0.1)."""
+        """Book the pauses that have no worker.pause_ended (version 0.1)."""
         for end, seconds in self.open_pauses:
             self._pause(end, seconds)
         self.open_pauses.clear()
@@ -230,7 +229,7 @@ class History:
         self.world_of = None
 
     def _host(self, event: Event) -> Host:
-        """Return the host of a worker; only its first event must name it."""
+        """Return the host of a worker. Only the worker's first event must name it."""
         name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
         return self.hosts.setdefault(name, Host())
 

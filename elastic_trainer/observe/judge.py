@@ -1,9 +1,9 @@
-"""Judge the lines of an event log one after another: one lineage, each step once, nothing lost.
+"""Judge the lines of an event log one after another: one lineage, each step once, no step lost.
 
 verify → here → findings, verdict
 
-The numbered rules stand in verify.py. Each public method of Judge reads one kind of event, in the
-order of a run's life.
+verify.py has the rules. Each public method of Judge reads one kind of event, in the order of a
+run's life.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_trainer.observe.verdict import Verdict
 
 
 class Judge:
-    """What the lines so far say, and what is wrong with them."""
+    """The facts of the lines so far, and the contradictions in them."""
 
     def __init__(self, restored: set[tuple[int, int]]):
         self.findings = Findings()
@@ -28,17 +28,17 @@ class Judge:
         self.lineage = Lineage(self.findings)
         self.checkpoints = Checkpoints(self.findings, restored)
         self.left_out = 0
-        """Malformed events of kinds that prove nothing."""
+        """The number of malformed events whose kinds prove nothing."""
         self.kept, self.next = StepLines(), 0
-        """The kept history, and the step that is due now."""
+        """The kept history, and the step that must come next."""
         self.dropped = StepLines()
-        """Rolled back, and not done again yet."""
+        """The steps that were rolled back and are not done again yet."""
         self.redone: set[tuple[int, int | None, int]] = set()
         """Attempt, the generation that broke, step."""
         self.finish_line: int | None = None
         self.finishes: list[tuple[int, int, str]] = []
         self.weights: tuple[int, str] | None = None
-        """Line and SHA-256 of a finish after as many steps as are due now."""
+        """Line and SHA-256 of a finish after all steps of the present job."""
         self.attempts = self.generations = self.repeated_lines = self.rolled_back = 0
 
     def read(self, line: int, event: Event | None) -> None:
@@ -47,7 +47,7 @@ class Judge:
         if self.findings.open_torn:
             self.findings.resolve_torn(event)
         if event is None:
-            self.findings.torn(self.finish_line is not None)
+            self.findings.take_torn(self.finish_line is not None)
         elif wrong := flaw(event):
             self._leave_out(event, wrong)
         elif reader := _READERS.get(event["event"]):
@@ -103,8 +103,8 @@ class Judge:
         lineage.start_generation(event["generation"], event["size"], step)
 
     def _check_start(self, event: Event, step: int) -> None:
-        # The only worker that knew of the finished step may have died behind its line: to the
-        # others that step is in flight.
+        # The only worker that knew of the finished step may have died after it wrote the line. For
+        # the others that step is in flight.
         is_in_flight = step == self.next - 1 and (
             event["attempt"], self.lineage.generation, step) in self.redone
         if step < self.next and self.lineage.has_generation and not is_in_flight:
@@ -119,7 +119,7 @@ class Judge:
         step = event["step"]
         if step not in (self.next - 1, self.next, self.next + 1):
             self._violate(f"step {step} is done again, but step {self.next} was in flight.")
-        # The generation that says so may break before it trains.
+        # The generation that logs it may break before it trains.
         self.redone.add((event["attempt"], self.lineage.generation, step))
 
     def step_committed(self, event: Event) -> None:

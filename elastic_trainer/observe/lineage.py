@@ -29,7 +29,7 @@ class Lineage:
         self.size: int | None = None
         self.formed: int | None = None
         self.first_step: int | None = None
-        """Of this generation, as it says; None when that step has come."""
+        """The step at which this generation starts; None after that step."""
 
     def start_run(self) -> None:
         """Begin an invocation."""
@@ -47,7 +47,7 @@ class Lineage:
     def enter_attempt_of(self, event: Event) -> bool:
         """Enter the event's attempt if it is newer; violate and return False if it is older.
 
-        In plain horovodrun no line announces an attempt.
+        Under plain horovodrun no line announces an attempt.
         """
         attempt = event["attempt"]
         if self.attempt is None or attempt > self.attempt:

@@ -1,8 +1,8 @@
-"""The picture of a run in text: samples a second over time, with what happened to the fleet below.
+"""The picture of a run in text: samples a second over time, and the changes of the fleet below.
 
 timeline → here → `elastic-trainer report`
 
-A pure function of the events; its units are characters.
+It is a pure function of the events. Its unit is a character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEGEND = " · ".join(f"{sign} {mark.value}" for mark, sign in SIGNS.items())
 def draw(timeline: Timeline, columns: int = 72) -> list[str]:
     """Return the lines of the picture; none for a run without two steps.
 
-    A column's height is the samples of the steps that were done in its time, over that time.
+    The height of a column is the rate in its time: samples of finished steps, by seconds.
     """
     if timeline.span is None:
         return []
@@ -34,7 +34,7 @@ def draw(timeline: Timeline, columns: int = 72) -> list[str]:
 
 
 def _marks(timeline: Timeline, start: float, end: float, columns: int) -> str:
-    """Return the line of marks. A lost worker or a new attempt hides a change of the size."""
+    """Return the line of marks. A lost worker or a new attempt hides a change of size."""
     marks = [" "] * columns
     for change in timeline.changes:
         if start <= change.time <= end:

@@ -1,6 +1,6 @@
 """Show the progress of a run without a launcher (`python my_train.py`) on stderr.
 
-events of this worker → here → a bar on a terminal; a line every 10 s elsewhere (notebook, file, CI)
+events of this worker → here → a bar on a terminal, a line every 10 s elsewhere (notebook, file)
 
 What it does not do: show workers, hosts and attempts (watch.py does, for a run under a launcher).
 """
@@ -14,7 +14,7 @@ import rich.progress
 from rich.console import Console
 
 LINE_S = 10.0
-"""Between two lines where stderr is no terminal: in a notebook or a log of CI."""
+"""The seconds between two lines if stderr is no terminal: in a notebook or a log of CI."""
 
 
 class Progress:
@@ -42,7 +42,7 @@ class Progress:
                 self._end(facts)
 
     def close(self) -> None:
-        """Leave the terminal as it was, so that a traceback is below the bar."""
+        """End the bar, so that a traceback is printed below it."""
         if self.bar is not None:
             self.bar.stop()
 

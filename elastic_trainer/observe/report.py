@@ -1,17 +1,16 @@
-"""Sum a run up: what was trained, what the fleet's changes cost, where every second went.
+"""Summarize a run: its steps, the cost of the fleet's changes, and the books of its wall time.
 
-    elastic-trainer report runs/x
+    elastic-trainer report runs/NAME
 
 Where it stands: event log → history → here → result.json; summary_table prints it.
 
 What always holds:
 1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.
 2. goodput is between 0 and 1, and a step that was done twice counts once.
-3. result.json is replaced whole: a reader sees the old one or the new one. One that says
-   "finished" is of a run that has not been resumed with more steps since.
+3. result.json is replaced whole: a reader sees the old one or the new one. If it has
+   "finished": true, the run was not resumed with more steps afterwards.
 
-What it does not do: judge. Events that contradict each other are summed up all the same; `verify`
-judges them.
+What it does not do: judge. It summarizes events that contradict each other, too; `verify` judges.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
     pauses: the duration_s of each worker.pause_ended: from the end of the last finished step, less
         one normal step, to the end of the next. In a log of version 0.1: the pause_s of each
         generation but the first of an attempt.
-    books: wall_s, divided among accounts (docs/events.md says which event closes which account).
+    books: wall_s, divided among accounts (docs/events.md names the events that close each account).
         booting_s: until the first generation starts;
         training_s: steps, kept or not, and the time between them;
         pausing_s: the pauses;
@@ -115,8 +114,8 @@ def summarize_log(run_dir: str | Path) -> dict[str, Any]:
 def write_result(run_dir: str | Path) -> dict[str, Any]:
     """Write the run's result.json whole, and return its content.
 
-    A file that cannot be written is no failure of the run: the event log has all of it. The user
-    is informed on stderr.
+    If the file cannot be written, the run has not failed: the event log has its content. A message
+    on stderr informs the user.
     """
     folder = Path(run_dir)
     result = summarize_log(folder)
@@ -133,7 +132,7 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
 
 
 def take_back_result(run_dir: str | Path, steps: int) -> None:
-    """Write result.json again if it is of a finished run that now has another number of steps."""
+    """Write result.json again if it is of a finished run that has another number of steps now."""
     try:
         result = json.loads(Path(run_dir, RESULT_FILE).read_text())
         is_of_another_length = result.get("finished") and result.get("steps") != steps

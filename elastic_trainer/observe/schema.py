@@ -55,7 +55,6 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 """The exceptions of code that reads a field which no check covers."""
 
 
-
 def fields_of(kind: EventKind) -> dict[str, Field]:
     """Return all fields of an event by name. A common field may be declared again, as required."""
     found: dict[str, Field] = {}

@@ -7,10 +7,10 @@ events (one line a write) → here → the readers: watch, report, verify, the s
 What always holds:
 1. A segment that is large enough is sealed: the next process that writes renames it to the next
    number, under a lock. Before each write a writer checks whether the file that it has open is
-   still `events.jsonl` (1.5 µs, two system calls). So a line that a process writes after it has
-   heard of another process's line is behind that line.
+   still `events.jsonl` (1.5 µs, two system calls). So if a process writes a line after it has
+   learnt of another process's line, its line is behind that line.
 2. A sealed segment gets only the lines of writers that checked just before it was sealed, or whose
-   NFS client still uses its old answer (up to 60 s, nfs(5), acdirmax). A reader that has continued
+   NFS client still uses its old answer (up to 60 s, nfs(5), acdirmax). A reader of later segments
    looks back for them, and a segment is not compressed before its last line is LATE_S old.
 3. A reader's position is (segment, offset); the offset is that of the text, also in a compressed
    segment. All readers list and read the log by `Reader`, with one line in memory, of which
@@ -258,5 +258,5 @@ def _is_compressed(file: BinaryIO) -> bool:
 
 
 def first_line(run_dir: Path) -> str:
-    """Return the log's first line, by which one log is told from another; "" if it is empty."""
+    """Return the log's first line, which identifies the log; "" if it is empty."""
     return next(Reader(run_dir).lines(), b"").decode(errors="replace")

@@ -124,8 +124,7 @@ def worker_evicted(facts: Facts) -> str:
 
 
 def loss(facts: Facts) -> str:
-    """Return in a word or two how a worker was lost: "killed", "crashed", "frozen", "boot failed".
-    """
+    """Return how a worker was lost: "killed", "crashed", "frozen", "boot failed"."""
     is_killed = facts["reason"] == "crashed" and signal_name(facts.get("exit_code")) == "SIGKILL"
     return "killed" if is_killed else str(facts["reason"]).replace("_", " ")
 

@@ -1,10 +1,10 @@
-"""What a run looks like now: a fold over its events.
+"""The present status of a run: a fold over its events.
 
 event log → here → watch (a panel, or lines)
 
 What always holds:
-1. A status is a pure function of the events so far; what is shown is one of the status alone.
-2. An event that cannot be read changes nothing.
+1. A status is a pure function of the events so far, and the display is one of the status alone.
+2. An event that cannot be read does not change the status.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LiveWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """All that is shown of a run."""
+    """The facts that `watch` shows of a run."""
 
     run: str = ""
     phase: str = "booting"
@@ -72,7 +72,7 @@ class Status:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples between the first and last step in `speed`, pauses included; None before 2."""
+        """The rate over the steps in `speed`, pauses included; None before 2 steps."""
         if len(self.speed) < 2 or self.speed[-1][0] <= self.speed[0][0]:
             return None
         samples = sum(samples for _, samples in self.speed[1:])

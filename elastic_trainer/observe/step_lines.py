@@ -1,4 +1,4 @@
-"""What the lines of an event log say of committed steps: 45 bytes a step.
+"""The lines of an event log about committed steps, in 45 bytes a step.
 
 judge, due → here
 """
@@ -13,7 +13,7 @@ from elastic_trainer.observe.step_table import StepTable
 
 
 class StepLine(NamedTuple):
-    """What one line says of a committed step."""
+    """The content of one line about a committed step."""
 
     step: int
     line: int
@@ -58,7 +58,7 @@ class StepLines:
         return step
 
     def numbers(self, start: int | None = None) -> Iterator[int]:
-        """Yield the steps from `start` on, in order; nothing may be added or removed meanwhile."""
+        """Yield the steps from `start` on, in order. No step may be added or removed meanwhile."""
         return self._rows.steps(start)
 
 
@@ -68,5 +68,5 @@ def is_same(now: float, then: float) -> bool:
 
 
 def is_about(now: float, then: float) -> bool:
-    """True for numbers of which one may be rounded."""
+    """True for numbers that are equal but for a rounding."""
     return is_same(now, then) or math.isclose(now, then, rel_tol=1e-4, abs_tol=1e-4)

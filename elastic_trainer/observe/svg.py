@@ -7,12 +7,12 @@ timeline, history → here → a file
 What always holds:
 1. The file needs nothing else: no script, no font, no address. Text is text.
 2. It is readable in light and dark (`prefers-color-scheme`), and each kind of mark has its own
-   shape, so that no colour is needed to tell them apart.
+   shape, so that no reader needs the colours.
 3. Time in which a person had stopped the run is cut out of the time axis.
 4. No text covers another. A mark whose label has no room keeps its tooltip.
 
-Why no library: the whole of it is a path, some lines and texts. matplotlib is 30 MB of packages
-and draws text as paths by default; svgwrite is no longer maintained; ElementTree escapes.
+Why no library: a picture is a path, some lines and texts. matplotlib needs 30 MB of packages and
+draws text as paths by default. svgwrite is no longer maintained. ElementTree escapes texts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Axis:
         return LEFT + (RIGHT - LEFT) * self.elapsed(time) / self.length_s
 
     def moment(self, elapsed_s: float) -> float:
-        """Return the time at which so many seconds of the axis are over."""
+        """Return the time at `elapsed_s` seconds of the axis."""
         time = self.start + elapsed_s
         for start, end in self.stops:
             if time > start:

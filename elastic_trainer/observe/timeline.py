@@ -1,4 +1,4 @@
-"""What the pictures of a run need: 24 bytes of each step, and each change of the fleet.
+"""The timeline of a run, for its pictures: 24 bytes of each step, and each change of the fleet.
 
 event log → here → picture (text), svg
 """
@@ -35,7 +35,7 @@ class Change:
     mark: Mark
     size: int
     how: str = ""
-    """How the worker was lost, in a word or two."""
+    """How the worker was lost: "killed", "frozen"."""
 
 
 class Timeline:
@@ -89,9 +89,9 @@ class Timeline:
         return self._times[0] - self._seconds[0], self._times[-1]
 
     def done_by(self, moments: Sequence[float]) -> list[float]:
-        """Return how many samples were done by each moment.
+        """Return the number of samples that were done at each moment.
 
-        A step's samples are spread over its time: otherwise slow steps would look like pauses.
+        The samples of a step are spread over its time: otherwise slow steps would look like pauses.
         """
         totals = [0.0] * len(moments)
         for low in range(0, len(self._times), CHUNK_STEPS):

@@ -1,4 +1,4 @@
-"""What a run's event log proves, and what in it contradicts the promise.
+"""The verdict on a run: what its event log proves, and what in it contradicts the promise.
 
 judge → here → `elastic-trainer verify`
 """
@@ -13,7 +13,7 @@ from elastic_trainer.observe.sentences import count
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was proved, or violated."""
+    """The result of `verify`."""
 
     finished: bool
     steps: int
@@ -23,14 +23,14 @@ class Verdict:
     samples: int
     """Counted by the kept steps."""
     whole_epochs: int
-    """Epochs of which every sample is proved to have counted exactly once."""
+    """The epochs of which every sample counted exactly once, as is proved."""
     attempts: int
     generations: int
     repeated_lines: int
     steps_redone: int
-    """Thrown away in flight and done again by the survivors."""
+    """Steps in flight that the survivors did again."""
     steps_rolled_back: int
-    """Committed, then dropped by a start from a checkpoint, and due again."""
+    """Committed steps that a start from a checkpoint dropped."""
     finishes: tuple[tuple[int, int, str], ...]
     """Steps, samples and SHA-256 of the weights, of each run.finished."""
     violations: tuple[str, ...]

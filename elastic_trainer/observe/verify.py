@@ -1,33 +1,33 @@
 """Prove from a run's event log that every sample counted exactly once, in one lineage.
 
-    elastic-trainer verify runs/x
+    elastic-trainer verify runs/NAME
 
-Where it stands: rank 0's lines in the event log → judge → here → what was proved, or which line
-contradicts it.
+Where it stands: rank 0's lines in the event log → judge → here → the proof, or the lines that
+contradict it.
 
 What always holds:
-1. Exactly once: the samples and the digest that the vote summed up over all workers are what the
-   schedule was due, on every step line. A whole epoch's digests add up to that of the whole
-   dataset, in whatever order.
+1. Exactly once: on every step line, the samples and the digest, which the vote summed up over all
+   workers, are those of the schedule. The digests of a whole epoch add up to that of the whole
+   dataset, in any order.
 2. No step back: steps count up by one. Only the last line may come again, marked "repeated" and
-   with the same values. Training starts again only where a checkpoint of this lineage is, or at 0
+   with the same values. Training starts again only at a checkpoint of this lineage, or at step 0
    while there is none.
 3. One lineage: attempts and their generations only count up, no worker writes for a world that a
    newer one replaced, and each attempt describes the same job.
-4. A run that is finished covered all its steps, and its run.finished has the same sums as their
-   lines. Its result.json has them, too: it shows where the end of an event log was cut off.
-5. One wrong line costs one sentence or a few: judging continues from what that line claims.
+4. A finished run has all its steps, and its run.finished has the same sums as their lines. Its
+   result.json has them, too, so it shows that the end of an event log was cut off.
+5. A wrong line costs one sentence or a few: the judgement continues from the claims of that line.
 
-The kept history is what the weights were made of: a start from a checkpoint drops the later steps
-from it.
+The kept history has the steps from which the weights were made: a start from a checkpoint drops
+the later steps from it.
 
-What it does not do: look at weights or checkpoints. The order of lines in the file is taken as the
-order of events; two lineages are seen as far as their lines differ from one story.
+What it does not do: read weights or checkpoints. It takes the order of the lines as the order of
+the events. It finds two lineages only if their lines contradict one history.
 
-Two things are notes and no violations. The last line of an attempt without success may be torn:
-its writer was killed. And a restored checkpoint may have no published line when it is newer than
-all that have one: its publisher died in between. In `exact` mode the steps that are done again
-from it must then have the losses that they had.
+Two facts are notes and no violations. The last line of an attempt without success may be torn: its
+writer was killed. And a restored checkpoint that is newer than all published ones may have no line
+of its own: its publisher died before it wrote the line. In `exact` mode the steps that are done
+again from it must then have their former losses.
 
 Memory: one line of the log, and 45 bytes a step in arrays (a run of 10^6 steps with 10^4 faults:
 under 150 MB in all).
@@ -70,7 +70,7 @@ def verify(run_dir: str | Path) -> Verdict:
 
 
 def result_violations(verdict: Verdict, file: Path) -> list[str]:
-    """Return what contradicts the event log in result.json. Disk: one small file."""
+    """Return the contradictions between result.json and the event log. Disk: one small file."""
     try:
         result = json.loads(file.read_text())
         if not result["finished"]:
@@ -84,8 +84,8 @@ def result_violations(verdict: Verdict, file: Path) -> list[str]:
     finishes = verdict.finishes[-1:] if verdict.finished else verdict.finishes
     if claim in finishes:
         return []
-    return [f"{RESULT_FILE} says that the run finished with {claim[0]} steps, {claim[1]} samples "
-            f"and weights {claim[2]}, but events.jsonl does not."]
+    return [f"{RESULT_FILE} has a run that finished with {claim[0]} steps, {claim[1]} samples and "
+            f"weights {claim[2]}, but events.jsonl has no such finish."]
 
 
 def read_lines(run_dir: str | Path, having: bytes = b"") -> Iterator[Line]:
@@ -106,8 +106,8 @@ def read_lines(run_dir: str | Path, having: bytes = b"") -> Iterator[Line]:
 def judge(lines: Iterable[Line], restored: set[tuple[int, int]] | None = None) -> Verdict:
     """Judge a run's lines: the pure core of verify().
 
-    `restored` is (attempt, step) of all restored checkpoints. Without it they are looked for in
-    the lines, which have to be a list.
+    `restored` is (attempt, step) of all restored checkpoints. Without it `lines` must be a list,
+    which is searched for them.
     """
     judge = Judge(restored_steps(lines) if restored is None else restored)
     for number, event in lines:

@@ -1,12 +1,12 @@
-"""Show a run while it goes: progress, the fleet, the last events, and how to kill a worker.
+"""Show a run: progress, the fleet, the last events, and the command that kills a worker.
 
-    elastic-trainer watch runs/x
+    elastic-trainer watch runs/NAME
 
-Where it stands: the event log → Reader → status → here: a panel, or lines if there is no terminal.
+Where it stands: event log → Reader → status → here: a panel, or lines if there is no terminal.
 
 What always holds:
-1. It only reads, so it can be started, stopped and killed at any time, beside the run or later.
-2. A line that is still being written is read when it is whole; a malformed line is left out.
+1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
+2. A line that is being written is read when it is whole. A malformed line is left out.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def is_line_due(printed: Status, now: Status, since_s: float, is_last: bool) -> 
 class Watch:
     """Show a run's progress from a thread of its own, until stop().
 
-    On a terminal a panel at the bottom; elsewhere a line for each event, and lines about the run.
+    A terminal gets a panel at the bottom. Other outputs get a line for each event, and lines about
+    the run.
     """
 
     def __init__(self, run_dir: str | Path, console: Console | None = None):
@@ -138,7 +139,7 @@ class Watch:
         self.status = replace(status, skipped=self._log.malformed)
 
     def _print_news(self) -> None:
-        for line in self._news[-RECENT_EVENTS:]:  # more than these are of an older run
+        for line in self._news[-RECENT_EVENTS:]:  # at the start the log may have many
             self._print(line)
         self._news.clear()
         now = time.monotonic()

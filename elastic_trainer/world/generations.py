@@ -205,7 +205,7 @@ class Generations:
             self.driver.go_back()
 
     def _end(self) -> None:
-        """Leave the last generation. Afterwards this process has no successor to write state for."""
+        """Leave the last generation. Afterwards this process writes no state for a successor."""
         self._session.end()
         self._is_guarded = False
 
@@ -214,8 +214,7 @@ class Generations:
         self._is_guarded = False
 
     def _note_end(self) -> None:
-        """Note when the training paused. A generation that broke before it trained did not pause it.
-        """
+        """Note when the training paused. A generation that broke before it trained is no pause."""
         self.pauses.leave()
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()
@@ -355,5 +354,5 @@ class Generations:
         else:
             assert state.ticks == ticks, (
                 f"this worker finished {state.ticks} phases of steps, another {ticks}")
-            # The same if all are prepared and no member has committed: the vote may not have passed.
+            # Also if all are prepared and no member has committed: the vote may not have passed.
             state.prepared = state.begun = state.ticks

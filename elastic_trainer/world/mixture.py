@@ -44,7 +44,7 @@ class Mixture:
                 is_logged: bool) -> None:
         """Compare the arithmetic of all members. All members call it.
 
-        `is_logged`: the driver compared them before it formed the generation, and logged the result.
+        `is_logged`: the driver compared them before it formed the generation, and logged it.
         """
         first = members[0]
         odd = [rank for rank, other in enumerate(members)

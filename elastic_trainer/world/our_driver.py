@@ -1,4 +1,4 @@
-"""The worker's side of our driver (launch/driver.py): it sends heartbeats, and gets news and places.
+"""The worker's side of our driver (launch/driver.py): heartbeats to it, news and places from it.
 
 worker → heartbeat → driver → news → here → generations
 
@@ -66,7 +66,8 @@ class OurDriver:
         self._heard_at = time.monotonic()
         """The time of the driver's last answer, in any thread."""
         self._main = self._client(self.limits.driver_lost_s / 2)
-        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats",
+                                            daemon=True)
 
     # --- places ---------------------------------------------------------------------------------
 
@@ -207,8 +208,8 @@ class OurDriver:
             self._reports.change(phase=phase, step=step, holds_state=True)
 
     def go_back(self) -> None:
-        """Do nothing: if no worker reports that it holds the state, the driver ends the attempt, and
-        the next attempt restores."""
+        """Do nothing: if no worker reports that it holds the state, the driver ends the attempt,
+        and the next attempt restores."""
 
     def fail(self, error: str) -> None:
         """Report the user's own exception, which ends the run on all workers.
@@ -224,8 +225,8 @@ class OurDriver:
         self._report(machine=replace(fault, text=fault.text[-MAX_ERROR_CHARACTERS:]))
 
     def report_last_step(self, step: int) -> None:
-        """Report the last step before this worker leaves an attempt that is over: the next heartbeat
-        may come too late."""
+        """Report the last step before this worker leaves an attempt that is over: the next
+        heartbeat may come too late."""
         if not self._is_lost:
             self._report(step=step)
 

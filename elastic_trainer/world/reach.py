@@ -21,9 +21,9 @@ REACH_S = 2.0
 """The time in which a peer must answer a connection, less than `admit_s`. The kernel repeats a lost
 SYN after 1 s."""
 KNOCKS = 1024
-"""The most connections that wait at a door. Each heartbeat closes all of them: a full queue drops a
-peer's SYN, and a peer that does not connect in REACH_S costs one of the two its place. To close 1024
-takes 8 ms."""
+"""The most connections that wait at a door. Each heartbeat closes all of them: a full queue drops
+a peer's SYN, and a peer that does not connect in REACH_S costs one of the two its place. To close
+1024 connections takes 8 ms."""
 
 
 def open_door(driver: str) -> socket.socket:

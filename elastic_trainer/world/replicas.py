@@ -1,39 +1,39 @@
-"""Whether all workers hold the same bits: a checksum of one slice of the state in each vote, and
-who differs.
+"""Whether all workers hold the same bits: each vote compares a checksum of a slice of the state.
 
-LiveState → here → vote (one checksum) → all the same: apply; else each worker's checksums →
-judge
+LiveState → here → vote (one checksum) → equal: apply; different: each worker's checksums → judge
 
 What always holds:
-1. A checksum follows from the values' bytes, their names and the step alone: not from memory
-   addresses, strides, or the time at which a worker joined. So replicas that are the same are never
-   told apart.
+1. A checksum depends only on the bytes of the values, their names and the step. It does not depend
+   on memory addresses, strides, or the time at which a worker joined. So equal replicas have equal
+   checksums.
 2. Each flipped bit of a slice changes its checksum. Blocks of 4,096 bytes are summed as 64-bit
    integers, so one flipped bit changes one sum by ±2^k, which is a run of at most 64 changed bits.
    CRC-32 detects each burst of up to 32 bits and each run of fewer than 2^32 - 1 changed bits (its
-   polynomial is primitive). Other differences are missed with a probability of 2^-32, and an
-   exchange within a block is missed always.
+   polynomial is primitive). It misses other differences with a probability of 2^-32, and it misses
+   each exchange of 64-bit values within a block.
 3. Step t checks slice t mod `slices`. So a difference is found at most `slices` (at most 256) steps
    after it arose.
-4. Everything is compared before a newcomer receives the state, from each worker a share, and before
+4. The whole state is compared before a newcomer receives a share of it from each worker, and before
    the run finishes.
 
 A slice is at least 256 KiB of the parameters, or 8 of them, with all that the optimizer keeps of
 them (AdamW: three times the bytes). Measured with AdamW, 2 workers on 2 cores: 0.63 ms of the demo
-model's steps of 194 ms (0.3 %; 0.8 M parameters, 12 slices). Alone in a loop 0.27 ms, and 0.5 ms
-for 105 M parameters (256 slices).
+model's steps of 194 ms (0.3 %; 0.8 M parameters, 12 slices). In a loop of its own: 0.27 ms, and
+0.5 ms for 105 M parameters (256 slices).
 
-The bound means: between the flip and the step that finds it that worker's shards were computed on a
-wrong value, so their gradients were too, and all workers have applied them alike. With more than
-one slice the weights may therefore differ from those of an undisturbed run, though all replicas are
-the same again; with one slice (a model of under 512 KiB) they do not. A checkpoint of a step in
-between may hold the wrong value itself, in the share of that worker. `compared_after`
-(state/cadence.py) keeps one that is older, and a run that goes back takes that one.
+Consequence of 3: between the flip and the step that finds it, the worker computed its shards on a
+wrong value. Its gradients were wrong, too, and all workers have applied them. With more than one
+slice the weights may therefore differ from those of an undisturbed run, although all replicas are
+equal again. With one slice (a model of under 512 KiB) they do not differ. A checkpoint of a step in
+between may have the wrong value in that worker's share. `compared_after` (state/cadence.py) keeps
+an older checkpoint, and a run that goes back restores that one.
 
-What it does not do: find a fault in a world of one. See a wrong gradient: all workers apply the
-same one. Send anybody away where workers were let in that compute other bits (arithmetic.py): there
-rounding makes replicas drift, and it is only told. Look at extras (their `state_dict()` may be
-dear) and at the data.
+What it does not do:
+- It finds no fault in a world of one.
+- It finds no wrong gradient: all workers apply the same one.
+- It evicts no worker in a world whose workers compute different bits (arithmetic.py). Rounding
+  makes their replicas drift, and the drift is only logged.
+- It does not check extras, whose `state_dict()` may be expensive, and it does not check the data.
 
 Source: Peterson and Brown, "Cyclic Codes for Error Detection" (1961), for the bursts.
 """
@@ -54,12 +54,11 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 
 SLICE_BYTES = 256 << 10
-"""A slice has at least so many bytes of the parameters (0.03 ms a tensor, measured)."""
+"""The least bytes of parameters in a slice. A tensor of this size takes 0.03 ms (measured)."""
 SLICE_TENSORS = 8
-"""A slice of a model of many small tensors has about so many parameters: each tensor takes 0.01 ms,
-however small."""
+"""The parameters in a slice of a model of many small tensors. A tensor takes at least 0.01 ms."""
 MOST_SLICES = 256
-"""Into no more slices is a large model cut, so a difference is found within so many steps."""
+"""The most slices of a model, so a difference is found within this number of steps."""
 BLOCK_BYTES = 4096
 
 Part = tuple[str, int]
@@ -67,7 +66,7 @@ Part = tuple[str, int]
 
 
 class ReplicaDiffers(Exception):
-    """This worker holds other bits than most of its world: it leaves, and a new one receives the
+    """This worker holds other bits than most of its world. It leaves, and a new worker receives the
     state."""
 
 
@@ -89,11 +88,10 @@ class Replica:
         self.slices = max(
             1, min(MOST_SLICES, max(total // SLICE_BYTES,
                                     len(self.names) // SLICE_TENSORS)))
-        """After so many steps everything has been compared."""
+        """After this number of steps the whole state has been compared."""
 
     def parts(self, step: int) -> list[Part]:
-        """Return the checksums of the slice of a step: of weights, optimizer state, buffers and
-        numbers."""
+        """Return the checksums of a step's slice: weights, optimizer state, buffers and numbers."""
         return self._parts(step % self.slices, self.slices)
 
     def all_parts(self) -> list[Part]:
@@ -127,13 +125,10 @@ class Replica:
 
     def _numbers(self) -> Any:
         state = self.state
-        groups = [{k: v
-                   for k, v in group.items() if k != "params"}
+        groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in state.optimizer.param_groups]
-        return [
-            state.committed, state.samples, groups,
-            state.scaler.state_dict() if state.scaler else None
-        ]
+        return [state.committed, state.samples, groups,
+                state.scaler.state_dict() if state.scaler else None]
 
 
 def checksum(parts: Sequence[Part]) -> int:
@@ -144,7 +139,7 @@ def checksum(parts: Sequence[Part]) -> int:
     return found
 
 
-def words(value: int) -> list[int]:
+def summands(value: int) -> list[int]:
     """Return 32 bits as integers to be summed over all workers: each half, and its square.
 
     n numbers are equal if and only if n times the sum of their squares is the square of their sum.
@@ -155,25 +150,25 @@ def words(value: int) -> list[int]:
 
 
 def are_same(sums: Sequence[int], size: int) -> bool:
-    """Say whether `size` workers, whose `words` have these sums, hold the same checksum."""
+    """True if `size` workers, whose `summands` have these sums, hold the same checksum."""
     return all(size * square == total * total for total, square in (sums[:2], sums[2:]))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Whose slices differ."""
+    """The workers whose slices differ."""
 
     majority: tuple[int, ...]
-    """The ranks that hold the same, more than half of all; none if there is no such majority."""
+    """The ranks that hold equal parts, if they are more than half of all; otherwise none."""
     odd: tuple[int, ...]
     """The other ranks."""
     tensors: tuple[str, ...]
     """The names of what differs."""
 
 
-def judge(told: Sequence[Sequence[Part]]) -> Difference:
-    """Find the odd ones out among all workers' parts, by rank."""
-    held = [tuple((name, value) for name, value in parts) for parts in told]
+def judge(parts_by_rank: Sequence[Sequence[Part]]) -> Difference:
+    """Find the ranks whose parts differ from those of the majority."""
+    held = [tuple((name, value) for name, value in parts) for parts in parts_by_rank]
     common, count = Counter(held).most_common(1)[0]
     has_majority = 2 * count > len(held)
     majority = tuple(rank for rank, parts in enumerate(held) if has_majority and parts == common)
@@ -184,12 +179,12 @@ def judge(told: Sequence[Sequence[Part]]) -> Difference:
 
 
 def fingerprint(value: Any) -> int:
-    """Return a checksum of tensors, numbers and text in any containers, that is never 0."""
+    """Return a checksum of tensors, numbers and texts in any containers. It is never 0."""
     return _folded(value, 0, 1, 1) or 1
 
 
 def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int:
-    """Return a checksum of a value: of a tensor that part which belongs to the elements [low, high)
+    """Return a checksum of a value; of a tensor, the share that belongs to the elements [low, high)
     of `count`."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         size = value.numel()
@@ -210,8 +205,10 @@ def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int
 
 
 def _elements(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Return the elements [low, high) in the order of a contiguous tensor, flat; of another one
-    only those rows are copied."""
+    """Return the elements [low, high), flat, in the order of a contiguous tensor.
+
+    Of a tensor that is not contiguous only their rows are copied.
+    """
     if tensor.is_contiguous() or tensor.dim() == 0:
         return tensor.reshape(-1)[low:high]
     while tensor.shape[0] == 1:

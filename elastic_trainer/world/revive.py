@@ -1,19 +1,19 @@
-"""The last resort inside `hvd.init()`: start this same process anew, in place, with its live state.
+"""Restart this process in place, with its live state: the last resort inside `hvd.init()`.
 
-C++ exception in `hvd.init()`, or a member that died during it → here → exec → train() goes on at
-the same step
+C++ exception in `hvd.init()`, or a member that died during it → here → exec → the training
+continues at the same step
 
-Why: in a Horovod without 06-init-fails.patch, and wherever Gloo throws in a thread of its own,
-`GlooContext::Initialize` runs in Horovod's background thread outside any try (operations.cc:444),
-so one participant's death aborts all of them (F1). `std::set_terminate` runs our function instead;
-it writes the live state into memory that has no name (memfd), and `exec`s the same command. The pid
-stays, so driver and ssh notice nothing.
+Why: the death of one participant in `hvd.init()` aborts all of them (F1). In a Horovod without
+06-init-fails.patch `GlooContext::Initialize` runs in Horovod's background thread outside any try
+(operations.cc:444). With that patch Gloo may still throw in a thread of its own. Instead of the
+abort, `std::set_terminate` runs our function: it writes the live state into memory without a name
+(memfd), and calls `exec` with the same command. The pid stays, so driver and ssh notice nothing.
 
 What always holds:
-1. Parameters that may be half changed are never written (`LiveState.is_applying`): then the
-   successor comes back as a newcomer and receives the state.
-2. Live state is read once, by the process that wrote it (same pid). Only that process holds it:
-   whatever ends the process in between, by SIGKILL too, frees the memory.
+1. Parameters that may be partly updated (`LiveState.is_applying`) are never written. Then the
+   successor returns as a newcomer and receives the state.
+2. The live state is read once, by the process that wrote it (same pid). Only that process holds it,
+   so the kernel frees the memory if the process ends, by SIGKILL too.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ _kept: list[Any] = []  # a C callback must outlive its registration
 
 
 def on_terminate(act: Callable[[str], None]) -> None:
-    """Run `act` with an exception's text when an uncaught C++ exception would abort this process
-    (any thread). `act` should not return."""
+    """Call `act` with the text of an uncaught C++ exception that would abort this process.
+
+    Any thread may call `act`, which should not return.
+    """
     def terminate() -> None:
         text = ""
-        with suppress(Exception):  # not to know why is no reason to die of it
+        with suppress(Exception):  # without the text the restart works, too
             text = _uncaught()
         act(text)
 
     callback = _TERMINATE(terminate)
     _kept.append(callback)
-    # Std::set_terminate, Itanium mangling.
+    # std::set_terminate, in the mangling of the Itanium ABI
     ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(callback)
 
 
 def _uncaught() -> str:
-    """Return the text of the C++ exception that this thread dies of, if it is one of Gloo's or of
-    the standard library's.
+    """Return the text of this thread's uncaught C++ exception if it is one of Gloo or of the
+    standard library; of others the name of the type.
 
-    Source: Itanium C++ ABI, 2.9.4 (a type_info's second word is its name) and 2.5.2 (`what` is a
-    std::exception's third virtual function, behind two destructors); x86-64's calling convention
-    for what `current_exception` returns.
+    Source: Itanium C++ ABI, 2.9.4 (the second pointer of a type_info is its name) and 2.5.2 (`what`
+    is the third virtual function of a std::exception, behind two destructors); the calling
+    convention of x86-64 for what `current_exception` returns.
     """
     runtime, thrown = ctypes.CDLL("libstdc++.so.6"), ctypes.c_void_p()
     runtime.__cxa_current_exception_type.restype = ctypes.c_void_p
@@ -68,10 +70,10 @@ def _uncaught() -> str:
     if not kind or platform.machine() != "x86_64":
         return ""
     name = ctypes.cast(kind, ctypes.POINTER(ctypes.c_char_p))[1] or b""
-    # Anything may be thrown, and only those have a `what`.
+    # C++ can throw any type, and only these have a `what`.
     if not name.startswith((b"N4gloo", b"St")):
         return name.decode(errors="replace")
-    # A std::exception_ptr is a pointer to it.
+    # A std::exception_ptr is a pointer to the exception.
     runtime._ZSt17current_exceptionv(ctypes.byref(thrown))
     table = ctypes.cast(thrown, ctypes.POINTER(ctypes.c_void_p))[0]
     what = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[2] or 0
@@ -80,11 +82,10 @@ def _uncaught() -> str:
 
 def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
                      facts: dict[str, Any]) -> int | None:
-    """Write the live state for this process's successor; returns the descriptor of its memory, or
-    None when this process holds no state that is whole.
+    """Write the live state for this process's successor; return the descriptor of its memory.
 
-    `gradients` are the reduced flat buffers if the state is prepared: the vote may have passed for
-    somebody else.
+    Returns None if this process holds no whole state. `gradients` are the reduced flat buffers if
+    the state is prepared: the vote may have passed on another worker.
     """
     if not state.has_state or state.is_applying:
         return None
@@ -97,7 +98,7 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:
-        return None  # no descriptor is left: come back as a newcomer, and receive the state
+        return None  # no descriptor is left: the successor returns as a newcomer
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(len(packed.header).to_bytes(8, "little"))
@@ -108,13 +109,13 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
         os.close(descriptor)  # no room in memory: as above
         return None
     if state.is_applying or (state.ticks, state.begun) != step:
-        os.close(descriptor)  # the training went on while this was written: it may be torn
+        os.close(descriptor)  # the training continued during the writing: the copy may be torn
         return None
     return descriptor
 
 
 def read_live_state(descriptor: int) -> dict[str, Any] | None:
-    """Read and free what this process left for itself; None when it is not there or not its own."""
+    """Read and free what this process left for itself; None if there is none of this process."""
     try:
         with open(descriptor, "rb") as file:
             data = bytearray(os.fstat(descriptor).st_size)
@@ -135,10 +136,9 @@ _once = threading.Lock()
 
 
 def start_anew(live_state: int | None, generation: int, count: int, since: float) -> None:
-    """Replace this process by a fresh one of the same command and pid. Does not return; the first
-    caller wins.
+    """Replace this process by a new one of the same command and pid. Does not return.
 
-    The rest is for `Launch.revived_…`.
+    Only the first call has an effect. The other arguments become `Launch.revived_…`.
     """
     if not _once.acquire(blocking=False):
         threading.Event().wait()
@@ -146,11 +146,11 @@ def start_anew(live_state: int | None, generation: int, count: int, since: float
     os.environ["ELASTIC_TRAINER_REVIVED_COUNT"] = str(count)
     os.environ["ELASTIC_TRAINER_REVIVED_SINCE"] = str(since)
     os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = ""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that failed may have blocked them
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the failed thread may have blocked signals
     if live_state is not None:
         live_state = os.dup2(live_state, 3)  # the lowest, so that all others can be closed
-        os.set_inheritable(live_state, True)  # dup2 does not do that where it is 3 already
+        os.set_inheritable(live_state, True)  # dup2 does not do it if the descriptor is 3 already
         os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state)
-    # Else peers would wait for Gloo's sockets, which are inherited.
+    # Peers would wait for Gloo's sockets, which the new process would inherit.
     os.closerange(3 if live_state is None else 4, 65536)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

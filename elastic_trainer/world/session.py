@@ -4,19 +4,19 @@ place → environment → hvd.init() → … → sockets shut (after an error) �
 
 What always holds:
 1. After an error this process's own Gloo sockets are shut, so that all peers notice within
-   milliseconds (F2: Horovod keeps them open, and ranks that are no neighbours of the dead one wait
-   for the whole time-out). What is half sent or half received ends with its socket only in a Gloo
-   with 04-broken-pairs.patch.
-2. A variable that the user has set wins over what is set here for each generation.
+   milliseconds (F2: Horovod keeps them open, and ranks that are not neighbours of the dead one wait
+   for the whole timeout). An operation that is partly sent or received ends with its socket only in
+   a Gloo with 04-broken-pairs.patch.
+2. A variable that the user has set has precedence over the value for a generation.
 
 Why the response cache is off (HOROVOD_CACHE_CAPACITY=0): after an error in one operation Horovod's
-background thread goes on to the next negotiation (operations.cc:310-318). With the cache on that is
-an allreduce on the same Gloo slot as the data, and a late chunk from a peer then breaks an
-assertion in a thread of Gloo's and aborts a healthy worker ("op.preamble.length <= op.nbytes": a
-second victim). Without the cache the negotiation uses other slots.
+background thread continues with the next negotiation (operations.cc:310-318). With the cache that
+is an allreduce on the same Gloo slot as the data. A late chunk from a peer then breaks an assertion
+in a thread of Gloo ("op.preamble.length <= op.nbytes") and aborts a healthy worker: a second
+victim. Without the cache the negotiation uses other slots.
 
-Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), 0.28.1. The list of
-F1 to F11 is in launch/driver.py.
+Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), 0.28.1.
+launch/driver.py lists F1 to F11.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Place
 
 IDLE_CYCLE_MS = 25.0
-"""Also how late a worker that computes notices by itself that a peer's sockets are closed."""
+"""The time in which a worker that computes notices that a peer's sockets are closed."""
 FOR_THIS_WORLD = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_MEET_AT_ONCE")
 """The variables whose values depend on the size of a generation's world."""
 PAIR_S = 0.002
-"""A rendezvous that is not at once takes about 0.3 ms for each of some 5 requests for each pair of
-members: 64 members need 6 s to find each other, 128 need 25 s. Gloo's time-out must be longer."""
+"""Gloo's least timeout for each pair of members, if they do not meet at once. A rendezvous takes
+about 5 requests of 0.3 ms a pair: 64 members need 6 s to find each other, 128 need 25 s."""
 MEMBER_S = 0.3
-"""Gloo's time-out for each member where they meet at once: each connects to all, one after the
-other."""
+"""Gloo's least timeout for each member, if they meet at once: a member connects to all others, one
+after another."""
 RUNNABLE_EACH = 4.0
 MAX_LOAD = 4.0
-"""On a machine with more than 4 runnable processes a core Gloo's time-out is longer in proportion,
-up to 4 times. It is a back-stop: the driver's heartbeats notice a death, and a time-out during a
-slow start would break the world for nothing."""
+"""On a machine with more than 4 runnable processes a core, Gloo's timeout is longer in proportion,
+up to 4 times. The timeout is the last resort: heartbeats find a dead worker, and a timeout during a
+slow start would break the world without need."""
 
 
 class Session:
@@ -74,7 +74,7 @@ class Session:
     def start(self) -> None:
         """Start Horovod, as prepared. Raises PeersLost. Network: a full mesh of Gloo connections.
 
-        Without 06-init-fails.patch Horovod aborts the process where this one raises; see revive.py.
+        Without 06-init-fails.patch Horovod aborts the process instead of an exception (revive.py).
         """
         self._is_up = True  # a start that has failed must be ended too
         try:
@@ -101,15 +101,15 @@ class Session:
         for descriptor, inode in self._sockets | during_start:
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as ours:
-                    # Gloo may have closed it since, and another socket may have its number. Or the
-                    # heartbeats have connected anew.
+                    # Gloo may have closed it, and another socket may have its number. Or the
+                    # heartbeats may have connected again.
                     if os.fstat(ours.fileno()).st_ino == inode and not self._leads_to_driver(ours):
                         ours.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # closed already
 
     def take_back_environment(self) -> None:
-        """Set the variables of this world as the user had them, for a process that starts anew."""
+        """Set the variables of this world as the user had them, for a process that restarts."""
         for name in FOR_THIS_WORLD:
             os.environ.pop(name, None)
             if name in self._asked:
@@ -128,13 +128,13 @@ class Session:
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": place.rendezvous[0],
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(place.rendezvous[1]),
             "HOROVOD_RANK": str(place.rank), "HOROVOD_SIZE": str(place.size),
-            # Each worker is a "host" of its own for Gloo: the contexts "local" and "cross", which
-            # nothing here uses, then have no peers to connect to. That halves the time of init
-            # (measured: 350 → 200 ms, 4 ranks).
+            # Each worker is a "host" of its own for Gloo. So the contexts "local" and "cross",
+            # which nothing here uses, have no peers to connect to: init takes 200 ms instead of
+            # 350 ms (measured, 4 ranks).
             "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
             "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
             "HOROVOD_GLOO_MEET_AT_ONCE": "1" if place.at_once else "0",
-            # Wrong in an elastic world, also where the user has asked for them.
+            # Wrong in an elastic world, also if the user has set them.
             "HOROVOD_AUTOTUNE": "0", "HOROVOD_ENABLE_ASYNC_COMPLETION": "0",
             # The first init latches NCCL's elastic mode; later ones must not ask the driver.
             "HOROVOD_ELASTIC": "0" if self._was_up else "1"}
@@ -166,12 +166,12 @@ def init_error() -> str:
 
 
 def load() -> float:
-    """Return how many processes a core of this machine have wanted to run in the last minute."""
+    """Return the runnable processes for each core of this machine, over the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def gloo_timeout_s(gloo_s: float, size: int, at_once: bool, load: float) -> float:
-    """Return Horovod's time-out for a collective and for finding the peers."""
+    """Return Horovod's timeout for a collective and for finding the peers."""
     for_size_s = MEMBER_S * size if at_once else PAIR_S * size**2
     return max(gloo_s, for_size_s) * min(MAX_LOAD, max(1.0, load / RUNNABLE_EACH))
 
@@ -179,10 +179,10 @@ def gloo_timeout_s(gloo_s: float, size: int, at_once: bool, load: float) -> floa
 def cycle_ms(step_s: float, wakes: bool) -> float:
     """Choose how often Horovod's background threads negotiate, in milliseconds.
 
-    Each cycle is a few small collectives, also when there is nothing to do: at 3 ms they took 12 %
-    of a core for each of 2 workers on 2 cores. Where the thread wakes when a tensor arrives, only
-    idle cycles are as long as this. Where it does not (a Horovod that is not mended), a long cycle
-    delays each of a step's 3 or 4 operations by half of it.
+    Each cycle is a few small collectives, also without any work: at 3 ms they took 12 % of a core
+    for each of 2 workers on 2 cores. If the thread wakes when a tensor arrives, only idle cycles
+    have this length. Otherwise (a Horovod that is not mended) a cycle delays each of a step's 3 or
+    4 operations by half of its length.
     """
     return IDLE_CYCLE_MS if wakes else min(5.0, max(1.0, 1000.0 * step_s / 50.0))
 

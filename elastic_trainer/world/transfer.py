@@ -1,13 +1,13 @@
-"""The transfer: newcomers receive the state, each giver sends its share of the bytes.
+"""The transfer: newcomers receive the state, and each giver sends its share of the bytes.
 
-reconcile (who has the state) → here → all members have it
+reconcile (which members have the state) → here → all members have it
 
 What always holds:
-1. Only a worker without the state receives it. It receives all of it into scratch memory, checks
-   it, and then takes it over. A death in the middle leaves survivors as they are and newcomers as
-   empty as before.
-2. Each piece carries a CRC-32 of its giver's.
-3. The givers compare their tensors, and checksums of all that they hold, before the first byte.
+1. Only a worker without the state receives it. It receives the whole state into scratch memory,
+   checks it, and then takes it over. If a worker dies meanwhile, the survivors keep their state and
+   the newcomers have none, as before.
+2. Each piece has a CRC-32, which its giver computes.
+3. Before the first byte the givers compare their tensors, and checksums of all that they hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.replicas import Part, checksum
 
 TRANSFER_BYTES = 16 << 20
-"""How many bytes of state go to each newcomer in one collective; the memory is used again."""
+"""The bytes of state that each newcomer receives in one collective. Their memory is reused."""
 
 Reader = Callable[[int, int], Iterable[torch.Tensor]]
 """Returns the bytes [low, high) in pieces."""
@@ -60,10 +60,10 @@ class Transfer:
         self._world, self._events, self._gives_alone = world, events, gives_alone
         self._all_parts = all_parts
         self._differ = differ
-        """Called by all members if the givers hold different bits; it may end the generation."""
+        """All members call it if the givers hold different bits. It may end the generation."""
 
     def move(self, state: LiveState, givers: list[int]) -> None:
-        """Give all members the state, all together.
+        """Give all members the state. All members call it.
 
         Network: the state's bytes once for each newcomer. Raises RuntimeError, on all members, if
         the state does not fit what a worker has built.
@@ -91,7 +91,7 @@ class Transfer:
         self._events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
 
     def _agree(self, packed: Packed | None, givers: list[int], step: int) -> tuple[int, int]:
-        """Compare what the givers hold; returns the bytes of header and payload."""
+        """Compare what the givers hold; return the bytes of header and payload."""
         mine = [0, 0, 0]
         if packed:
             mine = [len(packed.header), packed.payload_bytes, zlib.crc32(packed.header)]
@@ -133,7 +133,7 @@ class Transfer:
 
 
 def _shares(start: int, stop: int, givers: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return which bytes of [start, stop) each giver sends."""
+    """Return the bytes of [start, stop) that each giver sends."""
     cuts = [start + (stop - start) * i // len(givers) for i in range(len(givers) + 1)]
     return {giver: (cuts[i], cuts[i + 1]) for i, giver in enumerate(givers)}
 

@@ -1,12 +1,12 @@
-"""The vote: what one worker says at the end of a step, and what all workers then know.
+"""The vote: each worker's ballot at the end of a step, and the outcome that all workers know.
 
 one Ballot a worker → 18 integers → their sums over all workers → the same Outcome everywhere
 
 What always holds:
-1. A vote that passes anywhere means that every member's gradients were reduced, so every member can
+1. If a vote passes on any member, the gradients of all members were reduced, so each member can
    apply the step itself.
-2. A ballot is encoded here alone (`Ballot.encode`), and decoded here alone (`Outcome.decode`).
-3. All workers decode the same sums, so all have the same outcome. The vote is one allreduce; only
+2. Only this module encodes a ballot (`Ballot.encode`) and decodes it (`Outcome.decode`).
+3. All workers decode the same sums, so all have the same outcome. The vote is one allreduce. Only
    the rank of a worker whose code has raised takes a second collective.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.world.replicas import are_same, words
+from elastic_trainer.world.replicas import are_same, summands
 
 
 class Voters(Protocol):
@@ -37,7 +37,7 @@ class Wishes:
     """What a worker's driver wants."""
 
     change: bool = False
-    """The world should change after this step: this worker does not wait any longer."""
+    """The world should change after this step, without a further wait."""
     change_soon: bool = False
     """The world should change, after this step or soon."""
     stop: bool = False
@@ -48,30 +48,31 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointBallot:
-    """What one worker says of checkpoints."""
+    """The part of a ballot about checkpoints."""
 
     is_uploaded: bool = False
     """Its share of the checkpoint in flight is in the store."""
     has_failed: bool = False
     """Its share has failed."""
     is_wanted: bool = False
-    """There should be a checkpoint after this step. Only rank 0 says it."""
+    """There should be a checkpoint after this step. Only rank 0 may ask for it."""
     newest_step: int = -1
-    """The newest step that it knows to be published; -1: none. Only rank 0's counts."""
+    """The newest step that it knows to be published; -1: none. Only the value of rank 0 counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """What one worker says in a vote."""
+    """What one worker sends in a vote."""
 
     samples: int = 0
-    """How many samples of the step it has computed."""
+    """The number of samples of the step that it has computed."""
     digest: int = 0
-    """The sum over them (schedule.samples_digest)."""
+    """The sum of their digests (schedule.samples_digest)."""
     has_failed: bool = False
     """The user's code has raised here."""
     clock_ms: int = 0
-    """How long the run has trained. Only rank 0's counts, so that all workers have one time."""
+    """The time for which the run has trained. Only the value of rank 0 counts, so that all workers
+    have the same time."""
     finishes: bool = False
     """The user's code has asked to finish the run after this step."""
     checksum: int = 0
@@ -86,7 +87,7 @@ class Ballot:
         return [1, self.samples, self.digest, wishes.change, wishes.stop, self.has_failed,
                 mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
                 wishes.drains, wishes.change_soon, self.clock_ms if rank == 0 else 0,
-                self.finishes, *words(self.checksum)]
+                self.finishes, *summands(self.checksum)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +100,12 @@ class Outcome:
     change: bool
     """The generation ends after this step: a worker joins or leaves."""
     stop: bool
-    """All want the attempt to stop after this step, with a checkpoint. (One worker alone may only
-    have lost its own way to the driver: then the world changes, and the driver decides.)"""
+    """All workers want the attempt to stop after this step, with a checkpoint. If only some do,
+    they may have lost the driver: then the world changes, and the driver decides."""
     has_failure: bool
     """The user's code has raised on a worker: no worker applies the step."""
     uploaded: int
-    """How many workers have their share of the checkpoint in flight in the store."""
+    """The number of workers whose share of the checkpoint in flight is in the store."""
     upload_failed: bool
     checkpoint: bool
     """Rank 0 wants a checkpoint after this step."""
@@ -113,20 +114,20 @@ class Outcome:
     all_drain: bool
     """All workers should leave: this step is the last that any of them holds."""
     change_waits: bool
-    """A worker wants the world to change, if not after this step then soon."""
+    """A worker wants the world to change, after this step or soon."""
     differs: bool
     """The workers do not all hold the same bits in the slice of the state that was compared: no
     worker applies the step."""
     clock_ms: int = 0
-    """How long the run has trained, by rank 0."""
+    """The time for which the run has trained, by rank 0."""
     finishes: int = 0
-    """How many workers ask to finish the run after this step. One is enough."""
+    """The number of workers that ask to finish the run after this step. One is enough."""
     failed_rank: int = -1
     """The lowest rank whose user code has raised; -1: none has."""
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
-        """What a worker needs to finish the step by itself, when it has the gradient."""
+        """What a worker that has the gradient needs to finish the step by itself."""
         return self.samples, self.digest, self.clock_ms, self.finishes
 
     @staticmethod
@@ -144,7 +145,7 @@ class Outcome:
 
 
 def outcome_of(world: Voters, step: int, ballot: Ballot) -> Outcome:
-    """Vote, all workers together. Network: one allreduce of 18 integers."""
+    """Vote; all workers call it. Network: one allreduce of 18 integers."""
     sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
     if world.size > 1:
         world.wait(world.allreduce_start(sums, "vote"))
