@@ -287,12 +287,12 @@ class Cluster:
         lines = [event for line in Reader(self.run_dir).lines() if (event := parse_object(line))]
         wrong = [misfit(event) for event in lines if misfit(event)]  # also where no reader minds
         assert not wrong, wrong
-        refused = [
-            reason for e in self.events("driver.stranger_refused")
-            for reason in e["reason"].split("; ") if reason != "a repeated message"
-        ]  # another client may have recorded it
-        return [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))] + [
-            reason for reason in refused if "a malformed message" in reason or "a line that" in reason]
+        # An unauthenticated client may have recorded a message and repeated it.
+        refused = [reason for event in self.events("driver.stranger_refused")
+                   for reason in event["reason"].split("; ") if reason != "a repeated message"]
+        flaws = [f"{event}: {wrong}" for event in lines if (wrong := flaw(event))]
+        return flaws + [reason for reason in refused
+                        if "a malformed message" in reason or "a line that" in reason]
 
     def assert_nothing_lost(self,
                             twin: str,

@@ -70,7 +70,8 @@ class FaultyProxy:
             def _any(self) -> None:
                 proxy.handle(self)
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any  # noqa: N815 (http.server's names)
+            # The names of http.server.
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any  # noqa: N815
 
             def log_message(self, *_: Any) -> None:
                 pass

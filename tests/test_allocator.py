@@ -17,7 +17,8 @@ BLOCKS = """
 import ctypes, resource, threading
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 
 def step():
     block = libc.malloc(40 << 20)
@@ -29,7 +30,8 @@ def steps():  # as Horovod does, in a thread of its own
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() >> 20)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(faults * resource.getpagesize() >> 20)
 
 thread = threading.Thread(target=steps)
 thread.start()

@@ -26,7 +26,8 @@ from elastic_trainer.observe.summary_table import print_summary
 from elastic_trainer.observe.watch import Watch, panel, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
-HOSTILE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]\r\u202e\u2066\x00\x7f\ud800\nline 2"
+HOSTILE = ("\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]"
+           "\r\u202e\u2066\x00\x7f\ud800\nline 2")
 SEEN = r"\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]\r\u202e\u2066\x00\x7f\ud800"
 HOST = {
     "name": "ip-10-0-0-7", "type": "g5", "slots": 4, "lifecycle": "spot", "state": "running",

@@ -311,7 +311,7 @@ def check_command(words: list[str]) -> None:
     elif "/" in program:
         check_script([program, *rest])
     else:
-        assert program in OTHERS, f"the program {program} is unknown here: say in OTHERS that it is not ours"
+        assert program in OTHERS, f"{program} is unknown: if it is not ours, add it to OTHERS"
 
 
 # --- names in the text ----------------------------------------------------------------------------

@@ -44,21 +44,25 @@ rank = hvd.rank()
 sockets = [socket.socket(fileno=os.dup(descriptor)) for descriptor, _ in open_sockets()]
 
 def received():
-    return [BYTES_RECEIVED.unpack(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136))[0] for s in sockets]
+    facts = [it.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136) for it in sockets]
+    return [BYTES_RECEIVED.unpack(it)[0] for it in facts]
 
 def is_frozen():
     pid = Path("frozen").read_text() if Path("frozen").exists() else ""
     return pid and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
 
-# Between rank 3 and each of the others 32 MB, more than the kernel's buffers hold; the others have nothing for each other.
-splits = torch.tensor([(rank == 3) != (peer == 3) for peer in range(4)], dtype=torch.int32) * (8 << 20)
+# Rank 3 exchanges 32 MB with each of the others, more than the kernel's buffers hold. The others
+# exchange nothing with each other.
+has_part = [(rank == 3) != (peer == 3) for peer in range(4)]
+splits = torch.tensor(has_part, dtype=torch.int32) * (8 << 20)
 values = torch.ones(int(splits.sum()))
 with suppress(HorovodInternalError):
     while True:
         before = received()
         handle = hvd.alltoall_async(values, splits=splits, name="exchange")
         while not hvd.poll(handle):
-            if rank == 3 and sum(now - then > 1 << 20 for now, then in zip(received(), before)) == 3:
+            news = [now - then for now, then in zip(received(), before)]
+            if rank == 3 and sum(it > 1 << 20 for it in news) == 3:
                 Path("frozen.new").write_text(str(os.getpid()))
                 Path("frozen.new").rename("frozen")
                 os.kill(os.getpid(), signal.SIGSTOP)

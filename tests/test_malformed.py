@@ -415,9 +415,7 @@ def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: An
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
     with pytest.raises(MessageRefused, match="a malformed message"):
-        driver.desk.take(
-            MESSAGE | {field: value, "hold_s": 0} if field != "hold_s" else MESSAGE | {field: value},
-            "127.0.0.1")
+        driver.desk.take(MESSAGE | {"hold_s": 0} | {field: value}, "127.0.0.1")
     assert repr(vars(driver.membership.workers["a/0/1"])) == before
     driver.desk.take(MESSAGE | {"hold_s": 0}, "127.0.0.1")
     assert driver.membership.workers["a/0/1"].step == 3

@@ -20,7 +20,8 @@ from elastic_trainer.discovery.hosts import Health
 from elastic_trainer.state.layout import LayoutError
 import elastic_trainer
 assert (discovery.OWN, state.OWN) == (True, True), "ours hid the user's"
-assert LayoutError.__module__ == "elastic_trainer.state.layout" and Health.__module__ == "elastic_trainer.discovery.hosts"
+assert LayoutError.__module__ == "elastic_trainer.state.layout"
+assert Health.__module__ == "elastic_trainer.discovery.hosts"
 print(elastic_trainer.__file__)
 """
 
@@ -120,5 +121,6 @@ def test_mypy_sees_across_the_links(tmp_path: Path, options: tuple[str, ...]) ->
                           capture_output=True,
                           text=True)
     assert done.returncode == 1, done.stdout
-    assert 'Incompatible types in assignment (expression has type "str", variable has type "int")' in done.stdout
+    assert ('Incompatible types in assignment (expression has type "str", variable has type "int")'
+            in done.stdout)
     assert 'has no attribute "AGENT_NAME_THAT_IS_NOT_THERE"' in done.stdout

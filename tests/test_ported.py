@@ -18,8 +18,9 @@ KILL_STEP = 10
 LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="60 epochs"'),
           "nanogpt_after.py": ("8, 8, 40, 1e-2", "8, 8, 200, 1e-2"),
           "mnist_after.py": ('until="5 epochs"', 'until="40 epochs"')}
-"""What makes a script so long that a worker can be killed in its midst."""
-ALONE = "import runpy, sys; print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)"
+"""The changes that make a script long enough to kill a worker in it."""
+ALONE = ("import runpy, sys; "
+         "print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)")
 
 
 def script(name: str, folder: Path) -> Path:

@@ -27,8 +27,10 @@ def after_step(step):
     print("mine", step)
     if step == 5 and "raise" in sys.argv:
         raise ValueError("as planned")
-train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(torch.ones(80, 2)), loss=loss,
-      global_batch=8, shards=2, after_step=after_step, progress="silent" not in sys.argv)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = torch.utils.data.TensorDataset(torch.ones(80, 2))
+train(model, optimizer, dataset, loss=loss, global_batch=8, shards=2, after_step=after_step,
+      progress="silent" not in sys.argv)
 """
 
 

@@ -163,15 +163,19 @@ def test_nothing_is_pickled_in_the_packages() -> None:
 IMPORT_ALL = """
 import os, signal, sys, threading
 before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-environment = {k: v for k, v in os.environ.items() if k.startswith(("ELASTIC_", "HOROVOD_"))}
+def ours():
+    return {k: v for k, v in os.environ.items() if k.startswith(("ELASTIC_", "HOROVOD_"))}
+
+environment = ours()
 for name in sys.argv[1:]:
     __import__(name)
-links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+entries = [entry.path for entry in os.scandir("/proc/self/fd")]
+links = [os.readlink(path) for path in entries if os.path.exists(path)]
 children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
 print([t.name for t in threading.enumerate() if t is not threading.main_thread()],
       [link for link in links if link.startswith("socket:")], children,
       before == {n: signal.getsignal(n) for n in before},
-      environment == {k: v for k, v in os.environ.items() if k.startswith(("ELASTIC_", "HOROVOD_"))})
+      environment == ours())
 """
 
 
@@ -248,7 +252,8 @@ def test_the_installed_packages_are_all_there_are_when_the_wheel_is_built() -> N
     assert {name_of(path.parent / "__init__.py") for path in MODULES} <= named
 
 
-AS_SCRIPT = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='not run')"
+AS_SCRIPT = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
+             "runpy.run_path(sys.argv[2], run_name='not run')")
 
 
 def test_each_bench_finds_what_it_imports() -> None:

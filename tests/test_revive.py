@@ -178,19 +178,22 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     code = f"from elastic_trainer.world import revive; print(revive.read_live_state({memory}))"
     subprocess.run([sys.executable, "-c", code], pass_fds=[memory])
     print(os.getpid(), sha(state.values()), flush=True)
-    revive.on_terminate(lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
+    revive.on_terminate(
+        lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
 values = revive.read_live_state(int(os.environ["ELASTIC_TRAINER_REVIVED_FROM"]))
-links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
+entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+links = [os.readlink(entry) for entry in entries if entry.exists()]
 print(os.getpid(), sha(values["state"]), os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"],
-      os.environ["ELASTIC_TRAINER_REVIVED_COUNT"], len([link for link in links if link.startswith(("socket:", "/memfd:"))]))
+      os.environ["ELASTIC_TRAINER_REVIVED_COUNT"],
+      len([link for link in links if link.startswith(("socket:", "/memfd:"))]))
 """
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return what a process says that hands a live state to another one, breaks, and comes back:
-    what the other one reads; its pid and the state's hash; the same again, and what it was told."""
+    """Return the output of a process that offers its live state to another, breaks and restarts:
+    what the other one reads; its pid and the state's hash; the same again, and its variables."""
     script = tmp_path_factory.mktemp("process") / "process.py"
     script.write_text(PROCESS)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])

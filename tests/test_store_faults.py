@@ -51,12 +51,12 @@ def store(tmp_path: Path) -> list[str]:
 
 
 class Killer:
-    """Kills one worker (or everybody) when the n-th matching request comes by; `then` says what
-    becomes of that."""
+    """Kills one worker, or all, at the n-th matching request; `then` is the fate of the request."""
 
     def __init__(self, cluster: Cluster, proxy: FaultyProxy, *, contains: str, nth: int,
                  victim: str, then: str | None):
-        self.cluster, self.contains, self.nth, self.victim, self.then = cluster, contains, nth, victim, then
+        self.cluster, self.contains, self.nth = cluster, contains, nth
+        self.victim, self.then = victim, then
         self.seen, self.lock, self.fired = 0, threading.Lock(), threading.Event()
         proxy.on_request = self
 

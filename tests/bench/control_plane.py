@@ -34,7 +34,8 @@ from elastic_trainer.observe.events import read_events
 from elastic_trainer.wire.messages import NONCE, SIGNATURE, WORKER
 from elastic_trainer.wire.seal import Kind, Session, seal
 
-SLOT = 'echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WORKER" > "$0/$$"; exec sleep 100000'
+SLOT = ('echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WORKER" > "$0/$$"; '
+        'exec sleep 100000')
 START_S = 240.0
 BARS = {64: 0.05, 512: 0.35}
 LATE_S = 0.25

@@ -1,10 +1,11 @@
-"""What discovery costs at 1,000 and 10,000 instances, and how fast a notice reaches the hosts file.
+"""The cost of discovery at 1,000 and 10,000 instances, and the time until a notice is in the hosts
+file.
 
     .venv/bin/python tests/bench/discovery.py
 
-The instances are described by an EC2 API on loopback that answers in pages of 1,000, like AWS's
-(moto takes minutes to make so many). A poll is EC2's answer, the decision and the file. The script
-is what horovodrun calls every second.
+An EC2 API on loopback describes the instances in pages of 1,000, like that of AWS (moto takes
+minutes to make 10,000 instances). A poll is the answer of EC2, the decision and the hosts file.
+horovodrun calls the script every second.
 
 Last line: one JSON object with script_ms, poll_s_1000, calls_1000, poll_s_10000, calls_10000,
 notice_to_file_s, met.
@@ -40,7 +41,20 @@ from elastic_trainer.discovery.poll import Poller  # noqa: E402
 ROOT = HERE.parent.parent
 PAGE = 1000
 SCRIPT_MS, NOTICE_S = 60.0, 3.0
-"""What was promised: below these."""
+"""The promised limits."""
+
+
+def instance(number: int) -> str:
+    """Return an instance as DescribeInstances describes it, in its own reservation."""
+    name = f"i-{number:017x}"
+    return (f"<item><instancesSet><item><instanceId>{name}</instanceId>"
+            f"<privateDnsName>{name}.internal</privateDnsName>"
+            f"<instanceType>c5.large</instanceType>"
+            f"<launchTime>2026-01-01T00:00:00.000Z</launchTime>"
+            f"<instanceLifecycle>spot</instanceLifecycle>"
+            f"<instanceState><code>16</code><name>running</name></instanceState>"
+            f"<placement><availabilityZone>us-east-1a</availabilityZone></placement>"
+            f"</item></instancesSet></item>")
 
 
 class Api(BaseHTTPRequestHandler):
@@ -56,23 +70,20 @@ class Api(BaseHTTPRequestHandler):
         token = f"<nextToken>{stop}</nextToken>" if stop < self.count else ""
         match action:
             case "DescribeInstances":
-                items = "".join(
-                    f"<item><instancesSet><item><instanceId>i-{n:017x}</instanceId><privateDnsName>i-{n:017x}.internal"
-                    f"</privateDnsName><instanceType>c5.large</instanceType><launchTime>2026-01-01T00:00:00.000Z</launchTime>"
-                    f"<instanceLifecycle>spot</instanceLifecycle><instanceState><code>16</code><name>running</name>"
-                    f"</instanceState><placement><availabilityZone>us-east-1a</availabilityZone></placement></item>"
-                    f"</instancesSet></item>" for n in range(start, stop))
+                items = "".join(map(instance, range(start, stop)))
                 text = f"<reservationSet>{items}</reservationSet>{token}"
             case "DescribeInstanceStatus":
                 fine = "<status>ok</status>"
                 items = "".join(
-                    f"<item><instanceId>i-{n:017x}</instanceId><instanceStatus>{fine}</instanceStatus>"
+                    f"<item><instanceId>i-{n:017x}</instanceId>"
+                    f"<instanceStatus>{fine}</instanceStatus>"
                     f"<systemStatus>{fine}</systemStatus></item>" for n in range(start, stop))
                 text = f"<instanceStatusSet>{items}</instanceStatusSet>{token}"
             case _:
-                text = "<instanceTypeSet><item><instanceType>c5.large</instanceType></item></instanceTypeSet>"
-        body = f'<{action}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">{text}</{action}Response>'.encode(
-        )
+                text = ("<instanceTypeSet><item><instanceType>c5.large</instanceType></item>"
+                        "</instanceTypeSet>")
+        body = (f'<{action}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">{text}'
+                f"</{action}Response>").encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -1,18 +1,20 @@
 """An hour of a real spot fleet in ten minutes: what is left of the work that the hosts present
 could have done.
 
-    .venv/bin/python tests/bench/storm.py TRACE [--seconds 600] [--hosts 6] [--arm both|ours|peer]  (as root)
+    .venv/bin/python tests/bench/storm.py TRACE [--seconds 600] [--hosts 6] [--arm both|ours|peer]
+    (as root)
 
-TRACE has lines `milliseconds,add|remove,node`, e.g. the p3 trace of uclasystem/bamboo. Its first hour is played --seconds
-long; the number of nodes is scaled to --hosts hosts (namespaces with an sshd each, a new name for each incarnation). A host
-that is removed gets two minutes' notice, speeded up as well: it leaves the list, and then its power is cut.
+TRACE has lines `milliseconds,add|remove,node`, e.g. the p3 trace of uclasystem/bamboo. Its first
+hour is played in --seconds, and the number of nodes is scaled to --hosts hosts. A host is a
+namespace with an sshd, and has a new name for each incarnation. A host that is removed gets two
+minutes' notice, in the time of the trace: it leaves the list, and then its power is cut.
 
-goodput: useful samples against what the hosts present (booting ones too) would have done
-undisturbed, at the pace that the run itself had between the changes with as many workers (its
-median step). Reading a sample takes time, so that more hosts do more also on few cores. A change
-costs the same time however fast the trace is played: goodput_at_trace_rate is what the measured
-cost of a change leaves of an hour with as many changes as the trace's first hour has. The peer:
-stock horovodrun, `hvd.elastic.run`, a commit each step, at its defaults, over the same ssh.
+goodput: useful samples, divided by those that the present hosts (booting ones too) would have done
+undisturbed, at the pace of the run between the changes with as many workers (its median step).
+Reading a sample takes time, so that more hosts do more also on few cores. A change takes the same
+time at each speed of the trace, so goodput_at_trace_rate is computed: the share that the measured
+cost of a change leaves of an hour with the changes of the trace's first hour. The peer: stock
+horovodrun, `hvd.elastic.run`, a commit each step, its defaults, over the same ssh.
 
 Last line: one JSON object with goodput, goodput_at_trace_rate, peer_goodput, bits_equal, changes.
 """

@@ -34,7 +34,9 @@ if injector:
     sys.modules["torch._dynamo"] = compiler
 
 import torch  # noqa: E402
-import torch._prims.rng_prims  # noqa: E402 (a generator needs it, and one of the modules that are left out imports it)
+
+# A generator needs it, and only a module that is left out here imports it.
+import torch._prims.rng_prims  # noqa: E402
 
 from elastic_trainer import Trainer, cosine, train  # noqa: E402
 

@@ -16,7 +16,9 @@ compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_brea
 sys.modules["torch._dynamo"] = compiler
 
 import torch  # noqa: E402
-import torch._prims.rng_prims  # noqa: E402 (a generator needs it, and one of the modules that are left out imports it)
+
+# A generator needs it, and only a module that is left out here imports it.
+import torch._prims.rng_prims  # noqa: E402
 
 from elastic_trainer import train  # noqa: E402
 
