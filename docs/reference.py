@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import elastic_trainer
 from elastic_trainer import config
+from elastic_trainer.training.options import Options
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Reference
@@ -31,12 +33,17 @@ elastic-trainer --help
 python -m elastic_trainer.discovery poll --help
 ```
 """
+BUILT_BY_US = {"Step"}
+"""Classes that the user's code gets, and does not build."""
+INTERNAL = {"Step": {"advice", "end"}}
+"""Methods that are called by other modules of the package, and not by the user's code."""
 
 
 def page() -> str:
     """Return the whole page."""
     parts = [
         HEAD, *(section(name) for name in sorted(elastic_trainer.__all__, key=str.lower)),
+        options(),
         limits(),
         exit_codes()
     ]
@@ -56,6 +63,8 @@ def section(name: str) -> str:
         lines.append("")
     if inspect.isclass(thing):
         for method, function in public_methods(thing):
+            if method in INTERNAL.get(name, ()):
+                continue
             lines += [
                 f"### {name}.{method}", "", "```text", *signature(f"{name}.{method}", function),
                 "```", "", *paragraphs(function)
@@ -75,6 +84,8 @@ def public_methods(thing: type) -> Iterator[tuple[str, object]]:
 def signature(name: str, thing: Any) -> list[str]:
     """Return the lines of a signature as the source has it, one parameter a line where one line is
     too short."""
+    if name in BUILT_BY_US:
+        return [f"class {name}"]
     if inspect.isclass(thing) and (issubclass(thing, BaseException) or is_dataclass(thing)):
         return [
             f"class {name}" +
@@ -114,6 +125,11 @@ def paragraphs(thing: object) -> list[str]:
     text = inspect.getdoc(thing) or ""
     found = []
     for block in text.split("\n\n"):
+        if block.startswith("- "):
+            items = re.split(r"^- ", block, flags=re.MULTILINE)[1:]
+            found += [line for item in items for line in textwrap.wrap(
+                " ".join(item.split()), 98, initial_indent="- ", subsequent_indent="  ")] + [""]
+            continue
         found += [
             *(block.splitlines() if block.startswith("    ") else textwrap.wrap(
                 " ".join(block.split()), 98)), ""
@@ -137,6 +153,17 @@ def sentences(thing: type) -> dict[str, str]:
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
+
+
+def options() -> str:
+    """Return the options that train() and Trainer share, with the names that train() has."""
+    meaning = sentences(Options)
+    lines = ["## Options", "", "The options that `train` and `Trainer` share. `Trainer` has `until` "
+             "for `epochs` and", "`max_steps`, `lr` for `schedule`, and `state` for `extras`.", ""]
+    for field in fields(Options):
+        lines += textwrap.wrap(f"- `{field.name}`: {meaning[field.name]}", 98,
+                               subsequent_indent="  ")
+    return "\n".join([*lines, ""])
 
 
 def limits() -> str:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
+    from elastic_trainer.training.step import Step as Step
     from elastic_trainer.training.train import train as train
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.training.worker import local_rank as local_rank
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
     "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
-    "cosine": "schedule", "local_rank": "training.worker", "train": "training.train",
-    "Trainer": "training.trainer"
+    "cosine": "schedule", "local_rank": "training.worker", "Step": "training.step",
+    "train": "training.train", "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
 

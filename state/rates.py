@@ -62,9 +62,9 @@ class Rates:
                     f"at step {step} the learning rate of the optimizer's group {number} is "
                     f"{value}, but "
                     f"train() had set it to {before}. {remedy}.")
-        if progress != progress_was:
+        if self.scheduler is not None and progress != progress_was:
             raise RateChanged(
-                f"at step {step} the {type(self.scheduler).__name__} has been stepped by "
+                f"at step {step} the {kind_of(self.scheduler)} has been stepped by "
                 f"something other "
                 f"than train(), which steps it once per finished step. {remedy}.")
 
@@ -100,7 +100,7 @@ class Rates:
     def values(self) -> dict[str, Any]:
         """Return what the state keeps (nothing is copied)."""
         scheduler = self.scheduler and {
-            "class": type(self.scheduler).__name__,
+            "class": kind_of(self.scheduler),
             "state": self.scheduler.state_dict(),
         }
         return {"base_rates": self.base, "rate_used": self.used, "scheduler": scheduler}
@@ -108,7 +108,7 @@ class Rates:
     def misfit(self, values: dict[str, Any]) -> str:
         """Say why values cannot be taken over; "" if they can."""
         theirs = (values.get("scheduler") or {}).get("class")
-        mine = type(self.scheduler).__name__ if self.scheduler else None
+        mine = kind_of(self.scheduler) if self.scheduler else None
         if theirs == mine:
             return ""
         return f"the schedule is {theirs or 'no torch scheduler'} there, but {mine or 'none'} here"
@@ -125,6 +125,11 @@ class Rates:
                 as_built(self.scheduler.state_dict(), values["scheduler"]["state"])
             )
         self._marks = self._now()
+
+
+def kind_of(scheduler: LRScheduler) -> str:
+    """Return the class of a scheduler. One that is made of several names the classes of all."""
+    return str(getattr(scheduler, "kind", type(scheduler).__name__))
 
 
 def as_built(mine: Any, theirs: Any) -> Any:

@@ -431,12 +431,12 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
         return trainer
 
     first = until_the_vote(thawed_after(0))
-    path = first._write_live_state()
+    path = first.successor.leave()
     made = thawed_after(0)
     launch = Launch(revived_from=path)
     second = Trainer(job(**made), launch, Alone(), Events(None, attempt=1), "exact", False)
     second.do(second.warm_up.run(is_exact=True))
-    second._take_own_legacy()
+    assert second.successor.take_up(path)
     for trainer in (first, second):
         trainer.end.apply(8, 0)
     assert all(

@@ -59,7 +59,7 @@ def test_the_runs_hyperparameters_hold_and_that_is_said_when_others_are_given(
     said = [line for line in capsys.readouterr().err.splitlines() if "is given" in line]
     assert len(
         said
-    ) == 2 and "optimizer.lr is 0.01 in the run, but 0.5 is given. The run's holds" in said[1]
+    ) == 2 and "optimizer.lr is 0.01 in the run, but 0.5 is given. The run's value holds" in said[1]
 
 
 def test_the_values_that_hold_are_the_runs_when_it_is_resumed_once_more(run_dir: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_user_is_told_when_a_run_is_resumed_with_another_optimizer(run_dir: 
 
 def test_compress_is_refused_when_the_sums_are_exact() -> None:
     """They are sent as they are; with ring it does what it says."""
-    with pytest.raises(ConfigError, match="compress is True, but reduce is 'exact'.*ring"):
+    with pytest.raises(ConfigError, match="compress is True, but reduce is \"exact\".*ring"):
         trained(built(), compress=True)
     assert trained(built(), compress=True, reduce="ring").steps == 6
 
@@ -160,7 +160,7 @@ def test_the_user_is_told_when_there_are_more_workers_than_shards(
     (["--seed", "0"], "--seed is 0, but it is an option of the demo"),
     (["--example", "gpt"], "--example is 'gpt', but it is an option of the demo"),
     (["-H", "a:1", "--workers", "2"
-      ], "--workers is 2, but it is for local workers, and -H names the hosts"),
+      ], "--workers is 2, but it sets the number of local workers, and -H names the hosts"),
     (["--min-workers", "2", "--min-np", "1"], "--min-workers is 2 and --min-np is 1"),
 ])
 def test_an_option_of_the_command_line_is_refused_when_it_would_be_ignored(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,12 @@ import horovod
 import numpy
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
 from elastic_trainer.config import REDUCERS, ConfigError, Launch
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.losses import require_policy
+from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import (
     Remark,
     remarks_on_effect,
@@ -51,58 +49,6 @@ class Result:
     weights_sha256: str
     model: torch.nn.Module
     rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of train() and Trainer, as the user gave them. The docstring of train() says what
-    they mean."""
-
-    global_batch: int
-    shards: int = 8
-    epochs: int | None = None
-    seed: int = 0
-    max_steps: int | None = None
-    schedule: Callable[[int], float] | LRScheduler | None = None
-    clip_norm: float | None = None
-    scaler: torch.amp.GradScaler | None = None
-    drop_last: bool = False
-    min_shard_samples: int | None = None
-    collate: Callable[[list[Any]], Any] = default_collate
-    extras: Mapping[str, Any] | None = None
-    checkpoint_every: int | str = "auto"
-    keep_last: int = 3
-    keep_every: int = 0
-    part_bytes: int = PART_BYTES
-    reduce: str | None = None
-    compress: bool = False
-    cpu_threads: int = 1
-    on_nan: str = "raise"
-    run_dir: str | os.PathLike[str] | None = None
-    store: str | None = None
-    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
-    progress: bool = True
-
-    def plan(self) -> Plan:
-        """Return when checkpoints are made and which are kept. Raises ConfigError."""
-        try:
-            return Plan(
-                every=Cadence.parse(self.checkpoint_every),
-                keep_last=self.keep_last,
-                keep_every=self.keep_every,
-                part_bytes=self.part_bytes,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def unusual_for_checkpoints(self) -> dict[str, Any]:
-        """Return the options of checkpoints that are not the defaults."""
-        fields = self.__dataclass_fields__
-        return {
-            name: value
-            for name in ("checkpoint_every", "keep_last", "keep_every", "part_bytes")
-            if (value := getattr(self, name)) != fields[name].default
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ class Begun:
 
     step: int
     phase: int = 0
+    is_trial: bool = False
+    """True before this worker has joined: its first batches are only tried (the warm-up)."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,11 @@ class Shard:
         names = self._tally.names
         if not self.is_trial and name not in names:
             known = f"only {', '.join(names)}" if names else "nothing"
+            what = f"{name} was logged" if name != COUNT else "backward() got a count"
             raise RuntimeError(
-                f"{name} was logged in {self.name}, but the first batch logged {known}. What is "
-                "sent is laid out "
-                f"there. Log the same names for each batch, with (0, 0) where there is nothing to "
-                "log."
-            )
+                f"{what} in {self.name}, but the first batch logged {known}. That batch decides "
+                f"what is sent. Log the same names for each batch, in all phases, with (0, 0) where "
+                f"there is nothing to log.")
         self._tally.add(name, total, weight)
 
     def fail(self, error: BaseException) -> None:

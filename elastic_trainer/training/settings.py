@@ -9,7 +9,7 @@ What always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
-from elastic_trainer.training.several import Several, kind_of, members_of
+from elastic_trainer.schedule import Schedule as Numbers
+from elastic_trainer.training.options import Schedule
+from elastic_trainer.training.several import Schedulers, Several, kind_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Remark:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def remarks_on_length(schedule: Schedule) -> list[Remark]:
+def remarks_on_length(schedule: Numbers) -> list[Remark]:
     """Say which of `epochs` and `max_steps` ends the run, where `max_steps` cannot be reached."""
     if schedule.max_steps is None or schedule.max_steps <= schedule.steps:
         return []
@@ -44,7 +45,7 @@ def remarks_on_length(schedule: Schedule) -> list[Remark]:
     ]
 
 
-def remarks_on_last_batch(schedule: Schedule) -> list[Remark]:
+def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
     """Say how many samples `drop_last` leaves out."""
     if not (dropped := schedule.dropped_samples):
         return []
@@ -58,49 +59,89 @@ def remarks_on_last_batch(schedule: Schedule) -> list[Remark]:
 
 
 def split_schedule(
-    schedule: Callable[[int], float] | LRScheduler | None,
+    schedule: Schedule | None,
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> tuple[LRScheduler | None, Callable[[int], float]]:
-    """Return the torch scheduler, if it is one, and the multiplier of the rates. Raises
+    """Return the torch scheduler, if there is one, and the multiplier of the rates. Raises
     ConfigError."""
-    if not isinstance(schedule, LRScheduler):
-        # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13,
-        # optim/lr_scheduler.py).
-        if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in members_of(optimizer)):
+    members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
+    given = _schedulers_of(schedule, members)
+    for name, scheduler in given.items():
+        _require_usable(scheduler, members[name], steps, is_one_of_several=len(members) > 1)
+    for name, member in members.items():
+        if name not in given:
+            _require_no_scheduler(member)
+    if isinstance(schedule, LRScheduler):
+        return schedule, lambda step: 1.0
+    if isinstance(schedule, Mapping):
+        return Schedulers(given), lambda step: 1.0
+    return None, schedule or (lambda step: 1.0)
+
+
+def _schedulers_of(schedule: Schedule | None,
+                   members: Mapping[str, torch.optim.Optimizer]) -> dict[str, LRScheduler]:
+    """Return the torch schedulers by the names of their optimizers. Raises ConfigError."""
+    names = ", ".join(map(repr, members))
+    if isinstance(schedule, Mapping):
+        odd = [name for name in schedule if name not in members]
+        if odd or not schedule or "" in members:
             raise ConfigError(
-                "a torch learning-rate scheduler was built on this optimizer, but train() was not "
-                "given "
-                "it, so both would set the rates. Hand it over as schedule=scheduler, or build a "
-                "new "
-                "optimizer.")
+                f"the schedule is a dict with the names {list(schedule)}, but "
+                + ("there is one optimizer. Give its torch scheduler, or a function of the step."
+                   if "" in members else f"the optimizers are {names}. Give at least one of them "
+                   f"a torch scheduler, by the same name."))
+        for name, scheduler in schedule.items():
+            if not isinstance(scheduler, LRScheduler):
+                raise ConfigError(
+                    f"the schedule of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
+                    f"schedulers. Use one function of the step for all optimizers, or an LRScheduler "
+                    f"for each.")
+        return dict(schedule)
+    if not isinstance(schedule, LRScheduler):
         if schedule is not None and not callable(schedule):
             raise ConfigError(
-                f"schedule is {schedule!r}. Use a function of the step, or a torch LRScheduler."
-            )
-        return None, schedule or (lambda step: 1.0)
-    name = type(schedule).__name__
-    if isinstance(optimizer, Several):
+                f"schedule is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
+        return {}
+    if "" not in members:
         raise ConfigError(
-            f"the schedule is a {name}, which sets the rates of one optimizer, but there are "
-            f"several. "
-            f"Use a function of the step.")
-    if schedule.optimizer is not optimizer:
+            f"the schedule is a {type(schedule).__name__}, which sets the rates of one optimizer, "
+            f"but there are several: {names}. Give a dict of torch schedulers by these names, or a "
+            f"function of the step.")
+    return {"": schedule}
+
+
+def _require_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13, optim/lr_scheduler.py).
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ConfigError(
-            f"the schedule {name} belongs to another optimizer than train() was given. Build it on "
-            f"this one."
-        )
-    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "min":
+            "a torch learning-rate scheduler was built on this optimizer, but train() was not "
+            "given it, so both would set the rates. Hand it over as schedule=scheduler, or build a "
+            "new optimizer.")
+
+
+def _require_usable(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, steps: int,
+                    is_one_of_several: bool) -> None:
+    """Raise ConfigError for a torch scheduler that would fail or do harm later."""
+    name = type(scheduler).__name__
+    if scheduler.optimizer is not optimizer:
+        raise ConfigError(f"the schedule {name} belongs to another optimizer than train() was "
+                          f"given. Build it on this one.")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if is_one_of_several:
+            raise ConfigError(
+                f"the schedule {name} follows the loss of a step, but a step with several "
+                f"optimizers has a loss for each. Use another torch scheduler, or a function of "
+                f"the step.")
+        if scheduler.mode != "min":
+            raise ConfigError(
+                f"the schedule {name} has mode {scheduler.mode!r}, but it gets the loss of each "
+                f"step, which is to fall. Use mode='min', or set the rate by a function of the "
+                f"step.")
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
         raise ConfigError(
-            f"the schedule {name} has mode {schedule.mode!r}, but it hears each step's loss, "
-            f"which is "
-            f"to fall. Use mode='min', or set the rate by a function of the step.")
-    if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
-        raise ConfigError(
-            f"the schedule {name} has total_steps {schedule.total_steps}, but the run has {steps} "
-            f"steps, so it would raise at the end. Use OneCycleLR(total_steps={steps})."
-        )
-    return schedule, lambda step: 1.0
+            f"the schedule {name} has total_steps {scheduler.total_steps}, but the run has {steps} "
+            f"steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
 
 
 # --- what a run that is gone on with was asked for before -----------------------------------------
@@ -158,9 +199,9 @@ def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
 
 def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
     what = {
-        "run": "The run's holds, because it is part of the checkpoint: to train with the other "
-               "value give the run "
-        "another name (--run, run_dir)", "given": "What is given now holds from here on"
+        "run": "The run's value holds, because it is part of the checkpoint. To train with the "
+               "other value, give the run another name (--run, run_dir)",
+        "given": "The value given now holds from here on"
     }[holds]
     return Remark("job.settings_differ",
                   f"{key} is {run!r} in the run, but {given!r} is given. {what}.",
@@ -168,6 +209,9 @@ def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
 
 
 def _scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    if isinstance(scheduler, Schedulers):
+        return {f"{name}.{key}": value for name, member in scheduler.members.items()
+                for key, value in _scheduler_settings(member).items()}
     kept = {"class": type(scheduler).__name__} | {
         key: _plain(value) for key, value in scheduler.state_dict().items()
         if not key.startswith("_") and key not in PROGRESS_KEYS}

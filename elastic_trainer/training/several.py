@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.config import ConfigError
 
@@ -53,6 +54,41 @@ class Several(torch.optim.Optimizer):
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Call a hook before each step of each optimizer; returns what removes it."""
         return Handles([member.register_step_pre_hook(hook) for member in self.members.values()])
+
+
+class Schedulers(LRScheduler):
+    """The torch schedulers of several optimizers, as one: each is stepped once for each step."""
+
+    def __init__(
+        self, members: Mapping[str, LRScheduler]
+    ):  # LRScheduler.__init__ sets rates: theirs are set
+        self.members = dict(members)
+
+    @property
+    def kind(self) -> str:
+        """The classes of the schedulers."""
+        return ", ".join(
+            f"{name}: {type(member).__name__}" for name, member in self.members.items()
+        )
+
+    @property
+    def _schedulers(self) -> list[LRScheduler]:
+        """The parts, under the name that torch's composed schedulers have for theirs."""
+        return list(self.members.values())
+
+    def step(self, epoch: int | None = None) -> None:
+        """Let each scheduler set the rates of the next step."""
+        for member in self.members.values():
+            member.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each scheduler, by name."""
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of each scheduler."""
+        for name, member in self.members.items():
+            member.load_state_dict(state_dict[name])
 
 
 class Handles:

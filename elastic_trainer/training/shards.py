@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.flat import Flat, SetsDiffer
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job
@@ -230,6 +232,21 @@ class Shards:
             "same names on each "
             f"worker, from the first batch on."
         )
+
+    def raise_if_failed(self, failed_rank: int, world: World) -> None:
+        """Raise what the user's code has raised, on all workers, if a vote says that it has.
+
+        `failed_rank` is the first worker on which it has; -1: none.
+        """
+        if failed_rank < 0:
+            return
+        error = self.error
+        text = "".join(traceback.format_exception(error)) if error else ""
+        text = world.share_text(text, failed_rank)
+        self.state.restore()
+        if error:
+            raise error
+        raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
 
     @contextmanager
     def user_code(self, shard: int = -1) -> Iterator[None]:

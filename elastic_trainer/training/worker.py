@@ -32,10 +32,11 @@ from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import determinism
 from elastic_trainer.training.account import is_finished
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
-from elastic_trainer.training.job import Job, Options, Result, settled
+from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Move
+from elastic_trainer.training.options import Options
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.alone import Alone
@@ -56,6 +57,8 @@ class Worker:
         self.driver: Driver = Alone()
         self.loop: Loop | None = None
         """None until this worker has a place."""
+        self.finish_reason: str | None = None
+        """Why the user's code on this worker asks to finish the run."""
 
     @property
     def rank(self) -> int:
@@ -84,7 +87,7 @@ class Worker:
         SystemExit if this worker is not wanted any more.
         """
         if not is_finished(run_dir_of(self.options), self.job.schedule.steps):
-            yield Begun(0)  # the number is known when this worker has joined
+            yield Begun(0, is_trial=True)  # the number is known when this worker has joined
         if self.job.device.type == "cpu":
             torch.set_num_threads(self.options.cpu_threads)
         if standby.is_standby():
@@ -105,6 +108,7 @@ class Worker:
                     reduce,
                     self.options.compress,
                     self.options.plan(),
+                    lambda: self.finish_reason,
                 )
                 return (yield from self.loop.moves())
         except (KeyboardInterrupt, GeneratorExit):
@@ -183,8 +187,7 @@ class Worker:
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""
-        if self.loop:
-            self.loop.finish_reason = str(reason)
+        self.finish_reason = str(reason)
 
     def leave(self, how: str) -> None:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be

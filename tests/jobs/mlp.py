@@ -1,8 +1,9 @@
 """The job of the fault tests: small, but with BatchNorm, dropout, clipping, a schedule and short
 last batches.
 
-    python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin python
-    tests/jobs/mlp.py --iterator                        the same training, with a loop of its own
+    python tests/jobs/mlp.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
+    python tests/jobs/mlp.py --iterator                        the same, with a loop of its own
+    python tests/jobs/mlp.py --phases                          and with two optimizers
 
 It is an ordinary training script; the faults come from outside (`ELASTIC_TEST_PLAN`, see
 tests/faults.py).
@@ -56,6 +57,10 @@ parser.add_argument("--iterator",
                     action="store_true",
                     help="train in a loop of the user's, and not by train()")
 parser.add_argument("--raise-at", help="host:step: the loop raises on this host behind this step")
+parser.add_argument("--stop-at", help="host:step: this host asks to finish the run in this step")
+parser.add_argument("--break-at", type=int, help="the loop is left behind this step, everywhere")
+parser.add_argument("--phases", action="store_true",
+                    help="train each half of the model in a phase of its own (with --iterator)")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
@@ -108,14 +113,29 @@ given = {
     "reduce": options.reduce, "listeners": [injector] if injector else []
 }
 rate = cosine(warmup_steps=5, total_steps=options.steps)
+def is_here_and_now(place: str | None, step: int) -> bool:
+    """True on the host, and in the step, of a text like "127.0.0.3:12"."""
+    return f"{os.environ.get('HOROVOD_HOSTNAME')}:{step}" == place
+
+
+result = None
 if options.iterator:
-    trainer = Trainer(model, optimizer, Samples(), until=f"{options.steps} steps", lr=rate, **given)
+    optimizers = {"first": torch.optim.AdamW(model[:4].parameters(), lr=1e-3),
+                  "second": torch.optim.AdamW(model[4:].parameters(), lr=1e-3)}
+    trainer = Trainer(model, optimizers if options.phases else optimizer, Samples(),
+                      until=f"{options.steps} steps", lr=rate, **given)
     for step in trainer:
-        for batch in step:
-            step.backward(loss(model, batch))
-        if f"{os.environ.get('HOROVOD_HOSTNAME')}:{step.number}" == options.raise_at:
+        for phase in optimizers if options.phases else [""]:
+            for batch in step.phase(phase):
+                step.backward(loss(model, batch))
+                if is_here_and_now(options.stop_at, step.number):
+                    step.stop("as planned")
+        if is_here_and_now(options.raise_at, step.number):
             raise ValueError("in the loop, as planned")
-    result = trainer.result
+        if step.number == options.break_at:
+            break
+    else:
+        result = trainer.result
 else:
     result = train(model,
                    optimizer,
@@ -124,5 +144,6 @@ else:
                    loss=loss,
                    schedule=rate,
                    **given)
-print("loss", result.loss)
-print("weights", result.weights_sha256)
+if result:
+    print("loss", result.loss)
+    print("weights", result.weights_sha256)

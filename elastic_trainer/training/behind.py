@@ -1,0 +1,58 @@
+"""The user's code behind a step: whether it has run, and the clock of the run, which stops for it.
+
+apply (a step, or a phase, is finished) → here → the user's code, once → checkpoint, next step
+
+What always holds:
+1. A step, or a phase, that this worker has applied is handed over exactly once.
+2. While the user's code runs, what it changes is half changed. Then nothing is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.moves import Finished, PhaseFinished
+
+
+class Behind:
+    """How far the user's code behind the steps has run, on this worker."""
+
+    def __init__(self, state: LiveState):
+        self.state = state
+        self.ticks = -1
+        """How many phases were finished when the user's code last ran behind one; -1: this worker
+        has not joined."""
+        self.is_running = False
+        """True while the user's code runs behind a step."""
+        self._clock_at = 0.0
+        """When the last phase was handed over."""
+
+    def __repr__(self) -> str:
+        return f"<Behind tick {self.ticks} of {self.state.ticks}>"
+
+    def enter(self) -> None:
+        """Begin a generation. A newcomer does not run the code of steps that others have done."""
+        self._clock_at = self._clock_at or time.monotonic()
+        self.ticks = self.state.ticks
+
+    def hand_over(self) -> Iterator[PhaseFinished | Finished]:
+        """Yield the step, or the phase, that was applied, unless the user's code has run behind
+        it."""
+        state, ticks = self.state, self.state.ticks
+        if -1 < self.ticks < ticks:
+            self.is_running, self._clock_at = True, time.monotonic()
+            is_whole = state.phase == 0
+            yield (Finished(state.committed - 1) if is_whole
+                   else PhaseFinished(state.committed, state.phase - 1))
+            self.is_running, self.ticks = False, ticks
+
+    def is_at_begin(self) -> bool:
+        """Return whether the state is that of a step's begin: the user's code has run behind all
+        finished steps."""
+        return self.state.phase == 0 and self.ticks in (-1, self.state.ticks)
+
+    def clock_ms(self) -> int:
+        """Return for how many milliseconds the run has trained, over all attempts."""
+        return self.state.last_vote[2] + round(1000 * (time.monotonic() - self._clock_at))

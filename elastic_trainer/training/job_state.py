@@ -1,0 +1,60 @@
+"""Build what a loop works on from a job: the live state, the flat gradients and the reducer.
+
+job (what the user gave, checked) → here → loop
+
+What always holds: a value that no checkpoint could keep is a ConfigError before the first step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.exact import ExactReducer
+from elastic_trainer.training.flat import Flat
+from elastic_trainer.training.job import Job, cut_of
+from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.ring import RingReducer
+from elastic_trainer.training.settings import settings_of
+
+
+def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
+    """Return the live state of a job. Raises ConfigError for what no checkpoint could keep."""
+    if compress and reduce == "exact":
+        raise ConfigError(
+            'compress is True, but reduce is "exact", which sends its sums uncompressed. Use '
+            'reduce="ring" (--reduce ring), or leave compress out.')
+    numbers = job.schedule
+    identity = {"dataset_size": numbers.dataset_size, "global_batch": numbers.global_batch,
+                "shards": numbers.shards, "seed": numbers.seed, "reduce": reduce}
+    state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
+                         identity=identity | cut_of(numbers))
+    state.extras, state.phases = job.extras, len(job.phases)
+    state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
+                                 clip_norm=job.clip_norm, compress=compress, on_nan=job.on_nan)
+    if job.scaler:
+        # A scaler makes its scale at its first use. A worker without a shard needs it too.
+        job.scaler.scale(torch.zeros((), device=job.device))
+    _require_packable(state)
+    return state
+
+
+def _require_packable(state: LiveState) -> None:
+    """Raise ConfigError for values that cannot be kept. Copies nothing."""
+    try:
+        state.packed()
+    except TypeError as error:
+        raise ConfigError(
+            f"{error}. Change the values in the state_dict of extras and of the schedule, in "
+            f"get_extra_state of the modules, or in the optimizer's groups.") from error
+    if lacking := state.extra_state.lacking:
+        raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. "
+                          f"Give them both.")
+
+
+def reducer_of(reduce: str, flat: Flat, shards: int, compress: bool) -> Reducer:
+    """Return the reducer of this name."""
+    if reduce == "exact":
+        return ExactReducer(flat, shards)
+    return RingReducer(flat, shards, compress=compress)

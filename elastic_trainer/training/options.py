@@ -1,0 +1,111 @@
+"""The options that train() and Trainer share, each with its meaning. docs/reference.md has them.
+
+arguments of train() and Trainer → here → job.py (checked), worker.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import PART_BYTES, Plan
+
+Schedule = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
+"""What sets the learning rates: a function of the step, a torch scheduler, or several by name."""
+OF_CHECKPOINTS = ("checkpoint_every", "keep_last", "keep_every", "part_bytes")
+"""The options that have no effect without a store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of train() and Trainer, as the user gave them."""
+
+    global_batch: int
+    """The number of samples of a step, over all workers."""
+    shards: int = 8
+    """The number of parts of a global batch. Workers share the parts, so batch, learning rate and
+    result do not depend on the number of workers."""
+    epochs: int | None = None
+    """The number of passes over the dataset; 1 if neither this nor `max_steps` is given. If both
+    are given, the earlier end holds."""
+    seed: int = 0
+    """Seeds the order of the samples, and the random numbers of each shard."""
+    max_steps: int | None = None
+    """The number of steps."""
+    schedule: Schedule | None = None
+    """A function: `schedule(step)` multiplies the rates with which the optimizer was built. Or a
+    torch scheduler of this optimizer: it is stepped once for each finished step (not epoch), and it
+    is part of the state. With several optimizers, a dict of torch schedulers by the names of the
+    optimizers; one that has none keeps its rates. ReduceLROnPlateau gets the loss of each step, so
+    its patience counts steps. Nothing else may set a rate."""
+    clip_norm: float | None = None
+    """The largest global norm of the gradient: a larger one is scaled down to it."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss, for training in 16 bits. It is part of the state."""
+    drop_last: bool = False
+    """Leave out the samples of an epoch that do not fill a global batch. Otherwise the epoch ends
+    with a short batch."""
+    min_shard_samples: int | None = None
+    """The fewest samples of a shard of a short batch: fewer shards then have any. None: 2 for a
+    model with BatchNorm, which cannot compute a variance of one sample, else 1."""
+    collate: Callable[[list[Any]], Any] = default_collate
+    """Makes a batch of a list of samples. The tensors of the batch are moved to the model's device,
+    also those in containers, dataclasses, and objects with a method `to(device)`."""
+    extras: Mapping[str, Any] | None = None
+    """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
+    average of the weights, metrics. They change only in `after_step` (with Trainer: behind the
+    inner loop)."""
+    checkpoint_every: int | str = "auto"
+    """The interval of checkpoints: a number of steps (50), of seconds ("30s"), or "auto": as often
+    as it pays, for at most 1 % of the time ("0.5%": for at most that)."""
+    keep_last: int = 3
+    """The number of the newest checkpoints that stay in the store."""
+    keep_every: int = 0
+    """Of the older ones, the first checkpoint at or after each multiple of this number of steps
+    stays; 0: none."""
+    part_bytes: int = PART_BYTES
+    """The size of the objects in the store in bytes, whatever the world's size; at most 64 MiB."""
+    reduce: str | None = None
+    """The reducer: "exact" (the same bits in every world) or "ring" (float allreduce). None takes
+    the launcher's."""
+    compress: bool = False
+    """Send gradients in 16 bits, with the reducer "ring"."""
+    cpu_threads: int = 1
+    """The number of torch's threads. It is part of the arithmetic, so the same on every worker."""
+    on_nan: str = "raise"
+    """What a loss that is not finite does. "raise": it ends the run, before the step is applied,
+    with LossNotFinite, which names step, shards and samples. "skip": the step is finished and its
+    samples count, but weights, optimizer, scaler and buffers stay as they were. The schedule goes
+    on. "continue": the step is applied."""
+    run_dir: str | os.PathLike[str] | None = None
+    """The folder of events, result and checkpoints, where no launcher gives one."""
+    store: str | None = None
+    """The place of the checkpoints, of this run alone: a folder or s3://bucket/prefix. None takes
+    the launcher's (--store, and behind it the run's name)."""
+    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
+    """Functions that are called with the name and the fields of every event of this worker. If one
+    raises, its traceback is logged, and it is called again at the next event."""
+    progress: bool = True
+    """Show the progress on stderr, where no launcher does that."""
+
+    def plan(self) -> Plan:
+        """Return when checkpoints are made and which are kept. Raises ConfigError."""
+        try:
+            return Plan(every=Cadence.parse(self.checkpoint_every), keep_last=self.keep_last,
+                        keep_every=self.keep_every, part_bytes=self.part_bytes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def unusual_for_checkpoints(self) -> dict[str, Any]:
+        """Return the options of checkpoints that are not the defaults."""
+        usual = {field.name: field.default for field in fields(self)}
+        return {name: value for name in OF_CHECKPOINTS
+                if (value := getattr(self, name)) != usual[name]}

@@ -1,0 +1,249 @@
+"""One step of the run, in the hands of the user's loop.
+
+moves of a worker → here → the user's `for batch in step` → step.backward, step.log → the worker
+
+What always holds:
+1. A step that broke is handed out again by the same inner iterator.
+2. What a step knows only when it is finished raises before that. A step that is over raises
+   whatever is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from elastic_trainer.training.lengths import SECONDS, interval_of
+from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Shard
+from elastic_trainer.training.worker import Worker
+
+
+class Step:
+    """One step of the run, as `for step in trainer` yields it."""
+
+    def __init__(self, worker: Worker, draw: Callable[[], Move | None], move: Move):
+        self._worker, self._draw = worker, draw
+        self._phases = worker.job.phases
+        self._entered: list[str] = []
+        """The phases whose loops were entered."""
+        self._stage = "begun"  # begun, running, finished, over
+        self._done = 0
+        """How many phases are done, on every worker."""
+        self._shard: Shard | None = None
+        self._number, self._is_trial = 0, False
+        self._take(move, 0)
+
+    def __repr__(self) -> str:
+        return f"Step({self._number}, {self._stage})"
+
+    @property
+    def number(self) -> int:
+        """The number of this step, counted from 0.
+
+        A process does not know it before its first inner loop, because it has not joined the run:
+        reading it there raises RuntimeError. In the first batches, which are only tried (the
+        warm-up), it is 0. Inside the inner loop it may change: to the number of the step that the
+        other workers do, and to an older one if the run goes back.
+        """
+        if self._is_trial and self._stage == "begun":
+            raise RuntimeError(
+                "the number of this step is not known yet: this worker has not joined the run. "
+                "Read step.number and step.epoch inside of `for batch in step`, or behind it.")
+        return self._number
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the dataset that this step belongs to, counted from 0."""
+        return self._worker.job.schedule.epoch(self.number)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the samples of all workers; of the last phase, if there are several.
+        Known behind the inner loop."""
+        return self._finished("loss").state.loss
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The loss of each phase, by name. Known behind the last inner loop."""
+        known = self._finished("losses").end.losses
+        return {name: known.get(name, math.nan) for name in self._phases}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the step has logged, by name: the sum over all shards by their number of items.
+        Known behind the inner loop, and the same number in every world."""
+        loop = self._finished("metrics")
+        return Unseen() if self._is_trial else dict(loop.end.metrics)
+
+    # --- the batches ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batch of each shard of this worker, until the step is finished on every
+        worker."""
+        if len(self._phases) > 1:
+            raise RuntimeError(
+                f"the trainer has the optimizers {', '.join(self._phases)}, and each has a loop of "
+                f"its own. Use `for batch in step.phase({self._phases[0]!r})`.")
+        return self.phase(self._phases[0])
+
+    def phase(self, name: str) -> Iterator[Any]:
+        """Yield the batch of each shard of this worker, until the optimizer of this name has made
+        its step on every worker. All phases of a step have the same samples.
+
+        A worker that joins in the middle of a step has no batches in the phases that are done. The
+        warm-up tries the first phase only: the code between two phases must not run for a step that
+        is only tried.
+        """
+        self._require_not_over()
+        if name not in self._phases:
+            raise ValueError(f"there is no phase {name!r}. Use one of {list(self._phases)}.")
+        if name in self._entered:
+            raise RuntimeError(
+                f"step {self._number} is iterated a second time: its batches come once. Use one "
+                f"loop over them, without a break.")
+        if name != (expected := self._phases[len(self._entered)]):
+            raise RuntimeError(
+                f"the phase {name!r} of step {self._number} comes before {expected!r}. Run them in "
+                f"the order in which the optimizers were given: {', '.join(self._phases)}.")
+        if self._stage == "running" and self._done < len(self._entered):
+            raise RuntimeError(
+                f"the phase {name!r} of step {self._number} begins, but the one before it was left "
+                f"early. Run each loop to its end, without a break.")
+        self._entered.append(name)
+        if self._stage == "begun":
+            self._stage = "running"
+        return self._batches(len(self._entered) - 1)
+
+    def _batches(self, phase: int) -> Generator[Any, None, None]:
+        while self._stage == "running" and self._done <= phase:
+            move = self._draw()
+            if isinstance(move, Shard):
+                self._shard = move
+                yield move.batch
+            else:
+                self._shard = None
+                self._take(move, phase)
+
+    def _take(self, move: Move | None, phase: int) -> None:
+        """Note what the worker has moved on to, while the loop is in a phase."""
+        match move:
+            case Begun():
+                self._number, self._done, self._is_trial = move.step, move.phase, move.is_trial
+                if self._done < phase:
+                    error = RuntimeError(
+                        f"the run goes back to step {move.step}, and the loop is in the phase "
+                        f"{self._phases[phase]!r}. Start the same command again.")
+                    self._worker.fail(error)
+                    raise error
+            case PhaseFinished():
+                self._number, self._done = move.step, move.phase + 1
+            case Finished():
+                self._number, self._done, self._stage = move.step, len(self._phases), "finished"
+            case None:  # the run was finished before this worker joined it
+                assert self._worker.loop
+                self._number = self._worker.loop.state.committed - 1
+                self._done, self._stage = len(self._phases), "finished"
+
+    # --- what the user's code does with a batch ---------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        """Run the backward pass of the batch in hand, once.
+
+        `loss` is the mean over its samples, a tensor of one value. With `count`, it is the sum over
+        what was counted (tokens, pixels): the gradient is then that of the mean over all that the
+        shards of the step have counted.
+        """
+        self._in_hand("backward()").backward(loss, count)
+
+    def log(self, **sums: tuple[Any, Any]) -> None:
+        """Add sums of the batch in hand to what the step logs: `step.log(acc=(hits, n))`.
+
+        Each name has a sum and a number of items. `step.metrics` then has their quotient over all
+        shards. Log the same names for each batch, in all phases. A tensor is read at once, so on a
+        GPU this waits for the device.
+        """
+        shard = self._in_hand("log()")
+        for name, value in sums.items():
+            shard.log(name, value)
+
+    @property
+    def advice(self) -> str:  # no docstring: it is not for the user
+        return self._shard.advice if self._shard else ""
+
+    def _in_hand(self, what: str) -> Shard:
+        self._require_not_over()
+        if self._shard is None:
+            raise RuntimeError(f"{what} was called in step {self._number} without a batch. Call it "
+                               f"inside of `for batch in step`.")
+        return self._shard
+
+    # --- what the user's code asks or wants behind the inner loop ---------------------------------
+
+    def every(self, interval: str) -> bool:
+        """Return whether this step ends an interval: "1 epoch", "500 steps", "30 s", "10 min", "2
+        h".
+
+        The same on every worker: rank 0's clock, which comes with the vote, decides of times. They
+        are times of training, over all attempts.
+        """
+        loop = self._finished("every()")
+        number, unit = interval_of(interval)
+        if unit in SECONDS:
+            before_ms, now_ms = loop.state.clocks_ms
+            interval_ms = 1000 * number * SECONDS[unit]
+            return now_ms // interval_ms > before_ms // interval_ms
+        steps = number * (self._worker.job.schedule.steps_per_epoch if unit == "epoch" else 1)
+        return (self._number + 1) % steps == 0
+
+    def stop(self, reason: str) -> None:
+        """Finish the run early, on every worker: after this step if called in its inner loop, else
+        after the next one. One worker is enough: the vote carries it to all.
+
+        The run then counts as finished: the same command does no more steps. A call for a batch
+        that is only tried (the warm-up) has no effect.
+        """
+        self._require_not_over()
+        if not (self._is_trial and self._shard):
+            self._worker.finish(reason)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def end(self) -> RuntimeError | None:  # no docstring: it is not for the user
+        # The loop asks for the next step. Returns the misuse if an inner loop did not run to its
+        # end.
+        stage, self._stage = self._stage, "over"
+        if stage == "finished":
+            return None
+        is_left = self._done < len(self._entered)
+        of = f"the phase {self._phases[self._done]!r} of " if len(self._phases) > 1 else ""
+        return RuntimeError(
+            f"the inner loop of {of}step {self._number} was {'left early' if is_left else 'not run'}"
+            f", so samples would be lost. Run `for batch in step` to its end: it ends when the "
+            f"step is finished on every worker.")
+
+    def _finished(self, what: str) -> Loop:
+        """Return the loop, which knows what a finished step has found."""
+        self._require_not_over()
+        if self._stage != "finished":
+            raise RuntimeError(
+                f"{what} of step {self._number} is known when the step is finished. Use it behind "
+                f"`for batch in step`.")
+        assert self._worker.loop
+        return self._worker.loop
+
+    def _require_not_over(self) -> None:
+        if self._stage == "over":
+            raise RuntimeError(
+                f"step {self._number} is over, and the loop is in a later one. Use the step that "
+                f"`for step in trainer` gives.")
+
+
+class Unseen(dict[str, float]):
+    """The metrics of a step that an earlier process has finished: each is NaN."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan

@@ -1,0 +1,261 @@
+"""What the user's loop sees at its edges: before it has joined, in its last step, in a finished run,
+and with several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loop import Ears, built, mse, sgd, trained
+from test_trainer import (
+    Fault,
+    Pair,
+    adversarial,
+    in_a_breaking_world,
+    loss_of_d,
+    loss_of_g,
+    optimizers,
+    pair_of_steps,
+    trainer_of,
+)
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.layout import LayoutError
+
+StepLR = torch.optim.lr_scheduler.StepLR
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
+
+
+# --- before this worker has joined ----------------------------------------------------------------
+
+def test_a_step_has_its_number_when_it_is_handed_in(run_dir: Path) -> None:
+    """A resumed worker tries its loop with number 0, and does step 3 with number 3. The code behind
+    the inner loop runs for no batch that is only tried."""
+    model = built()
+    trained(model, max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    model = built()
+    trainer, inside, behind = trainer_of(model), list[tuple[int, int, int]](), list[int]()
+    for step in trainer:
+        for batch in step:
+            inside.append((step.number, step.epoch, trainer.rank))
+            step.backward(mse(model, batch))
+        behind.append(step.number)
+    tried = [seen for seen in inside if seen[2] == -1]
+    assert tried and set(tried) == {(0, 0, -1)}
+    assert inside[len(tried):] == [(step, step // 3, 0) for step in (3, 4, 5) for _ in range(4)]
+    assert behind == [3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["number", "epoch"])
+def test_the_number_of_a_step_raises_where_it_is_not_known(name: str) -> None:
+    """Before the first inner loop of a process a newcomer would compute with another number than
+    the world's: in silence, and for that step alone. From the second step on it is known."""
+    model = built()
+    with pytest.raises(RuntimeError, match="not known yet.*inside of `for batch in step`"):
+        for step in trainer_of(model):
+            getattr(step, name)
+    seen = []
+    for step in trainer_of(model):
+        if seen:
+            assert step.number == seen[-1] + 1
+        for batch in step:
+            step.backward(mse(model, batch))
+        seen.append(step.number)
+
+
+def test_a_batch_that_is_only_tried_does_not_stop_the_run(run_dir: Path) -> None:
+    """A condition may hold for the weights that a newcomer was built with, and not for the run's."""
+    trained(built(), max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    model = built()
+    trainer = trainer_of(model)
+    for step in trainer:
+        for batch in step:
+            if step.number == 0:
+                step.stop("as nobody has asked")
+            step.backward(mse(model, batch))
+    assert trainer.result.steps == 6
+
+
+def test_a_wish_to_stop_is_kept_when_it_comes_before_this_worker_has_joined() -> None:
+    """It stands before the inner loop, and does not run again for this step."""
+    model = built()
+    trainer = trainer_of(model)
+    for step in trainer:
+        step.stop("enough")
+        for batch in step:
+            step.backward(mse(model, batch))
+    assert trainer.result.steps == 1
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+def test_the_run_ends_everywhere_when_a_worker_has_no_shard_in_the_step_that_stops_it(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The condition holds on every worker, and the inner loop of one has no batch."""
+    models = [built() for _ in range(3)]
+
+    def run(rank: int) -> tuple[str, list[int], list[int]]:
+        model, steps, batches = models[rank], [], []
+        trainer = trainer_of(model, shards=2)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+                if trainer.rank >= 0:
+                    batches.append(step.number)
+                if step.number == 2:
+                    step.stop("good enough")
+            steps.append(step.number)
+        return trainer.result.weights_sha256, steps, batches
+
+    reference = trained(built(), shards=2, max_steps=3).weights_sha256
+    ended = in_a_breaking_world(monkeypatch, 3, run)
+    assert [one[:2] for one in ended] == [(reference, [0, 1, 2])] * 3
+    assert sorted(len(one[2]) for one in ended) == [0, 3, 3]
+
+
+def finish_again(loop: Callable[[Any, list[Any]], Any], **more: Any) -> tuple[list[Any], Any]:
+    """Do a run to its end, and start it again; returns what the second loop has seen."""
+    for _ in range(2):
+        model, seen = built(), list[Any]()
+        trainer = trainer_of(model, **more)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+                step.log(acc=(1, 2))
+            seen.append(loop(step, seen))
+    return seen, trainer
+
+
+def test_a_finished_run_has_no_step_when_it_is_started_again(run_dir: Path) -> None:
+    """Its folder says that it is finished."""
+    seen, trainer = finish_again(lambda step, seen: step.number)
+    assert seen == [] and trainer.result.steps == 6
+
+
+def test_the_code_behind_the_last_step_runs_once_more_when_only_the_store_knows_the_end(
+        tmp_path: Path) -> None:
+    """The worker learns after its warm-up that there is no step left. The step has the number and
+    the loss of the last one, metrics that are NaN, and the result is the same."""
+    seen, trainer = finish_again(
+        lambda step, seen: (step.number, step.every("1 epoch"), step.loss, step.metrics["acc"]),
+        store=f"{tmp_path}/store")
+    [(number, ends_epoch, loss, acc)] = seen
+    assert (number, ends_epoch, loss) == (5, True, trainer.result.loss) and acc != acc
+    assert trainer.result.weights_sha256 == trained(built()).weights_sha256
+
+
+# --- several optimizers ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("misuse", "error", "told"), [
+    (lambda step, loss: step.backward(str(loss)), TypeError, "returned str. Return the mean"),
+    (lambda step, loss: None, RuntimeError, r"not called in shard 0 of step 0 \(phase g\)"),
+    (lambda step, loss: (step.log(acc=(1, 1)), step.backward(loss)), RuntimeError,
+     r"acc was logged in shard 0 of step 0 \(phase g\), but the first batch logged nothing.*phase"),
+])
+def test_an_error_of_the_second_phase_ends_the_run_in_its_first_step(
+        misuse: Callable[[Any, Any], Any], error: type[Exception], told: str) -> None:
+    """The warm-up tries the first phase only: to try the next one, the code between them would have
+    to run for a step that is none."""
+    model, between = Pair(), list[int]()
+    with pytest.raises(error, match=told):
+        for step in pair_of_steps(model):
+            for x, _ in step.phase("d"):
+                step.backward(loss_of_d(model, x))
+            between.append(step.number)
+            for x, _ in step.phase("g"):
+                misuse(step, loss_of_g(model, x))
+    assert between == [0]
+
+
+def of_both(made: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    return {"d": StepLR(made["d"], 2, 0.5), "g": torch.optim.lr_scheduler.ExponentialLR(made["g"], 0.9)}
+
+
+def test_each_optimizer_has_a_torch_scheduler_of_its_own(run_dir: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is stepped once for each step, and is a part of the state: a resumed run has the bits of
+    a straight one."""
+    def run(until: int) -> tuple[str, list[float]]:
+        model = Pair(draws=True)
+        made = optimizers(model)
+        trainer = trainer_of(model, made, shards=2, lr=of_both(made), until=f"{until} steps",
+                             checkpoint_every=1)
+        digest, _ = adversarial(model, trainer)
+        return digest, [made[name].param_groups[0]["lr"] for name in made]
+
+    run(3)
+    resumed = run(6)
+    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
+    assert resumed == run(6)
+    assert resumed[1] == pytest.approx([0.01 * 0.5**3, 0.05 * 0.9**6])
+
+
+def test_schedulers_give_the_same_bits_when_a_phase_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stepped once for a step, whatever is done again."""
+    models = [Pair() for _ in range(4)]
+
+    def run(rank: int, faults: list[tuple[str, int]]) -> str:
+        made = optimizers(models[rank])
+        return adversarial(models[rank], pair_of_steps_with(models[rank], made, faults))[0]
+
+    alone = run(3, [])
+    points = {1: [("step.voted", 2), ("step.prepared", 4)]}
+    assert in_a_breaking_world(monkeypatch, 3,
+                               lambda rank: run(rank, points.get(rank, []))) == [alone] * 3
+
+
+def pair_of_steps_with(model: Pair, made: dict[str, Any], faults: list[tuple[str, int]]) -> Any:
+    return trainer_of(model, made, shards=2, lr=of_both(made), listeners=[Fault(*faults)])
+
+
+def test_an_optimizer_without_a_scheduler_keeps_its_rate() -> None:
+    """The dict names those that have one."""
+    model = Pair()
+    made = optimizers(model)
+    adversarial(model, trainer_of(model, made, shards=2, lr={"d": StepLR(made["d"], 1, 0.5)}))
+    assert [made[name].param_groups[0]["lr"] for name in made] == [0.01 * 0.5**6, 0.05]
+
+
+@pytest.mark.parametrize(("schedule", "told"), [
+    (lambda made: StepLR(made["d"], 1), "StepLR, which sets the rates of one optimizer.*'d', 'g'"),
+    (lambda made: {"e": StepLR(made["d"], 1)}, r"names \['e'\], but the optimizers are 'd', 'g'"),
+    (lambda made: {}, r"names \[\], but the optimizers are 'd', 'g'"),
+    (lambda made: {"d": len}, "the schedule of 'd' is a builtin_function_or_method"),
+    (lambda made: {"d": StepLR(made["g"], 1)}, "StepLR belongs to another optimizer"),
+    (lambda made: (StepLR(made["d"], 1), None)[1], "built on this optimizer, but train.. was not"),
+    (lambda made: {"d": torch.optim.lr_scheduler.ReduceLROnPlateau(made["d"])},
+     "a step with several optimizers has a loss for each"),
+])
+def test_the_user_is_told_when_the_schedulers_do_not_fit(schedule: Callable[[Any], Any],
+                                                         told: str) -> None:
+    """At the start, with the names."""
+    model = Pair()
+    made = optimizers(model)
+    with pytest.raises(ConfigError, match=told):
+        trainer_of(model, made, lr=schedule(made))
+    model = built()
+    optimizer = sgd(model)
+    with pytest.raises(ConfigError, match="but there is one optimizer"):
+        trainer_of(model, optimizer, lr={"d": StepLR(optimizer, 1)})
+
+
+def test_other_schedulers_are_refused_when_the_run_goes_on(run_dir: Path) -> None:
+    """By their classes and names; other settings of the same ones are logged, and the run's hold."""
+    def run(until: int, ears: Ears, **schedulers: Callable[[Any], Any]) -> None:
+        model = Pair()
+        made = optimizers(model)
+        adversarial(model, trainer_of(
+            model, made, shards=2, lr={name: of(made[name]) for name, of in schedulers.items()},
+            until=f"{until} steps", checkpoint_every=1, listeners=[ears]))
+
+    run(2, Ears(), d=lambda one: StepLR(one, 2))
+    with pytest.raises(LayoutError, match="the schedule is d: StepLR there, but g: StepLR here"):
+        run(4, Ears(), g=lambda one: StepLR(one, 2))
+    ears = Ears()
+    run(4, ears, d=lambda one: StepLR(one, 3))
+    [differs] = ears.facts("job.settings_differ")
+    assert (differs["key"], differs["run_value"], differs["holds"]) == ("schedule.d.step_size", 2,
+                                                                        "run")
