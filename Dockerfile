@@ -4,32 +4,38 @@
 #   docker build -t elastic-trainer:cuda . \
 #       --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92 \
 #       --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
-# The digests are of the indexes of all platforms. apt's packages are the newest of the base's release: sbom.cdx.json in
-# the image names what it holds.
+# The digests are of the indexes of all platforms. apt's packages are the newest of the base's
+# release: sbom.cdx.json in the image lists them.
 #   docker run --rm elastic-trainer cat sbom.cdx.json
-# Pip's plain torch brings CUDA's libraries on x86-64. A CPU image without those GBs needs an index that has CPU builds:
+# pip's plain torch brings CUDA's libraries on x86-64. A CPU image without them needs an index that
+# has CPU builds:
 #   --build-arg TORCH_SPEC=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=<that index>
 #
-# Both bases must hold the same Python: .venv is built on the first and run on the second. torch's wheel brings its own
-# CUDA libraries, so the GPU image runs on the plain base. The image starts nothing by itself; give it a command:
+# Both bases must have the same Python: .venv is built on the first and runs on the second. torch's
+# wheel has its own CUDA libraries, so the GPU image runs on the plain base. The image starts no
+# program by itself; give it a command:
 #   docker run --rm elastic-trainer elastic-trainer --help
-# To be a host for horovodrun, a container also runs sshd (/usr/sbin/sshd -D -p 2222 -h <key> works for any user).
+# As a host for horovodrun, a container also runs sshd (/usr/sbin/sshd -D -p 2222 -h <key> works for
+# any user).
 
 ARG BUILD_BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BUILD_BASE} AS build
-# What install.sh asks for and cannot bring. Versions come with the pinned base, whose distribution differs by base.
+# The tools that install.sh needs and cannot install. Their versions come with the pinned base.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ make \
-    && if ! command -v python3; then apt-get install -y --no-install-recommends python3-dev python3-venv; fi \
+    && if ! command -v python3; then \
+        apt-get install -y --no-install-recommends python3-dev python3-venv; fi \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
-COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
+COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt \
+    deploy/install.sh deploy/
 COPY elastic_trainer/setup elastic_trainer/setup
-# The sources come last, so that a change in them costs no install; empty packages stand in for them here.
+# The sources come last, so that a change in them needs no new install. Empty packages replace them
+# here.
 RUN for name in . examples host launch observe standby training wire world; do \
         mkdir -p "elastic_trainer/$name" && touch "elastic_trainer/$name/__init__.py"; done \
     && mkdir discovery state && touch discovery/__init__.py state/__init__.py \

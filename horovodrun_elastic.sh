@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# ./horovodrun_elastic.sh                                  set-up, then the demo: train, and kill workers at will
+# ./horovodrun_elastic.sh                                  set-up, then the demo
 # ./horovodrun_elastic.sh [options] -- python my_train.py  your own script on local workers
 # ./horovodrun_elastic.sh [horovodrun options] -- python my_train.py
 #
-# Command line → deploy/install.sh → elastic_trainer/__main__.py (attempts) → elastic_trainer/launch/driver.py (horovodrun, mended)
+# command line → deploy/install.sh → elastic_trainer/__main__.py run → attempts of the mended driver
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$here/deploy/install.sh"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # deploy/check.sh FILE.tfvars [-var NAME=VALUE]…
 #
-# Says what an `apply` with these variables would lack in this account, before a machine is rented: credentials, region,
-# bucket, code, zones, types, image, quotas. FILE is what `apply -var-file=FILE` gets. Exit code 0: apply; 1: do not yet;
-# 2: it was called wrongly. It asks AWS and changes nothing.
+# Prints what an `apply` with these variables would lack in this account, before a machine is
+# rented: credentials, region, bucket, code, zones, types, image, quotas. FILE is that of `apply
+# -var-file=FILE`. Exit code 0: apply; 1: do not apply yet; 2: wrong arguments. It asks AWS and
+# changes nothing.
 #
-# FILE, terraform/fleet/variables.tf (terraform fills in the defaults) → here → discovery/account.py, discovery/checks.py
+# FILE, terraform/fleet/variables.tf (for the defaults) → here → discovery/account.py, checks.py
 #
 # Environment: PYTHON is a Python 3.10 or newer with boto3 (.venv's, or python3).
 set -euo pipefail
@@ -17,7 +18,8 @@ stop() { printf 'check: %s\n' "$2" >&2; exit "$1"; }
 (($# >= 1)) || stop 2 'usage: deploy/check.sh FILE.tfvars [-var NAME=VALUE]…'
 file=$fleet/$1                          # as terraform -chdir reads it
 [[ $1 != /* && -f $file ]] || file=$(realpath -m -- "$1")
-[[ -f $file ]] || stop 2 "there is no file $1, neither in $fleet nor here. Write it (deploy/README.md), or correct its name."
+[[ -f $file ]] || stop 2 \
+    "there is no file $1, neither in $fleet nor here. Write it (deploy/README.md), or correct $1."
 shift
 
 python=${PYTHON-}
@@ -27,21 +29,24 @@ if [[ ! $python ]]; then
 fi
 command -v terraform >/dev/null || stop 2 'terraform is not on the PATH. Install 1.9 or newer.'
 "$python" -c 'import boto3' 2>/dev/null ||
-    stop 2 "$python has no boto3. Run $python -m pip install boto3, or name a Python that has it: PYTHON=… deploy/check.sh."
+    stop 2 "$python has no boto3. Run $python -m pip install boto3, or set PYTHON to one with it."
 
 # The variables alone, so that neither `init` nor the provider is needed.
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cp "$fleet/variables.tf" "$folder"
-for set in "$fleet"/terraform.tfvars{,.json} "$fleet"/*.auto.tfvars{,.json}; do   # terraform reads these by itself
+# terraform reads these by itself
+for set in "$fleet"/terraform.tfvars{,.json} "$fleet"/*.auto.tfvars{,.json}; do
     if [[ -f $set ]]; then cp "$set" "$folder"; fi
 done
 export CHECKPOINT_DISABLE=1 TF_IN_AUTOMATION=1
 terraform -chdir="$folder" plan -input=false -no-color -var-file="$file" "$@" >/dev/null ||
-    stop 1 "terraform refuses the variables; what it says of each is above. Correct them in $file."
+    stop 1 "terraform refuses the variables; its messages are above. Correct them in $file."
+# terraform's console reads one line.
 wish=$(terraform -chdir="$folder" console -var-file="$file" "$@" 2>/dev/null <<'END'
 base64encode(jsonencode({region = var.region, bucket = var.bucket, name = var.name, workers = var.workers, instance_types = var.instance_types, zones = var.zones, coordinator_type = var.coordinator_type, image_id = var.image_id, worker_disk_gb = var.worker_disk_gb}))
 END
 )
 wish=${wish//\"/}
-base64 --decode <<<"$wish" | PYTHONPATH=$root PYTHONDONTWRITEBYTECODE=1 "$python" -m elastic_trainer.discovery check
+base64 --decode <<<"$wish" |
+    PYTHONPATH=$root PYTHONDONTWRITEBYTECODE=1 "$python" -m elastic_trainer.discovery check

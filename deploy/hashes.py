@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""The SHA-256 and the licence of what deploy/install.sh takes from a package index: hashes.txt,
-licences.txt.
+"""Hashes and licences of the packages that deploy/install.sh installs: hashes.txt, licences.txt.
 
-    python deploy/hashes.py renew             write both anew, after a change of constraints.txt
+    python deploy/hashes.py renew             write both again, after a change of constraints.txt
     python deploy/hashes.py pins NAME…        print these of constraints.txt, with their hashes
-    python deploy/hashes.py plan PLAN.json [as-said]
-                                              print what `pip install --report` would install, with
-                                              hashes
+    python deploy/hashes.py plan PLAN.json [index-hashes]
+                                              print the packages of `pip install --report`, with
+                                              their hashes
 
 constraints.txt → here → hashes.txt → here → install.sh (`pip install --require-hashes`)
 
 What always holds:
 1. One line of hashes.txt is one wheel, in sha256sum's format: `<sha256>  <file name>`.
 2. For each Python and processor below, the best wheel for glibc 2.28 is listed (torch needs 2.28).
-   Sources are not listed: to build one runs its code before anything is checked. Horovod is built
-   from source, and its hash stands in elastic_trainer/setup/recipe.py.
-3. A file from the network that is not listed is refused, with one exception: a torch that was built
-   for one processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know.
-   For it, and for what it brings (`as-said`), the hash that its index says is taken.
-4. A file that lies on this machine (file:, as pip's own settings name it) is taken as it is:
-   whoever can write there and set pip up is this machine's owner.
-5. What is taken by 3's exception or by 4 without being listed is said.
+   Sources are not listed: building one runs its code before any check. Horovod is built from
+   source, and elastic_trainer/setup/recipe.py has its hash.
+3. A file from the network that is not listed is refused, with one exception: a torch for one
+   processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know. For it
+   and its dependencies (`index-hashes`) the hash of its index is used.
+4. A file on this machine (file:, from pip's own settings) is used as it is: a user who can write
+   there and configure pip owns this machine.
+5. A file that is used by 3's exception or by 4 without being listed is printed.
 
 renew asks the index that pip is configured for, and downloads metadata alone.
 """
@@ -42,10 +41,10 @@ HASHES, LICENCES = HERE / "hashes.txt", HERE / "licences.txt"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
 BUILT_FROM_SOURCE = {"horovod": "Apache 2.0"}
-"""With the licence that its metadata says."""
+"""Package → the licence in its metadata."""
 SHORT = 60
 """Characters. A longer field is the licence's text."""
-SAYS_NOTHING = "Dual License"
+UNSPECIFIC = "Dual License"
 """python-dateutil's field; its classifiers name both."""
 
 
@@ -54,7 +53,7 @@ class Wanted(NamedTuple):
 
     pin: str
     digest: str = ""
-    """As its index says; "" where the index says none."""
+    """The hash in its index; "": the index has none."""
     is_here: bool = False
     """It lies on this machine."""
 
@@ -63,7 +62,7 @@ class Wanted(NamedTuple):
 
 
 def constraints() -> str:
-    """Return what names the versions."""
+    """Return the text of both constraints files."""
     return "".join(path.read_text() for path in CONSTRAINTS)
 
 
@@ -81,7 +80,7 @@ def _is_for(marker: str, python: str) -> bool:
     if not marker.strip():
         return True
     found = re.fullmatch(r'\s*python_version (>=|<) "3\.(\d+)"\s*', marker)
-    assert found, f"constraints.txt has a marker that is not understood here: {marker}"
+    assert found, f"constraints.txt has an unknown marker: {marker}"
     minor, bound = int(python.split(".")[1]), int(found[2])
     return minor >= bound if found[1] == ">=" else minor < bound
 
@@ -104,18 +103,19 @@ def _pin(name: str, version: str) -> str:
 
 def requirements(wanted: Iterable[Wanted],
                  hashes: dict[str, list[str]],
-                 as_said: bool = False) -> list[str]:
+                 uses_index: bool = False) -> list[str]:
     """Return lines for `pip install --require-hashes`.
 
-    as_said: a torch of another index brings these. Raises SystemExit with what is not listed.
+    uses_index: these are a torch of another index and its dependencies. Raises SystemExit with the
+    packages that are not listed.
     """
-    lines, refused, told = [], [], []
+    lines, refused, trusted = [], [], []
     for pin, digest, is_here in wanted:
         known = hashes.get(pin, [])
-        is_others = not known and (as_said or re.match(r"torch==.*\+", pin))
+        is_others = not known and (uses_index or re.match(r"torch==.*\+", pin))
         if digest and digest not in known and (is_here or is_others):
             known = [*known, digest]
-            told.append(pin)
+            trusted.append(pin)
         lines.append(" ".join([pin, *(f"--hash=sha256:{one}" for one in known)]))
         if not known:
             refused.append(pin)
@@ -123,16 +123,16 @@ def requirements(wanted: Iterable[Wanted],
         raise SystemExit(
             f"deploy/hashes.txt has no hash of {', '.join(refused)}. Name the version in "
             f"deploy/constraints.txt, and run deploy/hashes.py renew.")
-    if told:
+    if trusted:
         print(
-            f"install: deploy/hashes.txt has no hash of {', '.join(told)}. Its index is trusted "
-            f"for it.",
+            f"install: deploy/hashes.txt has no hash of {', '.join(trusted)}. The hash of its "
+            f"index is used.",
             file=sys.stderr)
     return lines
 
 
 def planned(report: Mapping[str, Any]) -> Iterator[Wanted]:
-    """Yield what pip would install; not this project, which is a folder."""
+    """Yield the packages that pip would install, without this project, which is a folder."""
     for item in report["install"]:
         info = item["download_info"]
         if "archive_info" in info:
@@ -142,8 +142,8 @@ def planned(report: Mapping[str, Any]) -> Iterator[Wanted]:
 
 
 def licence(metadata: Mapping[str, Any]) -> str:
-    """Return what a package's metadata, as JSON, says of its licence; "" for nothing."""
-    field = str(metadata.get("license") or "").replace(SAYS_NOTHING, "")
+    """Return the licence in a package's metadata (as JSON); "" if it has none."""
+    field = str(metadata.get("license") or "").replace(UNSPECIFIC, "")
     names = [
         line.split(" :: ")[-1] for line in metadata.get("classifier", [])
         if line.startswith("License :: ")
@@ -157,7 +157,7 @@ def licence(metadata: Mapping[str, Any]) -> str:
 
 
 def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]]:
-    """Return what pip would install of these; tells of which there is no wheel."""
+    """Return the wheels that pip would install of these; prints which have none."""
     tags = [
         *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
         "manylinux1"
@@ -185,7 +185,7 @@ def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]
 
 
 def kept(old: str, text: str) -> dict[str, str]:
-    """Return what another index has of the pinned torch: nobody here can ask for it."""
+    """Return the old hashes of the pinned torch from another index, which cannot be asked here."""
     (torch,) = re.findall(r"^torch==(\S+)$", text, re.M)
     lines = (line.split() for line in old.splitlines())
     return {name: digest for digest, name in lines if name.startswith(f"torch-{torch}+")}
@@ -199,8 +199,8 @@ def renew() -> None:
     for python in PYTHONS:
         pins = []
         for pin in pinned(text, python):
-            if said := BUILT_FROM_SOURCE.get(pin.split("==")[0]):
-                licences[pin] = said
+            if known := BUILT_FROM_SOURCE.get(pin.split("==")[0]):
+                licences[pin] = known
             else:
                 pins.append(pin)
         for processor in PROCESSORS:
@@ -212,23 +212,25 @@ def renew() -> None:
                               metadata["version"].partition("+")[0])] = licence(metadata)
     lines = sorted((name.lower(), f"{digest}  {name}\n") for name, digest in found.items())
     HASHES.write_text("".join(line for _, line in lines))
-    LICENCES.write_text("".join(f"{pin}  {said or 'says none'}\n"
-                                for pin, said in sorted(licences.items())))
+    LICENCES.write_text("".join(f"{pin}  {name or 'none'}\n"
+                                for pin, name in sorted(licences.items())))
 
 
 def main() -> None:
     """Run one command."""
-    command, *words = sys.argv[1:] or ["help"]
+    command, *arguments = sys.argv[1:] or ["help"]
     if command == "renew":
         renew()
     elif command == "pins":
         here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        wanted = [Wanted(pin) for pin in pinned(constraints(), here) if pin.split("==")[0] in words]
+        wanted = [Wanted(pin) for pin in pinned(constraints(), here)
+                  if pin.split("==")[0] in arguments]
         print(*requirements(wanted, listed(HASHES.read_text())), sep="\n")
     elif command == "plan":
-        file, *as_said = words
+        file, *uses_index = arguments
         plan = planned(json.loads(Path(file).read_text()))
-        print(*requirements(plan, listed(HASHES.read_text()), as_said == ["as-said"]), sep="\n")
+        known = listed(HASHES.read_text())
+        print(*requirements(plan, known, uses_index == ["index-hashes"]), sep="\n")
     else:
         raise SystemExit(__doc__)
 

@@ -2,23 +2,28 @@
 # deploy/install.sh [--dev]      --dev adds the test tools
 #
 # The one set-up: makes .venv with pinned packages, this project (editable) and Horovod.
-# Scripts, CI, tests/run and the Dockerfile → here → .venv. Horovod: elastic_trainer/setup, as `elastic-trainer setup`.
+# scripts, CI, tests/run, Dockerfile → here → .venv. elastic_trainer/setup builds Horovod, as for
+# `elastic-trainer setup`.
 #
 # What always holds:
-# 1. A second call does nothing and costs milliseconds: a stamp in .venv holds a hash of what decides its contents.
-# 2. What is missing on the machine is said before anything is done, all of it at once.
-# 3. Horovod is built once per torch, Python and platform. Its wheel is kept in the user's cache, where it appears whole.
-# 4. pip runs with --require-hashes and takes the wheels of hashes.txt alone: to build a package runs its code. The
-#    exception is Horovod, whose sources have their hash in elastic_trainer/setup/recipe.py. Not listed, because
-#    install.sh does not know the index: a torch for one processor (2.13.0+cu126) and what it brings. The hash that its
-#    index says is taken, and that is said. So it is with files that lie on this machine.
-# 5. Two calls at once wait for each other. Neither root nor ssh is needed. Everything said goes to stderr.
+# 1. A second call does nothing and takes milliseconds: a stamp in .venv has a hash of all inputs.
+# 2. All that the machine lacks is printed before any change.
+# 3. Horovod is built once per torch, Python and platform. Its wheel is kept in the user's cache,
+#    where it appears complete or not at all.
+# 4. pip runs with --require-hashes and installs only the wheels of hashes.txt, because building a
+#    package runs its code. The exception is Horovod: its sources have their hash in
+#    elastic_trainer/setup/recipe.py. A torch for one processor (2.13.0+cu126) and its dependencies
+#    are not listed, because install.sh does not know their index. Their index's hashes are used,
+#    with a message. So are those of files on this machine.
+# 5. Two calls at once wait for each other. Neither root nor ssh is needed. All messages go to
+#    stderr.
 #
 # Environment:
-#   ELASTIC_TRAINER_VENV   where the virtual environment goes (.venv at the project root)
-#   TORCH_SPEC             the torch to ask pip for (torch==2.13.0); e.g. torch==2.13.0+cpu, with pip's own
-#                          PIP_EXTRA_INDEX_URL naming an index that has it
-#   PYTHON                 the Python to make the environment with (the first of python3, python3.14 … 3.10 that will)
+#   ELASTIC_TRAINER_VENV   the virtual environment (.venv at the project root)
+#   TORCH_SPEC             the torch to ask pip for (torch==2.13.0); e.g. torch==2.13.0+cpu, with an
+#                          index that has it in pip's own PIP_EXTRA_INDEX_URL
+#   PYTHON                 the Python of the environment (the first usable one of python3,
+#                          python3.14 … 3.10)
 #   XDG_CACHE_HOME         the wheel is kept in elastic-trainer/wheels under it (~/.cache)
 set -euo pipefail
 
@@ -49,8 +54,9 @@ esac
 fingerprint() {
     {
         printf '%s\n' "$root" "$venv"
-        cat "$venv/pyvenv.cfg" "$constraints" "$constraints_nvidia" "$hashes" "$root"/deploy/{hashes.py,install.sh} \
-            "$root"/{setup.cfg,pyproject.toml} "$setup_package"/{*.py,patches/*}
+        cat "$venv/pyvenv.cfg" "$constraints" "$constraints_nvidia" "$hashes" \
+            "$root"/deploy/{hashes.py,install.sh} "$root"/{setup.cfg,pyproject.toml} \
+            "$setup_package"/{*.py,patches/*}
     } | sha256sum
 }
 
@@ -77,10 +83,11 @@ lacks() { missing+=("$*"); }   # the fact, the remedy
 
 is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
-# Moved or copied environments count as absent: the scripts in them point at where they were.
+# A moved or copied environment counts as absent: its scripts have the old path.
 is_venv_usable() {
     [[ -x $venv/bin/python ]] && is_python_new_enough "$venv/bin/python" &&
-        "$venv/bin/python" -c 'import pip' 2>/dev/null && grep -qF "$venv" "$venv/bin/activate" 2>/dev/null
+        "$venv/bin/python" -c 'import pip' 2>/dev/null &&
+        grep -qF "$venv" "$venv/bin/activate" 2>/dev/null
 }
 
 find_python() {
@@ -102,7 +109,9 @@ find_python() {
         "Install one, or name it: PYTHON=/path/to/python3.11 deploy/install.sh."
 }
 
-setup_horovod() { PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -B "$setup_package/__main__.py" "$@"; }
+setup_horovod() {
+    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -B "$setup_package/__main__.py" "$@"
+}
 
 check_build_tools() {   # unless a built Horovod is kept
     local sentence sentences
@@ -115,7 +124,8 @@ check_build_tools() {   # unless a built Horovod is kept
 check_folder() {   # folder, what for, the variable that moves it
     local folder=$1 free_mib
     while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
-    [[ -w $folder ]] || lacks "$folder ($2) cannot be written by $(id -un)." "Set $3 to a folder that can."
+    [[ -w $folder ]] ||
+        lacks "$folder ($2) cannot be written by $(id -un)." "Set $3 to a folder that can."
     free_mib=$(df -Pm "$folder" | awk 'NR == 2 {print $4}')
     ((free_mib >= space_needed_mib)) ||
         lacks "$folder ($2) has $free_mib MiB free, where $space_needed_mib MiB are needed." \
@@ -130,24 +140,29 @@ stop_if_missing() {
 }
 
 for tool in flock sha256sum; do
-    command -v "$tool" >/dev/null || lacks "$tool is missing." "Install it, e.g. apt-get install util-linux coreutils."
+    command -v "$tool" >/dev/null ||
+        lacks "$tool is missing." "Install it, e.g. apt-get install util-linux coreutils."
 done
 find_python
 if [[ $python ]]; then check_build_tools; fi
 # An environment that already holds torch needs little more.
-if compgen -G "$venv/lib/python3*/site-packages/torch/version.py" >/dev/null; then space_needed_mib=1024; fi
+if compgen -G "$venv/lib/python3*/site-packages/torch/version.py" >/dev/null; then
+    space_needed_mib=1024
+fi
 check_folder "$(dirname "$venv")" "for the virtual environment" ELASTIC_TRAINER_VENV
 check_folder "$cache" "for the built Horovod" XDG_CACHE_HOME
 stop_if_missing
 
 # ---- 3. the environment ----
 
-take_lock() { flock -n "$1" || { say "waiting for another install to finish"; flock "$1"; }; }   # file descriptor
+take_lock() {   # a file descriptor
+    flock -n "$1" || { say "waiting for another install to finish"; flock "$1"; }
+}
 
 mkdir -p "$cache" "$(dirname "$venv")"
 exec 8>"$venv.lock"
 take_lock 8
-if is_installed; then exit 0; fi      # by the one we waited for
+if is_installed; then exit 0; fi      # by the other call
 
 if ! is_venv_usable; then
     say "making $venv with $python"
@@ -160,26 +175,31 @@ log=$venv/install.log
 
 run() {
     printf '+ %s\n' "$*" >>"$log"
-    "$@" >>"$log" 2>&1 || { tail -n 25 "$log" >&2; die "failed: $*. The lines above end its log, $log"; }
+    "$@" >>"$log" 2>&1 || {
+        tail -n 25 "$log" >&2
+        die "failed: $*. The lines above end its log, $log"
+    }
 }
 
 pip() { run "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # Installs what hashes.py prints, and nothing else.
 install_listed() {
-    "$python" "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" || die "nothing of this was installed"
+    "$python" "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" ||
+        die "no package of this step was installed"
     if grep -q . "$venv/wanted.txt"; then
         pip install --no-deps --require-hashes --requirement "$venv/wanted.txt"
     fi
 }
 
-# Writes what pip would install for these words to plan.json, for install_listed. pip can have hashes required only for
-# all that it installs, of pinned versions, so what is not installed yet is asked first.
+# Writes the packages that pip would install for these arguments to plan.json, for install_listed:
+# pip's --require-hashes needs a hash and a version of every package that it installs.
 plan() { pip install --dry-run --only-binary :all: --report "$venv/plan.json" "${pins[@]}" "$@"; }
 
 pins=(--constraint "$constraints")
 install_listed pins pip setuptools
-# First and alone, by its plain spec: next to other packages pip would be free to look for another build.
+# torch comes first and alone, by its plain spec: with other packages pip could choose another
+# build.
 spec=${TORCH_SPEC:-torch==2.13.0}
 say "installing $spec"
 plan --no-deps "$spec"
@@ -187,7 +207,7 @@ install_listed plan "$venv/plan.json"
 torch=$("$python" -c 'from importlib.metadata import version; print(version("torch"))')
 brought=()
 case $torch in
-    *+*) brought=(as-said) ;;          # of another index, which says what it brings
+    *+*) brought=(index-hashes) ;;     # of another index, which also has its dependencies
     *) pins+=(--constraint "$constraints_nvidia") ;;
 esac
 plan "torch==$torch"
@@ -199,7 +219,7 @@ say "installing the project and what it needs"
 plan --no-build-isolation --editable "${root}[$extras]"
 install_listed plan "$venv/plan.json"
 pip install --no-deps --no-build-isolation --editable "$root"
-rm -rf "$root/elastic_trainer.egg-info"    # left by the build; with it our metadata would be found twice
+rm -rf "$root/elastic_trainer.egg-info"    # the build's: metadata would be found twice
 rm -f "$venv"/{plan.json,wanted.txt}
 
 # ---- 5. Horovod ----

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What an image is made of: a CycloneDX 1.6 document (JSON), on stdout.
+"""The packages of an image, as a CycloneDX 1.6 document (JSON) on stdout.
 
     python deploy/sbom.py >sbom.cdx.json       with the Python whose packages are meant
 
 dpkg, /usr/share/doc/*/copyright, Python's packages → here → sbom.cdx.json in the image (Dockerfile)
 
 What always holds:
-1. Each installed package of Debian's or Ubuntu's and each Python package is one component, with its
-   version, its purl and the licences that it says. The same machine gives the same bytes.
-2. What packages contain of others' is not listed, and the document says so (`compositions`):
-   torch's wheel brings MKL and OpenMP, Horovod's source gloo. A base image's own files outside dpkg
-   are listed only if they are Python.
+1. Each installed package of Debian or Ubuntu and each Python package is one component, with its
+   version, its purl and its licences. The same machine gives the same bytes.
+2. Software inside a package is not listed, and the document marks that (`compositions`): torch's
+   wheel has MKL and OpenMP, Horovod's source has gloo. Files of the base image outside dpkg are
+   listed only if they are Python.
 
 Source: cyclonedx.org/docs/1.6/json; purl types deb and pypi: github.com/package-url/purl-spec.
 """
@@ -53,13 +53,13 @@ def normal(name: str) -> str:
 def of_python() -> Iterator[dict[str, Any]]:
     """Yield the packages that this Python finds."""
     for found in importlib.metadata.distributions():
-        said = found.metadata.json
-        text = licence(said)
-        as_said = {"expression": text
-                   } if said.get("license_expression") else {"license": {"name": text}}
-        name = normal(str(said["name"]))
+        metadata = found.metadata.json
+        text = licence(metadata)
+        is_expression = bool(metadata.get("license_expression"))
+        terms = {"expression": text} if is_expression else {"license": {"name": text}}
+        name = normal(str(metadata["name"]))
         purl = of_pypi(name, found.version)
-        one = component("library", name, found.version, purl, [as_said] if text else [])
+        one = component("library", name, found.version, purl, [terms] if text else [])
         if name in BUILT_FROM_SOURCE:
             one["pedigree"] = {
                 "notes": "Built from source with the patches in elastic_trainer/setup/patches."
@@ -92,7 +92,7 @@ def licences_of(file: Path) -> list[str]:
 
 
 def document() -> dict[str, Any]:
-    """Return what this Python and this machine hold."""
+    """Return the document."""
     system = platform.freedesktop_os_release()
     python = platform.python_version()
     found = {one["bom-ref"]: one for one in (*of_python(), *of_dpkg(system))}

@@ -51,11 +51,15 @@ mount --make-rprivate /
 mount -t tmpfs tmpfs "$lab"
 mkdir "$lab/upper" "$lab/work" "$lab/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$lab/upper,workdir=$lab/work" "$lab/root"
-mount -t tmpfs tmpfs "$lab/root/run"; mount -t tmpfs tmpfs "$lab/root/tmp"; chmod 1777 "$lab/root/tmp"
+mount -t tmpfs tmpfs "$lab/root/run"
+mount -t tmpfs tmpfs "$lab/root/tmp"; chmod 1777 "$lab/root/tmp"
 for path; do                             # what lies on other disks, or where only root can read it
     above=$path
-    while [ "$above" != / ]; do above=$(dirname "$above"); mkdir -p "$lab/root$above"; chmod a+rx "$lab/root$above"; done
-    mkdir -p "$lab/root$path"; mount --bind "$path" "$lab/root$path"; mount -o remount,bind,ro "$lab/root$path"
+    while [ "$above" != / ]; do
+        above=$(dirname "$above"); mkdir -p "$lab/root$above"; chmod a+rx "$lab/root$above"
+    done
+    mkdir -p "$lab/root$path"; mount --bind "$path" "$lab/root$path"
+    mount -o remount,bind,ro "$lab/root$path"
 done
 cd "$lab/root"
 mount -t proc proc proc
@@ -64,7 +68,8 @@ mount -t sysfs -o ro sysfs sys
 mount -t tmpfs tmpfs sys/fs; mkdir sys/fs/cgroup; mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount -t tmpfs tmpfs dev; mkdir dev/shm dev/pts
 for name in $devices; do touch "dev/$name"; mount --bind "/dev/$name" "dev/$name"; done
-rm -rf etc/systemd/system/* lib/systemd/system/*.wants lib/systemd/system-generators/* var/log/journal
+rm -rf etc/systemd/system/* lib/systemd/system/*.wants lib/systemd/system-generators/*
+rm -rf var/log/journal
 : >etc/machine-id
 printf '%s' "$TARGET" >etc/systemd/system/tests.target
 pivot_root . mnt; cd /; umount -l /mnt
@@ -158,8 +163,8 @@ class Booted:
     def shows(self, unit: str, *names: str) -> list[str]:
         """Return properties of a unit, in the order of their names."""
         lines = self.systemctl("show", unit, f"--property={','.join(names)}").splitlines()
-        said = dict(line.partition("=")[::2] for line in lines)
-        return [said[name] for name in names]
+        output = dict(line.partition("=")[::2] for line in lines)
+        return [output[name] for name in names]
 
     def path(self, path: str) -> Path:
         """Return where a file of it is, seen from here."""
@@ -187,9 +192,9 @@ class Booted:
 
     def journal(self) -> str:
         """Return the end of what its units and its systemd have said."""
-        said = self.run("journalctl", "--no-pager", "--lines=80",
+        output = self.run("journalctl", "--no-pager", "--lines=80",
                         check=False).stdout if self.pid else ""
-        return said + self.folder.with_suffix(".log").read_text()[-4000:]
+        return output + self.folder.with_suffix(".log").read_text()[-4000:]
 
     def _is_running(self) -> bool:
         assert self.process.poll() is None, self.journal()

@@ -109,9 +109,9 @@ def test_a_wrong_variable_is_refused_by_name(root: str, wrong: dict[str, Any],
                               capture_output=True,
                               text=True,
                               env=os.environ | {"CHECKPOINT_DISABLE": "1"})
-        said = set(re.findall(r"(\w+) must ", done.stderr))
-        assert (done.returncode == 0) == (not said), done.stderr
-        return said
+        output = set(re.findall(r"(\w+) must ", done.stderr))
+        assert (done.returncode == 0) == (not output), done.stderr
+        return output
 
     assert refused(right) == set()
     assert refused(right | wrong) == wrong.keys()
@@ -260,12 +260,18 @@ set -- "${args[@]}"
 there() { case $1 in s3://*) printf '%s/%s' "$STORE" "${1#s3://}" ;; *) printf '%s' "$1" ;; esac; }
 case $2 in
     cp) to=$(there "$4"); from=$(there "$3")
-        case $4 in s3://*) mkdir -p "$(dirname "$to")"; if [[ $4 == */ ]]; then mkdir -p "$to"; fi ;; esac
-        if [[ $from == - ]]; then cat >"$to"; elif [[ $to == - ]]; then cat "$from"; else cp "$from" "$to"; fi ;;
+        case $4 in
+            s3://*) mkdir -p "$(dirname "$to")"; if [[ $4 == */ ]]; then mkdir -p "$to"; fi ;;
+        esac
+        if [[ $from == - ]]; then cat >"$to"
+        elif [[ $to == - ]]; then cat "$from"
+        else cp "$from" "$to"; fi ;;
     sync) if [[ "$*" == *"--include events-"* ]]; then
             from=$(there "${@: -2:1}"); to=$(there "${@: -1}"); mkdir -p "$to"
             for file in "$from"/events-*; do
-                if [[ -e $file && ! -e $to/${file##*/} ]]; then cp "$file" "$to"; echo "sent ${file##*/}" >>"$CALLS"; fi
+                if [[ -e $file && ! -e $to/${file##*/} ]]; then
+                    cp "$file" "$to"; echo "sent ${file##*/}" >>"$CALLS"
+                fi
             done
         fi ;;
 esac
@@ -288,7 +294,8 @@ class Machine:
 
     def __init__(self, folder: Path, instance: str, trainer: str = "", **settings: str):
         self.trainer = trainer
-        self.root, self.store, self.calls = folder / instance, folder / "store", folder / f"{instance}.calls"
+        self.root, self.store = folder / instance, folder / "store"
+        self.calls = folder / f"{instance}.calls"
         self.env = os.environ | {
             "CALLS": str(self.calls), "STORE": str(self.store), "TMPDIR": str(folder),
             "PATH": f"{self.root}/bin:{os.environ['PATH']}"
@@ -444,9 +451,9 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(
     alone."""
     coordinator, worker = fleet
     store = coordinator.store / "b/mine"
-    told = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
+    logged = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
     boot = f"boot/AROA1:{COORDINATOR}"
-    assert told == {"code.tar.gz", f"hosts/AROA2:{WORKER}", f"logs/AROA2:{WORKER}/boot.txt"} | {
+    assert logged == {"code.tar.gz", f"hosts/AROA2:{WORKER}", f"logs/AROA2:{WORKER}/boot.txt"} | {
         f"{boot}/{name}"
         for name in ("agent.key", "coordinator.pub", "known_host", "release.tar.zst")
     }
@@ -515,6 +522,9 @@ def owners(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
+EMPTIED = "set-desired-capacity --auto-scaling-group-name mine-workers"
+
+
 def boot_log(machine: Machine) -> str:
     """Return what the bucket has of a machine's boot."""
     (file,) = (machine.store / "b/mine/logs").glob(f"*:{machine.root.name}/boot.txt")
@@ -526,8 +536,7 @@ def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path
     machine = coordinator_in(tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
         machine.boot()
-    assert "code.tar.gz cannot be fetched. A coordinator needs what deploy/push.sh b mine FOLDER puts" in boot_log(
-        machine)
+    assert "cannot be fetched. For a coordinator, run deploy/push.sh b mine" in boot_log(machine)
     assert "This try has failed (exit code 1)" in boot_log(machine) and not list(
         (machine.root / "var/tmp").iterdir())
     asked = machine.root / "var/lib/elastic-trainer/group.json"
@@ -536,7 +545,7 @@ def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path
     machine.calls.write_text("")
     machine.boot("gave-up")
     assert not asked.exists()  # started again, it asks for the workers again
-    assert "The coordinator has given up. No workers are asked for, and it stops." in boot_log(
+    assert "The coordinator has given up. It asks for no workers, and stops." in boot_log(
         machine)
     emptied, off = machine.called().splitlines()[-2:]
     assert emptied.endswith(
@@ -544,7 +553,7 @@ def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path
     assert off == "systemctl poweroff"
 
 
-def test_a_worker_that_gives_up_says_so_and_asks_nobody_for_anything_else(tmp_path: Path) -> None:
+def test_a_worker_that_gives_up_reports_it_and_asks_for_nothing_else(tmp_path: Path) -> None:
     """It may not order the group; its power-off terminates it."""
     worker = Machine(tmp_path,
                      WORKER,
@@ -596,11 +605,11 @@ cp {machine.root}/bin/build python
         machine.boot()
     machine.boot()
     venv = machine.root / "opt/elastic-trainer/.venv"
-    said = [
+    output = [
         line for line in machine.called().splitlines() if re.match(r"\w+ (runs|installs)", line)
     ]
     pip = f"{NOT_ROOT} runs -m pip install"
-    assert [line[:len(pip)] for line in said] == ["root installs", pip, pip]
+    assert [line[:len(pip)] for line in output] == ["root installs", pip, pip]
     assert {path.lstat().st_uid
             for path in (venv, *venv.rglob("*"))} == {pwd.getpwnam(NOT_ROOT).pw_uid}
     assert (venv / "bin/mine").stat().st_mode & 0o6000 == 0o6000
@@ -682,9 +691,9 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(
                               timeout=60)
 
     # What `terraform output login` says of the coordinator's own key.
-    said = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"
+    output = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"
     kind, key = (coordinator.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text().split()[:2]
-    assert said.read_text() == f"coordinator {kind} {key}\n"
+    assert output.read_text() == f"coordinator {kind} {key}\n"
     ours = coordinator.root / "home/.ssh/id_ed25519"
     stranger = worker.root / "etc/ssh/stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", stranger], check=True)
@@ -727,18 +736,16 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(
         assert coordinator.run("ended.sh", EXIT_STATUS=status, **env).returncode == 0
         # Another coordinator would go on with it.
         (coordinator.store / "b/mine/diary/events.jsonl").unlink()
-    assert coordinator.run("diary.sh", **env).returncode == 0
+    assert coordinator.run("events.sh", **env).returncode == 0
     assert "set-desired-capacity" not in coordinator.called() and not ended.exists()
     assert coordinator.run("ended.sh", EXIT_STATUS="0", **env).returncode == 0
-    assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called(
-    )
+    assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
     assert ended.exists() and (coordinator.store /
                                "b/mine/diary/events.jsonl").read_text() == "{}\n"
-    # An `apply` has brought workers back, and the diary's timer comes by.
+    # An `apply` has brought workers back, and the event log's timer comes by.
     coordinator.calls.write_text("")
-    assert coordinator.run("diary.sh", **env).returncode == 0
-    assert "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0" in coordinator.called(
-    )
+    assert coordinator.run("events.sh", **env).returncode == 0
+    assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
 
 
 def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine, Machine]) -> None:
@@ -746,18 +753,19 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
     log."""
     coordinator, _ = fleet
     env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
-    run_dir, diary = coordinator.root / "var/lib/elastic-trainer/runs/mine", coordinator.store / "b/mine/diary"
+    run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
+    copied = coordinator.store / "b/mine/diary"
     for text in ("one\n", "two\n", "three\n"):
         (run_dir / "events.jsonl").write_text(text)
-        assert coordinator.run("diary.sh", **env).returncode == 0
-        assert (diary / "events.jsonl").read_text() == text
+        assert coordinator.run("events.sh", **env).returncode == 0
+        assert (copied / "events.jsonl").read_text() == text
         (run_dir / "events.jsonl").rename(
             run_dir / f"events-00000{len(list(run_dir.glob('events-*'))) + 1}.jsonl")
-    assert coordinator.run("diary.sh", **env).returncode == 0
+    assert coordinator.run("events.sh", **env).returncode == 0
     assert [line for line in coordinator.called().splitlines() if line.startswith("sent ")] == [
         f"sent events-00000{number}.jsonl" for number in (1, 2, 3)]
     assert [path.read_text()
-            for path in sorted(diary.glob("events-*"))] == ["one\n", "two\n", "three\n"]
+            for path in sorted(copied.glob("events-*"))] == ["one\n", "two\n", "three\n"]
 
 
 def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:
@@ -790,8 +798,8 @@ def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -
     assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-3:]]
     assert there == place and not any("FLEET" in line for line in place)
     assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "SLOTS='2'\n"
-    said = dict(zip(words[:-4:2], words[1:-4:2], strict=True))
-    assert said["--run"] == "mine" and said["--store"] == "s3://b/mine/checkpoints" and said[
+    output = dict(zip(words[:-4:2], words[1:-4:2], strict=True))
+    assert output["--run"] == "mine" and output["--store"] == "s3://b/mine/checkpoints" and output[
         "--min-np"] == "2"
 
 
@@ -841,16 +849,16 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
                            SLOTS="2",
                            ROLE=role,
                            OTHER="not passed on")
-        said = done.stdout.split("\0")
-        assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(said), done.stderr
-        assert not any(word.startswith("OTHER=") for word in said)
+        output = done.stdout.split("\0")
+        assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(output), done.stderr
+        assert not any(word.startswith("OTHER=") for word in output)
         assert machine.called().count("env --unset=_ ") == 1
         assert "token==" not in machine.called() + done.stderr
         assert not any(b"token==" in file.read_bytes() for file in machine.root.rglob("*")
                        if file.is_file() and file.name != "aws")
 
 
-def test_a_secret_that_cannot_be_read_is_told_by_its_names_and_nothing_is_started(
+def test_an_unreadable_secret_is_named_and_nothing_is_started(
         fleet: tuple[Machine, Machine]) -> None:
     """The next start of the unit tries again, so many times as for any other fault."""
     coordinator, _ = fleet
@@ -865,7 +873,8 @@ def test_a_secret_that_cannot_be_read_is_told_by_its_names_and_nothing_is_starte
                            MIN_NP="2",
                            ROLE="coordinator")
     assert done.returncode == 1 and done.stdout == ""
-    assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1. Create" in done.stderr
+    assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1." in (
+        done.stderr)
 
 
 JOURNAL = r"""#!/bin/bash
@@ -933,7 +942,8 @@ def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
                           capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
-    assert "c6i.2xlarge taken back: <5% saves: 61%\n" in done.stdout and "r6i.2xlarge not offered\n" in done.stdout
+    assert "c6i.2xlarge taken back: <5% saves: 61%\n" in done.stdout
+    assert "r6i.2xlarge not offered\n" in done.stdout
     asked = [call.split() for call in (tmp_path / "asked").read_text().split("--\n") if call]
     operations = {
         re.sub(r"(?:^|-)(\w)", lambda m: m[1].upper(), words[1]): words
@@ -1050,11 +1060,11 @@ def test_push_sends_what_git_tracks_and_says_what_it_left_out(tmp_path: Path) ->
     assert {name for name in files if name.startswith("job")} == {
         "job/train.py", "job/sub/my model.py", "job/.gitignore", "job/latest"}
     assert files["job/latest"].issym()
-    (said,) = [line for line in done.stderr.splitlines() if ".env" in line]
-    why, _, names = said.partition("): ")
-    assert why == "push: left out, since git does not track them (git add what the run needs"
+    (output,) = [line for line in done.stderr.splitlines() if ".env" in line]
+    why, _, names = output.partition("): ")
+    assert why == "push: left out, because git does not track them (git add what the run needs"
     assert set(names.split()) == {".env", ".venv/", "notes.txt", r"$'\E[2J'"}
-    assert "push: left out, since they are deleted here: gone.py" in done.stderr
+    assert "push: left out, because they are deleted here: gone.py" in done.stderr
     assert "\x1b" not in done.stderr
 
 
@@ -1069,6 +1079,7 @@ def test_push_refuses_a_folder_of_which_git_tracks_nothing(tmp_path: Path,
     (mine / "train.py").touch()
     for _ in range(2):
         done = pushed(mine, tmp_path)
-        assert done.returncode == 1 and "git tracks no file in" in done.stderr and "git add" in done.stderr
+        assert done.returncode == 1 and "git tracks no file in" in done.stderr
+        assert "git add" in done.stderr
         assert not (tmp_path / "code.tar.gz").exists()
         git(tmp_path, "init", "--quiet", "mine")

@@ -103,34 +103,35 @@ def test_what_has_no_hash_is_refused_by_name() -> None:
 def test_another_file_of_a_listed_version_is_refused_though_the_index_vouches_for_it() -> None:
     """Also beside a torch of another index."""
     known = {"numpy==2.4.6": [Y]}
-    for as_said in (False, True):
-        lines = hashes.requirements([Wanted("numpy==2.4.6", X)], known, as_said)
+    for uses_index in (False, True):
+        lines = hashes.requirements([Wanted("numpy==2.4.6", X)], known, uses_index)
         assert lines == [f"numpy==2.4.6 --hash=sha256:{Y}"]
 
 
-def test_a_torch_of_another_index_is_taken_as_that_says_and_that_is_said(
+def test_a_torch_of_another_index_has_the_hash_of_that_index_and_a_message(
         capsys: pytest.CaptureFixture[str]) -> None:
-    """And, when they are asked for, what it brings. Nothing else is."""
+    """So have its dependencies when they are asked for. No other package has."""
     torch, brought = Wanted("torch==2.13.0+cu126", X), Wanted("nvidia-cublas-cu12==12.6.4.1", X)
     assert hashes.requirements([torch], {}) == [f"{torch.pin} --hash=sha256:{X}"]
-    assert hashes.requirements([brought], {}, as_said=True) == [f"{brought.pin} --hash=sha256:{X}"]
-    said = capsys.readouterr().err
-    assert torch.pin in said and brought.pin in said
-    for wanted, as_said in ((brought, False), (Wanted("torch==2.14.0",
+    assert hashes.requirements([brought], {}, uses_index=True) == [
+        f"{brought.pin} --hash=sha256:{X}"]
+    output = capsys.readouterr().err
+    assert torch.pin in output and brought.pin in output
+    for wanted, uses_index in ((brought, False), (Wanted("torch==2.14.0",
                                                       X), False), (Wanted(torch.pin), True)):
         with pytest.raises(SystemExit, match=f"no hash of {re.escape(wanted.pin)}"):
-            hashes.requirements([wanted], {}, as_said)
+            hashes.requirements([wanted], {}, uses_index)
 
 
-def test_a_file_that_lies_on_this_machine_is_taken_and_said_when_it_is_another(
+def test_a_file_of_this_machine_is_used_and_printed_when_it_is_not_listed(
         capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever can set pip up owns the machine. A listed file is taken in silence."""
+    """A user who can configure pip owns the machine. For a listed file there is no message."""
     assert hashes.requirements([Wanted("numpy==2.4.6", Y, True)], {"numpy==2.4.6": [Y]}) == [
         f"numpy==2.4.6 --hash=sha256:{Y}"]
     assert capsys.readouterr().err == ""
     assert hashes.requirements([Wanted("numpy==2.4.6", X, True)], {"numpy==2.4.6": [Y]}) == [
         f"numpy==2.4.6 --hash=sha256:{Y} --hash=sha256:{X}"]
-    assert "no hash of numpy==2.4.6. Its index is trusted" in capsys.readouterr().err
+    assert "no hash of numpy==2.4.6. The hash of its index is used" in capsys.readouterr().err
 
 
 def test_a_plan_of_pips_says_what_is_here_and_leaves_this_project_out() -> None:
@@ -194,11 +195,11 @@ def test_what_the_plain_torch_brings_binds_no_other_build() -> None:
 
 
 def test_the_licence_of_every_pinned_package_is_listed() -> None:
-    """Of nothing else. One says none: cuda-toolkit holds nothing but the names of NVIDIA's other
+    """Of nothing else. One has none: cuda-toolkit holds nothing but the names of NVIDIA's other
     packages."""
     assert LICENCES.keys() == all_pins()
-    assert [pin for pin, said in LICENCES.items()
-            if said in ("", "says none")] == ["cuda-toolkit==13.0.3.0"]
+    assert [pin for pin, output in LICENCES.items()
+            if output in ("", "none")] == ["cuda-toolkit==13.0.3.0"]
 
 
 def test_the_listed_licences_are_those_that_the_packages_say() -> None:
@@ -221,9 +222,10 @@ def test_the_listed_licences_are_those_that_the_packages_say() -> None:
     }, "BSD License, X"),
     ({"classifier": ["Programming Language :: C"]}, ""),
 ])
-def test_a_licence_is_what_the_metadata_says_first(metadata: dict[str, object], said: str) -> None:
-    """The expression, then a short field, then the classifiers; a field may hold the whole text."""
-    assert hashes.licence(metadata) == said
+def test_a_licence_comes_from_the_first_field_that_has_it(metadata: dict[str, object],
+                                                         output: str) -> None:
+    """The expression, then a short field, then the classifiers; a field may have the whole text."""
+    assert hashes.licence(metadata) == output
 
 
 # --- the image ------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ SETTINGS = {
     "ROLE": "coordinator", "ROLE_ID": "AROA1", "WORKERS_ROLE_ID": "AROA2", "SLOTS": "2", "NP": "4",
     "MIN_NP": "1"
 }
-NOBODY_NEEDED = "autoscaling set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0"
+EMPTIED = ("autoscaling set-desired-capacity --auto-scaling-group-name mine-workers "
+           "--desired-capacity 0")
 CALLED = f"""#!/bin/bash
 set -eu
 printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.$(basename "$0")
@@ -44,7 +45,9 @@ wait
 PYTHON = f"""#!/bin/bash
 case "$*" in
     *discovery\\ agent*) exec {sys.executable} "$@" ;;
-    *discovery\\ group*) printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.group; exit "$(cat {KEPT}/exit_code || true)" ;;
+    *discovery\\ group*)
+        printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.group
+        exit "$(cat {KEPT}/exit_code || true)" ;;
     *\\ standby\\ *) sleep 100000 & echo $! >>{KEPT}/workers ;;
 esac
 printf '%s %s\\n' "$(id -un)" "$*" >>{KEPT}/calls.python
@@ -142,7 +145,7 @@ def test_a_run_that_is_done_sends_the_workers_away_and_is_not_started_again(
     machine.systemctl("start", "elastic-trainer.service")
     machine.wait_for(
         "end", lambda: machine.read(f"{KEPT}/calls.aws") and settled(machine, "elastic-trainer")())
-    assert f"trainer {NOBODY_NEEDED}\n" in called(machine, "aws")
+    assert f"trainer {EMPTIED}\n" in called(machine, "aws")
     assert machine.path(f"{KEPT}/ended").exists()
     machine.systemctl("start", "elastic-trainer.service")
     assert machine.shows("elastic-trainer", "ActiveState", "ConditionResult") == ["inactive", "no"]
@@ -155,25 +158,25 @@ def test_a_run_that_is_yours_to_mend_is_tried_once_and_the_workers_go(machine: B
     """It has failed for good: nobody is billed for machines that wait."""
     machine.write(f"{KEPT}/exit_code", code)
     machine.systemctl("start", "--no-block", "elastic-trainer.service")
-    machine.wait_for("end", lambda: NOBODY_NEEDED in called(machine, "aws"))
+    machine.wait_for("end", lambda: EMPTIED in called(machine, "aws"))
     machine.wait_for("rest", settled(machine, "elastic-ended"))
     assert machine.shows("elastic-trainer", "ActiveState", "ExecMainStatus") == ["failed", code]
     assert len(lives(machine)) == 1
 
 
 def test_a_run_that_crashes_is_tried_ten_times_and_then_the_workers_go(machine: Booted) -> None:
-    """Each crash puts the diary into the bucket. systemd 252 calls OnFailure= only when it has
+    """Each crash puts the event log into the bucket. systemd 252 calls OnFailure= only when it has
     given up."""
     machine.write(f"{KEPT}/runs/mine/events.jsonl", "{}\n")
     machine.write(f"{KEPT}/exit_code", "1")
     machine.systemctl("start", "--no-block", "elastic-trainer.service")
-    machine.wait_for("end", lambda: NOBODY_NEEDED in called(machine, "aws"))
+    machine.wait_for("end", lambda: EMPTIED in called(machine, "aws"))
     machine.wait_for("rest", settled(machine, "elastic-ended"))
     assert machine.shows("elastic-trainer", "ActiveState") == ["failed"]
     assert len(lives(machine)) == 10
     words = called(machine, "aws").splitlines()
     assert sum("cp --only-show-errors" in line and "events.jsonl" in line for line in words) == 11
-    assert [i for i, line in enumerate(words) if NOBODY_NEEDED in line] == [len(words) - 1]
+    assert [i for i, line in enumerate(words) if EMPTIED in line] == [len(words) - 1]
 
 
 def test_a_run_that_is_killed_starts_again_without_what_it_had_started(machine: Booted) -> None:
@@ -184,32 +187,32 @@ def test_a_run_that_is_killed_starts_again_without_what_it_had_started(machine: 
     machine.run("kill", "-KILL", lives(machine)[0][0])
     machine.wait_for("next life", lambda: len(lives(machine)) == 2)
     assert not is_alive(machine, worker)
-    assert NOBODY_NEEDED not in called(machine, "aws")
+    assert EMPTIED not in called(machine, "aws")
 
 
 def test_a_run_that_is_stopped_ends_well_and_keeps_its_workers(machine: Booted) -> None:
-    """`systemctl stop` and a reboot: 130 is no failure, the diary goes to the bucket, and the group
-    stays as it is."""
+    """`systemctl stop` and a reboot: 130 is no failure, the event log is copied to the bucket, and
+    the group stays as it is."""
     machine.write(f"{KEPT}/hosts.json", "{}")
     machine.systemctl("start", "elastic-trainer.service")
     machine.wait_for("run", lambda: lives(machine) and machine.read(f"{KEPT}/workers"))
     machine.systemctl("stop", "elastic-trainer.service")
     assert machine.shows("elastic-trainer", "ActiveState") == ["inactive"]
     assert not is_alive(machine, machine.read(f"{KEPT}/workers").split()[0])
-    assert "hosts.json" in called(machine, "aws") and NOBODY_NEEDED not in called(machine, "aws")
+    assert "hosts.json" in called(machine, "aws") and EMPTIED not in called(machine, "aws")
     machine.systemctl("start", "elastic-trainer.service")
     machine.wait_for("next life", lambda: len(lives(machine)) == 2)
 
 
-def test_the_diary_goes_to_the_bucket_again_and_again(machine: Booted) -> None:
+def test_the_event_log_is_copied_to_the_bucket_periodically(machine: Booted) -> None:
     """By its timer, as trainer."""
     machine.write(f"{KEPT}/hosts.json", "{}")
     machine.write(
-        "/etc/systemd/system/elastic-diary.timer.d/quick.conf",
+        "/etc/systemd/system/elastic-events.timer.d/quick.conf",
         "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
     )
     machine.systemctl("daemon-reload")
-    machine.systemctl("start", "elastic-diary.timer")
+    machine.systemctl("start", "elastic-events.timer")
     words = f"trainer s3 cp --only-show-errors {KEPT}/hosts.json s3://b/mine/diary/"
     machine.wait_for("third time", lambda: called(machine, "aws").splitlines().count(words) >= 3)
 
@@ -281,9 +284,10 @@ def test_a_coordinator_that_finds_no_code_tries_five_times_and_is_off(machine: B
     words = called(machine, "aws").splitlines()
     assert sum(" s3://b/mine/code.tar.gz " in line for line in words) == 5
     log = "s3 cp --only-show-errors - s3://b/mine/logs/AROA1:i-0aaaaaaaaaaaaaaaa/boot.txt"
-    assert words[-1] == f"root {NOBODY_NEEDED}" and sum(line.endswith(log) for line in words) == 6
-    said = machine.read(f"{KEPT}/said")
-    assert "The coordinator has given up." in said and "no such key" in said and "deploy/push.sh b mine FOLDER" in said
+    assert words[-1] == f"root {EMPTIED}" and sum(line.endswith(log) for line in words) == 6
+    output = machine.read(f"{KEPT}/said")
+    assert "The coordinator has given up." in output and "no such key" in output
+    assert "deploy/push.sh b mine FOLDER" in output
     assert called(machine, "systemctl") == "root poweroff\n"
 
 

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# deploy/hosts/host_key.sh HOST_NAME        ssh's KnownHostsCommand on the coordinator: prints the host's known_hosts line
+# deploy/hosts/host_key.sh HOST_NAME
 #
-# s3://BUCKET/FLEET/hosts/ROLE:INSTANCE, which only that instance can write → here, kept from then on → ssh
+# The coordinator's KnownHostsCommand of ssh: prints a host's known_hosts line.
 #
-# A name that is not an instance's own, or that has no key, gets no line, and ssh refuses the host.
+# s3://BUCKET/FLEET/hosts/ROLE:INSTANCE (only that instance can write it) → here, kept → ssh
+#
+# For a name that is not an instance's, or that has no key, it prints no line, and ssh refuses the
+# host.
 set -euo pipefail
 name=${1-}
-[[ $name =~ ^(i-[0-9a-f]{8,17})(\.[a-z0-9-]+)+$ ]] || { printf 'host_key: %s is no name of a worker\n' "$name" >&2; exit 0; }
+[[ $name =~ ^(i-[0-9a-f]{8,17})(\.[a-z0-9-]+)+$ ]] ||
+    { printf 'host_key: %s is no name of a worker\n' "$name" >&2; exit 0; }
 instance=${BASH_REMATCH[1]}
 # shellcheck source=/dev/null
 source /etc/elastic-trainer/fleet.env
@@ -20,5 +24,6 @@ if [[ ! -s $kept ]]; then
     mv "$new" "$kept"
 fi
 read -r kind key _ <"$kept"
-[[ $kind == ssh-ed25519 && $key =~ ^[A-Za-z0-9+/]{68}$ ]] || { printf 'host_key: %s said no key\n' "$name" >&2; exit 0; }
+[[ $kind == ssh-ed25519 && $key =~ ^[A-Za-z0-9+/]{68}$ ]] ||
+    { printf 'host_key: %s has no valid key in the bucket\n' "$name" >&2; exit 0; }
 printf '%s %s %s\n' "$name" "$kind" "$key"

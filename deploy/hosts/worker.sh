@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Makes a worker: trusts its coordinator, says its own host key, starts the agent. Called by boot.sh at every boot, as root.
+# Makes a worker: trusts its coordinator, publishes its own host key, starts the
+# agent. boot.sh calls it at every boot, as root.
 #
 # boot.sh → here → s3://BUCKET/FLEET/hosts/ME (read by the coordinator's ssh) → elastic-agent
 #
 # What always holds:
-# 1. The host key is in the bucket before the agent answers, and no host is listed before its agent answers.
-# 2. Only root can change whom sshd lets in; only the coordinator is let in, only as `trainer`.
-# 3. Root changes nothing below a folder of trainer's (coordinator.sh has the same rule): training code owns them.
+# 1. The host key is in the bucket before the agent answers, and no host is listed before its agent
+#    answers.
+# 2. Only root can change who may log in by ssh: the coordinator alone, as `trainer`.
+# 3. Root changes no file in a folder that belongs to trainer (rule 3 of coordinator.sh): training
+#    code can write there.
 set -euo pipefail
 root=/opt/elastic-trainer
 kept=/var/lib/elastic-trainer
@@ -22,7 +25,7 @@ as_trainer() { runuser -u trainer -- env "HOME=$home" "$@"; }
 install -d -o trainer -g trainer "$kept"
 as_trainer mkdir -p "$kept/runs"
 
-# sshd lets bash read it: what it sets would be other variables than a standby's.
+# sshd makes bash read it. Its variables would differ from a standby's.
 as_trainer install -m 644 /dev/null "$home/.bashrc"
 
 umask 077
@@ -44,7 +47,8 @@ systemctl reload-or-restart sshd.service
 
 aws s3 cp --only-show-errors /etc/ssh/ssh_host_ed25519_key.pub "$store/hosts/$me"
 
-install -m 644 "$root"/deploy/hosts/elastic-{agent,standby,logs,last-logs}.service "$root/deploy/hosts/elastic-logs.timer" \
-    /etc/systemd/system/
+install -m 644 "$root"/deploy/hosts/elastic-{agent,standby,logs,last-logs}.service \
+    "$root/deploy/hosts/elastic-logs.timer" /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable --now --no-block elastic-last-logs.service elastic-agent.service elastic-standby.service elastic-logs.timer
+systemctl enable --now --no-block elastic-last-logs.service elastic-agent.service \
+    elastic-standby.service elastic-logs.timer
