@@ -1,4 +1,4 @@
-"""Who is here: which hosts may work now, with how many slots."""
+"""Discovery: which hosts may work now, with how many slots."""
 
 # Under two names each class would exist twice, unequal to itself.
 if __name__ != "elastic_trainer.discovery":

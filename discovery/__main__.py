@@ -11,10 +11,10 @@ hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
 1. stdout is the protocol: `host:slots` lines and nothing else.
-2. Unknown is never empty: for a file that is absent, not whole or too old the exit code is 1, and
+2. Unknown is never empty: if the file is absent, incomplete or too old, the exit code is 1, and
    horovodrun keeps its list. An empty file means that there are no hosts.
-3. `hosts-file` imports nothing that it does not need, and nothing of ours: it has 60 ms, under a
-   lock of horovodrun's, and it also runs by its path. So HOST_NAME is a copy of host/names.py's.
+3. `hosts-file` imports only what it needs, and nothing of ours: it has 60 ms, under a lock of
+   horovodrun, and it also runs by its path. So HOST_NAME is a copy of host/names.py's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
         return run(argv)
     if argv == ["check"]:
-        from elastic_trainer.discovery.account import run as check  # here: so too
+        from elastic_trainer.discovery.account import run as check  # here: it imports boto3
 
         return check()
     print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)
@@ -59,7 +59,7 @@ def hosts_file(argv: list[str]) -> int:
         return complain(f"cannot be read: {error}", argv[0])
     if argv[1:] and age_s > int(argv[1]):
         return complain(f"is {age_s:.0f} s old, and {argv[1]} s are allowed: its poller does not "
-                        f"run, or neither the cloud nor the agent of some host answers", argv[0])
+                        f"run, or neither the cloud nor the agent of a host answers", argv[0])
     if argv[1:] and age_s < -FUTURE_S:
         return complain(f"is {-age_s:.0f} s ahead of this machine's clock, so its age is unknown "
                         f"until its poller writes again", argv[0])

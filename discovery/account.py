@@ -1,12 +1,12 @@
-"""Ask AWS, as the person who applies, what an `apply` would lack: `deploy/check.sh` calls it.
+"""Ask AWS, with the caller's credentials, what an `apply` would lack. For `deploy/check.sh`.
 
     python -m elastic_trainer.discovery check <wish.json
 
-Exit code 0: nothing is against an apply; 1: a check has failed; 2: stdin has no wish.
+Exit code 0: all checks passed; 1: a check has failed; 2: stdin has no wish.
 
 EC2, S3, Service Quotas, STS → here → checks (the decision) → a line for each, on stdout
 
-Apart from ec2.py, whose calls are what the coordinator's role may do; these are the caller's.
+ec2.py has the calls that the coordinator's role may make. These calls are made by a person.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Account:
     def identity(self) -> str:
         """Return who asks."""
         home = HOME.get(self._session.get_partition_for_region(self.wish.region), self.wish.region)
-        says = self._client("sts", home).get_caller_identity()
-        return f"account {says['Account']}, as {says['Arn']}"
+        answer = self._client("sts", home).get_caller_identity()
+        return f"account {answer['Account']}, as {answer['Arn']}"
 
     def zones(self) -> list[str]:
         """Return the zones that are open to every account."""
-        says = self._client("ec2").describe_availability_zones(
+        answer = self._client("ec2").describe_availability_zones(
             Filters=[
                 {"Name": "state", "Values": ["available"]},
                 {"Name": "opt-in-status", "Values": ["opt-in-not-required"]},
             ]
         )
-        return sorted(zone["ZoneName"] for zone in says["AvailabilityZones"])
+        return sorted(zone["ZoneName"] for zone in answer["AvailabilityZones"])
 
     def offers(self) -> dict[str, set[str]]:
         """Return which of the types each zone has."""
@@ -78,7 +78,7 @@ class Account:
         return found
 
     def kinds(self, types: Iterable[str]) -> dict[str, Kind]:
-        """Return what AWS knows of some types; those that it does not know are not in it."""
+        """Return the facts of the types that AWS knows."""
         wanted, found = sorted(set(types)), dict[str, Kind]()
         for start in range(0, len(wanted), 100):
             of_them = [{"Name": "instance-type", "Values": wanted[start : start + 100]}]
@@ -111,23 +111,23 @@ class Account:
         """Return a quota of EC2's; AWS's default where the account has no value of its own."""
         client = self._client("service-quotas")
         try:
-            says = client.get_service_quota(ServiceCode="ec2", QuotaCode=code)
+            answer = client.get_service_quota(ServiceCode="ec2", QuotaCode=code)
         except client.exceptions.NoSuchResourceException:
-            says = client.get_aws_default_service_quota(ServiceCode="ec2", QuotaCode=code)
-        return float(says["Quota"]["Value"])
+            answer = client.get_aws_default_service_quota(ServiceCode="ec2", QuotaCode=code)
+        return float(answer["Quota"]["Value"])
 
     def image(self) -> Image | None:
         """Return the image that terraform takes (coordinator.tf)."""
         ec2 = self._client("ec2")
         if self.wish.image_id:
-            says = ec2.describe_images(ImageIds=[self.wish.image_id])
+            answer = ec2.describe_images(ImageIds=[self.wish.image_id])
         else:
-            says = ec2.describe_images(
+            answer = ec2.describe_images(
                 Owners=["amazon"], Filters=[{"Name": "name", "Values": [IMAGES]}]
             )
-        if not says["Images"]:
+        if not answer["Images"]:
             return None
-        newest = max(says["Images"], key=lambda image: str(image.get("CreationDate", "")))
+        newest = max(answer["Images"], key=lambda image: str(image.get("CreationDate", "")))
         disks = {
             disk.get("DeviceName"): disk.get("Ebs", {})
             for disk in newest.get("BlockDeviceMappings", [])
@@ -141,30 +141,31 @@ class Account:
 
     def bucket(self) -> str:
         """Return the region in which the bucket is."""
-        says = self._client("s3").head_bucket(Bucket=self.wish.bucket)
+        answer = self._client("s3").head_bucket(Bucket=self.wish.bucket)
         return str(
-            says["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self.wish.region)
+            answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self.wish.region)
         )
 
     def code(self) -> tuple[datetime, int]:
         """Return when the run's code was pushed, and its bytes."""
-        says = self._client("s3").head_object(
+        answer = self._client("s3").head_object(
             Bucket=self.wish.bucket, Key=f"{self.wish.name}/code.tar.gz"
         )
-        return says["LastModified"], int(says["ContentLength"])
+        return answer["LastModified"], int(answer["ContentLength"])
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         yield from self._client("ec2").get_paginator(operation).paginate(**arguments)
 
 
 def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
-    """Return the answer, or why there is none. `action`: what the caller must be allowed."""
+    """Return the answer, or the reason for none. `action`: the permission that the caller needs."""
     try:
         return question()
     except ClientError as error:
-        says = error.response["Error"]
+        answer = error.response["Error"]
         return Unanswered(
-            action=action, code=str(says["Code"]), says=plain(says.get("Message") or says["Code"])
+            action=action, code=str(answer["Code"]),
+            says=plain(answer.get("Message") or answer["Code"]),
         )
     except (BotoCoreError, ResponseParserError, LookupError, TypeError, ValueError) as error:
         return Unanswered(action=action, code=type(error).__name__, says=plain(error))
@@ -212,7 +213,7 @@ def run() -> int:
         wish = Wish(**{field.name: given[field.name] for field in fields(Wish)})
     except (ValueError, LookupError, TypeError) as error:
         print(
-            f"check: no wish is on stdin: {error!r}. Run deploy/check.sh NAME.tfvars.",
+            f"check: stdin has no wish: {error!r}. Run deploy/check.sh NAME.tfvars.",
             file=sys.stderr,
         )
         return 2
@@ -225,7 +226,7 @@ def run() -> int:
             print(f"        {plain(finding.remedy)}", flush=True)
     if failed:
         print(
-            f"{failed} {'check has' if failed == 1 else 'checks have'} failed: an apply would "
-            f"rent machines in vain."
+            f"{failed} {'check has' if failed == 1 else 'checks have'} failed, so machines of an "
+            f"apply could not train. Correct what is listed above, and run this again."
         )
     return 1 if failed else 0

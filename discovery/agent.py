@@ -3,12 +3,11 @@
 health → here → poller (signed JSON over HTTP)
 
 What always holds:
-1. An answer is signed with the fleet's key, as an answer to the nonce of its question
-   (wire/seal.py). A question without a right signature, with a nonce that was used, or for another
-   agent's address is refused and counted. Nothing is parsed before its signature is checked; no
-   pickle.
-2. Connections are bounded in number, bytes and time (wire/gate.py).
-3. A host that is being stopped says that it drains until its workers have left.
+1. An answer is signed with the fleet's key, together with the nonce of its request (wire/seal.py).
+   A request without a valid signature, with a used nonce, or for another agent's address is refused
+   and counted. No request is parsed before its signature is checked. There is no pickle.
+2. Connections are limited in number, bytes and time (wire/gate.py).
+3. A host that is being stopped reports that it drains until its workers have left.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
 
 WATCH_S = 1.0
 STOP_S = 90.0
-"""How long a host that is being stopped drains; systemd kills the agent after that."""
+"""The time for which a host that is being stopped drains. systemd kills the agent after it."""
 NONCES = 1 << 16
-"""How many questions are remembered (18 hours of one poller's). An older one that is repeated
-receives only the host's health."""
+"""The nonces that are remembered (18 hours of one poller's). A repeated older request receives only
+the host's health."""
 REQUEST_S = 5.0
-"""How long a question has to arrive, and its answer to be taken."""
+"""The time limit of a request, and of its answer."""
 ANSWERS_AT_ONCE = 16
-"""How many authenticated questions are answered at a time; there is one poller."""
+"""The limit of requests that are answered at a time; there is one poller."""
 
 
 class AgentServer:
-    """Answers `GET /health`, each in a thread that begins when the question has shown the key."""
+    """Answers each authenticated `GET /health` in a thread."""
 
     def __init__(self, bind: str, port: int, key: bytes, agent: Agent):
         self.key, self.agent = key, agent
@@ -62,7 +61,7 @@ class AgentServer:
         self.gate.close()
 
     def is_new(self, nonce: str) -> bool:
-        """True for a nonce that was not used before; from now on it is."""
+        """Accept a nonce; False if it was used before."""
         if nonce in self._known:
             return False
         if len(self._nonces) == NONCES:
@@ -72,7 +71,7 @@ class AgentServer:
         return True
 
     def _begin(self, connection: socket.socket, _: str, request: Request, __: bytes) -> None:
-        """Have a question answered if it is signed and new."""
+        """Answer a request if it is signed and new."""
         nonce = request.headers.get(NONCE.lower(), "")
         given = request.headers.get(SIGNATURE.lower(), "")
         parts = signed_parts(nonce, connection.getsockname()[0])
@@ -107,7 +106,7 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
           announce: Callable[[int], None] = lambda port: None) -> None:
     """Run the agent until SIGTERM, which drains the host first.
 
-    A machine that is stopped stops its services before.
+    A machine that shuts down stops its services first.
     """
     server = AgentServer(bind, port, key, agent)
     stopping, examined = threading.Event(), threading.Event()
@@ -125,13 +124,13 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
     # In a thread: the handler may interrupt this one where it holds a lock that `stop` needs.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop, daemon=True).start())
     threading.Thread(target=examine, daemon=True).start()
-    examined.wait(HUNG_S)  # the first answer is not "ready" before that is known
+    examined.wait(HUNG_S)  # no answer is "ready" before the first examination
     threading.Thread(target=server.serve_forever, daemon=True).start()
     announce(server.server_address[1])
     while not stopping.wait(WATCH_S):
-        agent.listen()
+        agent.read_notices()
         agent.last_call()
     while time.time() < agent.deadline() and agent.has_workers():
         agent.last_call()
-        time.sleep(WATCH_S)  # the poller must hear it, and the workers must have left
+        time.sleep(WATCH_S)  # until the poller has read it and the workers have left
     server.shutdown()

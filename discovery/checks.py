@@ -1,15 +1,15 @@
-"""What an `apply` would lack in this account, as plain functions: the wish against what AWS says.
+"""What an `apply` would lack in this account: functions that compare the wish with AWS's answers.
 
 the run's variables (deploy/check.sh), AWS's answers (account.py) → here → findings, one a line
 
-`apply` is green when a group has been made, also where AWS then refuses its machines: a new account
-may run 5 vCPUs of spot machines, and none with GPUs.
+`apply` succeeds when the group exists, also where AWS then refuses its machines: a new account may
+run 5 vCPUs of spot machines, and none with GPUs.
 
 What always holds:
 1. A check that fails has one sentence of fact with the values, and one of remedy with the exact key
    or command.
-2. What AWS did not answer is not well: unknown is not enough to rent on.
-3. The fleet's own machines do not count as used, so the check is right before a resize too.
+2. An unanswered question is a failed check.
+3. The fleet's own machines do not count as used, so the check is right before a resize, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unanswered:
     """A question that AWS did not answer."""
 
     action: str
-    """What the caller must be allowed, e.g. "ec2:DescribeImages"."""
+    """The permission that the caller needs, e.g. "ec2:DescribeImages"."""
     code: str
     says: str
 
@@ -99,20 +99,20 @@ def lacks(what: str, fact: str, remedy: str) -> Finding:
 
 
 def unanswered(what: str, question: Unanswered) -> Finding:
-    """Say that nobody knows, and what would make it known."""
+    """Return the finding that a fact is unknown, with the missing permission."""
     return lacks(
         what,
         f"AWS did not answer {question.action}: {question.says} ({question.code}).",
-        f"Let whoever applies do {question.action} (deploy/README.md has the list), {APPLY}.",
+        f"Allow the user who applies to do {question.action} (deploy/README.md has the list), {APPLY}.",
     )
 
 
 def credentials(identity: str | Unanswered) -> Finding:
-    """Check that AWS takes the caller's credentials."""
+    """Check that AWS accepts the caller's credentials."""
     if isinstance(identity, Unanswered):
         return lacks(
             "credentials",
-            f"AWS does not take the credentials: {identity.says} ({identity.code}).",
+            f"AWS does not accept the credentials: {identity.says} ({identity.code}).",
             f"Run aws sso login or aws configure, or set AWS_PROFILE, until aws sts "
             f"get-caller-identity answers; {APPLY}.",
         )
@@ -120,7 +120,7 @@ def credentials(identity: str | Unanswered) -> Finding:
 
 
 def region(wish: Wish, open_zones: Sequence[str] | Unanswered) -> Finding:
-    """Check that the account may use the region. Another region took the credentials."""
+    """Check that the account may use the region. Another region accepted the credentials."""
     if isinstance(open_zones, Sequence):
         return well("region", f"{wish.region} has the zones {_listed(open_zones)}.")
     if open_zones.code in (
@@ -143,8 +143,8 @@ def region(wish: Wish, open_zones: Sequence[str] | Unanswered) -> Finding:
     ):
         return lacks(
             "region",
-            f"Nobody answers for the region {wish.region}: {open_zones.says}.",
-            f"Correct region {IN_FILE}; if it is right, look at this machine's network.",
+            f"No server answers for the region {wish.region}: {open_zones.says}.",
+            f"Correct region {IN_FILE}; if it is right, check this machine's network.",
         )
     return unanswered("region", open_zones)
 
@@ -289,7 +289,7 @@ def _allows(
     if not by_quota:
         return lacks(
             what,
-            f"Nobody here knows which quota {_listed(types)} count against.",
+            f"It is unknown which quota {_listed(types)} count against.",
             f"Look at https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas, or "
             f"set other types {IN_FILE}.",
         )
@@ -389,8 +389,8 @@ def bucket(wish: Wish, where: str | Unanswered) -> Finding:
                 "bucket",
                 f"The bucket {wish.bucket} may not be read: it is another account's, or "
                 f"s3:ListBucket is denied.",
-                f"Let whoever applies do s3:ListBucket on it, or make one under another name and "
-                f"set bucket {IN_FILE}.",
+                f"Allow the user who applies to do s3:ListBucket on it, or make one under another "
+                f"name and set bucket {IN_FILE}.",
             )
         return unanswered("bucket", where)
     if where != wish.region:
@@ -421,9 +421,9 @@ def code(wish: Wish, pushed: tuple[datetime, int] | Unanswered) -> Finding:
     return well("code", f"{key} is of {at:%Y-%m-%d %H:%M} UTC ({size_bytes / 1e6:.1f} MB).")
 
 
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
-def _quoted(words: Iterable[str]) -> str:
-    return "[" + ", ".join(f'"{word}"' for word in words) + "]"
+def _quoted(names: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

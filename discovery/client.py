@@ -1,4 +1,4 @@
-"""The poller's question to an agent, and the agent's signed answer to it.
+"""The poller's request to an agent, and the agent's signed answer.
 
 poller → here → agent.py on a host → here → Health (hosts.py)
 """
@@ -24,25 +24,25 @@ CLOCK_S = 60.0
 event log misleads."""
 MAX_BYTES = 1 << 16
 MAX_TEXT = 300
-"""Characters of a reason, or of what a worker does, that the poller takes over from an agent."""
+"""The characters of an agent's text that the poller keeps."""
 
 
 class AgentUnreachable(ConnectionError):
-    """The agent did not answer, or what answers at its address does not have the run's key."""
+    """The agent did not answer, or the server that answered does not have the run's key."""
 
 
 def ask(address: str, key: bytes, timeout_s: float,
         clock: Callable[[], float] = time.time) -> Health:
-    """Ask the agent at host:port how it is. Raises AgentUnreachable."""
+    """Return the health of the host whose agent is at host:port. Raises AgentUnreachable."""
     nonce = secrets.token_hex(8)
     try:
-        asked = clock()
+        sent_at = clock()
         status, fields, body = get_health(address, key, nonce, timeout_s)
         signature = fields.get(SIGNATURE) or ""
         if status != 200 or not is_sealed(signature, key, Kind.HEALTH, nonce.encode(), body):
-            raise AgentUnreachable(f"What answers at {address} does not have the run's key, or has "
+            raise AgentUnreachable(f"The server at {address} does not have the run's key, or has "
                                    f"another address behind NAT (status {status}).")
-        return health_in(json.loads(body), (asked + clock()) / 2)
+        return health_in(json.loads(body), (sent_at + clock()) / 2)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, ArithmeticError,
             RecursionError) as error:
         if isinstance(error, AgentUnreachable):
@@ -50,18 +50,18 @@ def ask(address: str, key: bytes, timeout_s: float,
         raise AgentUnreachable(f"The agent at {address} cannot be reached: {error!r}") from error
 
 
-def health_in(says: Any, now: float) -> Health:
+def health_in(answer: Any, now: float) -> Health:
     """Read an answer. Raises ValueError, LookupError, TypeError, ArithmeticError."""
-    off_s = float(says["time"]) - now
-    is_off = abs(off_s) > CLOCK_S and says["state"] == "ready"
+    off_s = float(answer["time"]) - now
+    is_off = abs(off_s) > CLOCK_S and answer["state"] == "ready"
     return Health(
-        state="sick" if is_off else str(says["state"])[:MAX_TEXT],
-        why=f"its clock is {off_s:+.0f} s off" if is_off else str(says["why"])[:MAX_TEXT],
-        deadline=None if says["deadline"] is None else _checked_time(says["deadline"]),
-        for_good=bool(says["for_good"]), life=str(says["life"]), is_clock_off=is_off,
-        rebalance=bool(says["rebalance"]), refused=int(says["refused"]),
-        facts={"workers": [str(worker["doing"])[:MAX_TEXT] for worker in says["workers"]],
-               "standby": int(says["standby"])})
+        state="sick" if is_off else str(answer["state"])[:MAX_TEXT],
+        why=f"its clock is {off_s:+.0f} s off" if is_off else str(answer["why"])[:MAX_TEXT],
+        deadline=None if answer["deadline"] is None else _checked_time(answer["deadline"]),
+        for_good=bool(answer["for_good"]), life=str(answer["life"]), is_clock_off=is_off,
+        rebalance=bool(answer["rebalance"]), refused=int(answer["refused"]),
+        facts={"workers": [str(worker["doing"])[:MAX_TEXT] for worker in answer["workers"]],
+               "standby": int(answer["standby"])})
 
 
 def _checked_time(seconds: Any) -> float:
@@ -72,9 +72,9 @@ def _checked_time(seconds: Any) -> float:
 
 
 def signed_parts(nonce: str, agent: str) -> tuple[bytes, ...]:
-    """Return what the signature of a question covers, with the IP address of the agent.
+    """Return the parts that a request's signature covers: nonce, agent's IP address, request.
 
-    Without the address every other agent would answer a copy of the question: each knows only the
+    Without the address other agents would answer a copy of the request: each agent knows only the
     nonces that it has seen itself.
     """
     return nonce.encode(), agent.encode(), b"GET /health"
@@ -84,8 +84,8 @@ def get_health(address: str, key: bytes, nonce: str,
                timeout_s: float) -> tuple[int, http.client.HTTPMessage, bytes]:
     """GET /health of host:port: status, header fields and body.
 
-    The time limit is for the whole answer; that of http.client is for each of its reads. Raises
-    OSError, HTTPException, ValueError, IndexError.
+    The timeout is for the whole answer; that of http.client is for each read. Raises OSError,
+    HTTPException, ValueError, IndexError.
     """
     host, _, port = address.rpartition(":")
     deadline, received = time.monotonic() + timeout_s, b""

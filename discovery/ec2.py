@@ -3,11 +3,11 @@
 EC2, Auto Scaling → here → hosts (the decision)
 
 What always holds:
-1. The answer is whole or it is CloudUnavailable: never some of the pages.
-2. What a filter should have left out is looked at again by `hosts.decide`: servers other than AWS's
-   ignore filters.
-3. One poll costs a call per 1,000 instances and API, and one more for the group, whatever the fleet
-   does. While the group lacks machines, one more asks why.
+1. An answer is complete, or CloudUnavailable is raised: there is no answer of some pages.
+2. `hosts.decide` checks again what the filters should exclude: servers other than AWS's ignore
+   filters.
+3. A poll costs one call per API and 1,000 instances, and one more for the group. While the group
+   lacks machines, one more asks why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery.hosts import Group, Instance
-from elastic_trainer.discovery.refusals import Activity, Asked, Refusal, Supply, refusal_of
+from elastic_trainer.discovery.refusals import Activity, Refusal, Shortage, Supply, refusal_of
 
 PAGE = 1000
 WISH = "Workers"
@@ -37,14 +37,14 @@ NO_ANSWER = (BotoCoreError, ClientError, ResponseParserError, LookupError, TypeE
 FORBIDDEN = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
 MAY_NOT_ASK = (
     "The group lacks machines, and the coordinator may not ask why. Its role needs "
-    "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and look that "
-    "no policy "
-    "of your organization denies it.")
+    "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and check that "
+    "no policy of your organization denies it.")
+NO_CLIENT = "No EC2 client can be made: {}. Set AWS_DEFAULT_REGION, e.g. to eu-central-1."
 HOST_NAMES = ("private-dns", "private-ip")
 
 
 class CloudUnavailable(OSError):
-    """The cloud did not answer whole; what is known from before stays."""
+    """The cloud gave no complete answer; the earlier one stays valid."""
 
 
 class Ec2:
@@ -60,8 +60,7 @@ class Ec2:
             self._ec2 = session.client("ec2", config=CONFIG)
             self._scaling = session.client("autoscaling", config=CONFIG) if group else None
         except (BotoCoreError, ValueError) as error:
-            raise CloudUnavailable(
-                f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+            raise CloudUnavailable(NO_CLIENT.format(error)) from error
         self._gpus: dict[str, int] = {}
         self._vcpus: dict[str, int] = {}
         self._group: dict[str, Any] = {}
@@ -88,7 +87,8 @@ class Ec2:
             raise CloudUnavailable(f"EC2 did not answer: {error!r}") from error
 
     def supply(self) -> Supply | None:
-        """Return how many machines the group had in the last answer, and why it gets no others.
+        """Return the number of the group's machines in the last answer, and why it gets no others.
+
         None: there is no group. Raises CloudUnavailable.
         """
         if self._scaling is None or not self._group:
@@ -102,13 +102,10 @@ class Ec2:
                                                                MaxRecords=100)
             types = _types(self._group)
             self._learn_types(set(types) - self._vcpus.keys())
-            asked = Asked(group=str(self.group),
-                          region=self._scaling.meta.region_name,
-                          there=there,
-                          wanted=wanted,
-                          vcpus={kind: self._vcpus[kind]
-                                 for kind in types if kind in self._vcpus})
-            refusal = refusal_of(map(_activity, answer["Activities"]), asked, time.time())
+            vcpus = {kind: self._vcpus[kind] for kind in types if kind in self._vcpus}
+            shortage = Shortage(group=str(self.group), region=self._scaling.meta.region_name,
+                                there=there, wanted=wanted, vcpus=vcpus)
+            refusal = refusal_of(map(_activity, answer["Activities"]), shortage, time.time())
         except ClientError as error:
             if error.response["Error"]["Code"] not in FORBIDDEN:
                 raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
@@ -149,8 +146,10 @@ class Ec2:
         ]
 
     def _status(self) -> dict[str, dict[str, Any]]:
-        """Return status checks and scheduled events by id, of running instances (asked without ids:
-        fewer calls)."""
+        """Return status checks and scheduled events of running instances, by id.
+
+        The question has no ids, which needs fewer calls.
+        """
         return {
             entry["InstanceId"]: entry
             for page in self._pages("describe_instance_status", MaxResults=PAGE)
@@ -164,7 +163,7 @@ class Ec2:
         groups = self._scaling.describe_auto_scaling_groups(
             AutoScalingGroupNames=[self.group])["AutoScalingGroups"]
         if not groups:
-            raise CloudUnavailable(f"there is no auto scaling group {self.group}. Correct --group.")
+            raise CloudUnavailable(f"There is no auto scaling group {self.group}. Correct --group.")
         self._group = groups[0]
         return {i["InstanceId"]: i["LifecycleState"] for i in groups[0]["Instances"]}
 
@@ -196,17 +195,16 @@ class AutoScalingGroup:
         try:
             self._scaling = boto3.session.Session().client("autoscaling", config=CONFIG)
         except (BotoCoreError, ValueError) as error:
-            raise CloudUnavailable(
-                f"EC2 cannot be asked: {error}. Set AWS_DEFAULT_REGION and the like.") from error
+            raise CloudUnavailable(NO_CLIENT.format(error)) from error
 
     def read(self) -> Group:
-        """Return what is wished and what is there. Raises CloudUnavailable."""
+        """Return the wish and the present state. Raises CloudUnavailable."""
         try:
             groups = self._scaling.describe_auto_scaling_groups(
                 AutoScalingGroupNames=[self.name])["AutoScalingGroups"]
             if not groups:
                 raise CloudUnavailable(
-                    f"there is no auto scaling group {self.name}. Correct --group.")
+                    f"There is no auto scaling group {self.name}. Correct --group.")
             actions = self._scaling.describe_scheduled_actions(
                 AutoScalingGroupName=self.name,
                 ScheduledActionNames=[EMPTY])["ScheduledUpdateGroupActions"]
@@ -218,8 +216,10 @@ class AutoScalingGroup:
             raise CloudUnavailable(f"Auto Scaling did not answer: {error!r}") from error
 
     def empty_in(self, seconds: float) -> None:
-        """Have AWS empty the group then, in place of an earlier such order. Raises
-        CloudUnavailable."""
+        """Schedule AWS to empty the group, in place of an earlier schedule.
+
+        Raises CloudUnavailable.
+        """
         at = datetime.fromtimestamp(time.time() + seconds, timezone.utc)
         try:
             self._scaling.put_scheduled_update_group_action(AutoScalingGroupName=self.name,
@@ -228,19 +228,19 @@ class AutoScalingGroup:
                                                             DesiredCapacity=0)
         except NO_ANSWER as error:
             raise CloudUnavailable(
-                f"Auto Scaling did not take the order to empty {self.name}: {error!r}") from error
+                f"Auto Scaling did not accept the order to empty {self.name}: {error!r}") from error
 
     def resize(self, size: int) -> None:
-        """Ask for so many machines. Raises CloudUnavailable."""
+        """Set the group's desired number of machines. Raises CloudUnavailable."""
         try:
             self._scaling.set_desired_capacity(AutoScalingGroupName=self.name, DesiredCapacity=size)
         except NO_ANSWER as error:
             raise CloudUnavailable(
-                f"Auto Scaling did not take the size {size} of {self.name}: {error!r}") from error
+                f"Auto Scaling did not accept the size {size} of {self.name}: {error!r}") from error
 
 
 def _living(group: dict[str, Any]) -> int:
-    """Return how many machines a group has, without those that leave it."""
+    """Return the number of a group's machines, without those that leave it."""
     return sum(not i["LifecycleState"].startswith(("Terminat", "Detach"))
                for i in group["Instances"])
 

@@ -1,22 +1,18 @@
-"""How many machines the auto scaling group is asked for: as many as are wished, while a coordinator
-can use them.
+"""The size of the auto scaling group: the wished number of machines, while a coordinator uses them.
 
-the group's tag Workers (terraform), the poller's table, what this ordered before → here → the
-group's size
+the group's tag Workers (terraform), the poller's table, earlier orders → here → the group's size
 
 What always holds:
-1. A group has no machines until this asks for them, and systemd starts this when the release for
-   workers stands.
-2. A coordinator that is lost, stopped or hangs leaves no machines behind: the group holds an order
-   to empty itself (a scheduled action of AWS's own), which each call here puts off. After that
-   order the wish holds again.
-3. A size that a person has set stays, until they wish for another or the order has emptied the
+1. A group has no machines until this module asks for them. systemd starts it when the release for
+   workers is in the bucket.
+2. A coordinator that is lost, stopped or hung leaves no machines behind: AWS has a scheduled action
+   that empties the group, and each call here postpones it. After it the wish holds again.
+3. A size that a person has set stays until the wish changes or the scheduled action has emptied the
    group.
-4. Machines that are paid and of which none works for an hour are sent away, with an event. Unknown
-   is not "none works": a table that is missing or old changes nothing. Nor does a table without
-   machines: workers that cannot be made are terminated and replaced together, and between two lots
-   of them there is none.
-5. No machine is asked for unless the order to empty the group stands.
+4. If none of the paid machines works for an hour, the group is emptied, with an event. Unknown is
+   not "none works": a missing or old table changes nothing. Nor does a table without machines:
+   workers that fail to boot are terminated and replaced together, with a gap between them.
+5. No machine is asked for without that scheduled action.
 
 It is called once a minute (elastic-group.timer).
 """
@@ -34,31 +30,30 @@ from elastic_trainer.discovery.files import append_event, replace_whole
 from elastic_trainer.discovery.hosts import Group
 
 LOST_S = 1800.0
-"""A coordinator that has said nothing for so long is lost. A reboot takes minutes; half an hour of
-a fleet is its price."""
+"""The time without a call after which AWS empties the group. A reboot of the coordinator takes
+minutes; the price of a lost one is half an hour of the fleet."""
 USELESS_CALLS = 60
 """Calls, one a minute, in which machines ran and none of them worked."""
 USELESS_REMEDY = (
-    "Their boot logs are in the bucket under logs/, their states in `elastic-trainer hosts`. Mend "
-    "that, then "
-    "apply another number of workers, or set the group's desired capacity")
+    "Their boot logs are in the bucket under logs/, their states in `elastic-trainer hosts`. "
+    "Correct the cause, then apply another number of workers, or set the group's desired capacity")
 FRESH_S = 60.0
 """The poller writes its table every second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What the calls before have left."""
+    """The facts that earlier calls have left."""
 
     wish: int | None = None
-    """The wish that was obeyed last; None: this coordinator has not asked for machines yet."""
+    """The last wish that was ordered; None: this coordinator has not asked for machines yet."""
     useless: int = 0
     """Calls in which machines ran and none worked, since the last one in which one worked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to ask the group for, if anything, and why."""
+    """The size to ask the group for (None: no change), and the reason."""
 
     size: int | None
     why: str
@@ -76,7 +71,8 @@ class ScalingGroup(Protocol):
 
 
 def decide(group: Group, past: Past, work: tuple[int, int] | None) -> Order:
-    """Decide by the group, the past, and how many machines run and work (None: nobody knows)."""
+    """Decide by the group, the past, and the numbers of machines that run and work (None: unknown).
+    """
     useless = past.useless
     if work is not None:
         running, working = work
@@ -93,54 +89,50 @@ def decide(group: Group, past: Past, work: tuple[int, int] | None) -> Order:
 
 def _why(group: Group, past: Past) -> str:
     if past.wish is None:
-        return "the release stands"
+        return "the release is ready"
     if group.wish != past.wish:
-        return f"{past.wish} were wished before"
-    return "AWS had emptied the group for want of a coordinator"
+        return f"the wish was {past.wish} before"
+    return "AWS had emptied the group because it had no coordinator"
 
 
 def keep(group: ScalingGroup, hosts_file: Path, events_file: Path | None = None) -> None:
-    """Do what is due once. Raises CloudUnavailable; then nothing was asked for, or it is asked for
-    again."""
+    """Decide and act once. Raises CloudUnavailable; the next call repeats a failed order."""
     memory = hosts_file.with_name("group.json")
     now = group.read()
     order = decide(now, _recall(memory), working(hosts_file.with_name(hosts_file.name + ".json")))
     if not now.is_armed:
-        # The wish must be obeyed, also if only the next line succeeds.
+        # The next call must order the wish, also if only the next line succeeds.
         replace_whole(memory, json.dumps(asdict(Past())))
     group.empty_in(LOST_S)
     if order.size is not None:
         group.resize(order.size)
-    # First: an event that cannot be written repeats no order.
+    # Before the event: a failed write of the event must not repeat the order.
     replace_whole(memory, json.dumps(asdict(order.past)))
     if order.size is not None:
-        append_event(events_file,
-                     "discovery.group_resized",
-                     group=group.name,
-                     size=order.size,
+        append_event(events_file, "discovery.group_resized", group=group.name, size=order.size,
                      why=order.why)
 
 
 def working(table: Path) -> tuple[int, int] | None:
-    """Return how many machines the poller's table has, and how many of them are in; None: there is
-    no fresh one."""
+    """Return the numbers of machines in the poller's table and of those on the list; None: there is
+    no fresh table."""
     try:
-        says = json.loads(table.read_text())
-        if not 0 <= time.time() - float(says["time"]) <= FRESH_S:
+        shown = json.loads(table.read_text())
+        if not 0 <= time.time() - float(shown["time"]) <= FRESH_S:
             return None
-        return len(says["hosts"]), sum(bool(host["is_in"]) for host in says["hosts"])
+        return len(shown["hosts"]), sum(bool(host["is_in"]) for host in shown["hosts"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def _recall(memory: Path) -> Past:
     try:
-        says = json.loads(memory.read_text())
-        return Past(wish=None if says["wish"] is None else int(says["wish"]),
-                    useless=int(says["useless"]))
+        saved = json.loads(memory.read_text())
+        return Past(wish=None if saved["wish"] is None else int(saved["wish"]),
+                    useless=int(saved["useless"]))
     except FileNotFoundError:
         return Past()
     except (OSError, ValueError, LookupError, TypeError) as error:
         sys.stderr.write(
-            f"discovery: {memory} cannot be trusted, so the wish is obeyed anew: {error}\n")
+            f"discovery: {memory} cannot be used, so the wish is ordered again: {error}\n")
         return Past()

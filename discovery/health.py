@@ -1,18 +1,18 @@
-"""What one host knows of itself: whether it drains, whether it is sick, which workers it has.
+"""The health of one host: whether it drains, whether it is sick, and its workers.
 
 metadata service, disk, memory, GPUs, processes → here → agent.py (answers the poller)
 
 What always holds:
-1. Once draining, always draining: a notice is never taken back. A stop of the agent's service is
-   for this life only; the answers of the next one have another `life`.
-2. What cannot be found out is no illness: a machine without a metadata service is ready, and its
-   answers say so in `why`. A host that lacks descriptors keeps its last verdict, says so, too, and
-   is examined again every EXAMINE_S.
-3. A disk or GPU that hangs delays no notice: `examine` runs in a thread of its own, and a machine
-   on which it hangs is sick.
-4. Only one user's processes count as workers: this process's own, or those of another user that an
-   agent of root's is given. The environment of any process can name a worker, and an agent that
-   runs as root can read all of them. What is reported of workers is bounded.
+1. A draining host drains for good: a notice is never withdrawn. A stop of the agent's service ends
+   with the next agent, whose answers have another `life`.
+2. An unknown fact is no fault: a machine without a metadata service is ready, and `why` reports it.
+   A host without free descriptors keeps its last state, reports that in `why`, and is examined
+   again every EXAMINE_S.
+3. A disk or GPU that hangs delays no notice: `examine` runs in its own thread, and a machine on
+   which it hangs is sick.
+4. Only one user's processes count as workers: those of this process's user, or of the user given to
+   an agent that runs as root. Any process can have a worker's name in its environment, and root can
+   read all of them. The size of the report is limited.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ HUNG_S = 20.0
 """The longest examination of a machine that is well; nvidia-smi alone may take half of it."""
 NVIDIA_SMI_S = 10.0
 HURRY_S = 30.0
-"""Of a notice's time: enough for the rest of a step and a rendezvous."""
+"""The end of a notice's time that is left to workers: enough for the rest of a step and a
+rendezvous."""
 DISK_FREE = 0.02
 MEMORY_FREE = 0.02
 MOST_WORKERS, MOST_NAME = 256, 120
@@ -47,7 +48,7 @@ MOST_WORKERS, MOST_NAME = 256, 120
 
 
 class Agent:
-    """What one host knows of itself. `user` owns the workers; None: this process's own user."""
+    """One host's health. `user` owns the workers; None: this process's own user."""
 
     def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev"),
                  user: int | None = None):
@@ -62,7 +63,7 @@ class Agent:
         self.refused = 0
 
     def drain(self, why: str, deadline: float | None, for_good: bool = True) -> None:
-        """Begin to drain: for good, or for as long as this process lives."""
+        """Start to drain: for good, or while this process lives."""
         with self._lock:
             if self._drains is None or for_good and not self._drains["for_good"]:
                 self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
@@ -70,7 +71,7 @@ class Agent:
     def last_call(self) -> None:
         """Send SIGTERM, once, to the workers that are still here when HURRY_S are left.
 
-        They then wait for nothing any more.
+        They then leave without waiting for other workers.
         """
         with self._lock:
             deadline = self._drains["deadline"] if self._drains else None
@@ -90,7 +91,7 @@ class Agent:
         return workers() if self.user is None else workers(self.user)
 
     def has_workers(self) -> bool:
-        """True if this machine has workers, or if that cannot be found out now."""
+        """True if this machine has workers, or if that is unknown now."""
         try:
             return bool(self.workers())
         except OSError:
@@ -106,7 +107,7 @@ class Agent:
         with self._lock:
             self.refused += 1
 
-    def listen(self) -> None:
+    def read_notices(self) -> None:
         """Ask the metadata service once."""
         if self.metadata is None:
             return
@@ -128,7 +129,7 @@ class Agent:
             self._sick = illness(self.folder) or (
                 f"GPU lost: {gpus} of {self._gpus} answer" if is_lost else "")
             self._unexamined = ""
-        except OSError as error:  # no descriptor is free. That is no illness: the verdict stands
+        except OSError as error:  # no descriptor is free, which is no fault
             self._unexamined = f"not examined: {error}"
         finally:
             self._examining_since = None
@@ -152,7 +153,7 @@ class Agent:
 
 
 def illness(folder: Path) -> str:
-    """Return what is wrong with this machine's disk or memory; "" if nothing is."""
+    """Return the fault of this machine's disk or memory; "" if there is none."""
     try:
         disk = shutil.disk_usage(folder)
     except OSError as error:
@@ -184,15 +185,15 @@ def gpu_count() -> int | None:
 
 
 def workers(user: int | None = None) -> list[dict[str, Any]]:
-    """Return a user's workers, by default one's own: name, pid, and what each does ("step 7").
+    """Return a user's workers, by default of this process's user: name, pid, and state ("step 7").
 
-    A worker's children have its name, too, and so has the shim before it, which does not say what
-    it does. Signals go to the outermost process of a worker; what it does is the short name of the
-    outermost that has one of SHORT_NAME. Raises OSError when no descriptor is free.
+    A worker's children have its name, and so has the shim before it, which shows no state. Signals
+    go to the outermost process of a worker. Its state is the short name of the outermost process
+    with one of SHORT_NAME. Raises OSError when no descriptor is free.
     """
     found = processes.workers_of_user(os.geteuid() if user is None else user)
-    speaking = processes.outermost({pid: seen for pid, seen in found.items()
+    named = processes.outermost({pid: seen for pid, seen in found.items()
                                     if processes.SHORT_NAME.fullmatch(seen.short_name)})
     return [{"pid": pid, "worker": name,
-             "doing": found[speaking[name]].short_name if name in speaking else "booting"}
+             "doing": found[named[name]].short_name if name in named else "booting"}
             for name, pid in processes.outermost(found).items()]

@@ -1,21 +1,21 @@
-"""Which hosts may work now, and why not the others: one pure function.
+"""Which hosts may work now, and the reason for each other one: one pure function.
 
 instances (ec2), health (agent), notices, history, clock → here → hosts file (poll)
 
 What always holds:
-1. A host that was once under the cloud's notice never comes back: its incarnation is doomed until
-   the cloud forgets its id. One whose agent was only stopped comes back with the next agent.
-2. The oldest stable host comes first, since it becomes rank 0. Who came again within flap_window_s
-   stands behind those who did not, for as long as it stays.
+1. A host with a notice of the cloud never comes back: its id is excluded until the cloud forgets
+   it. A host whose agent was only stopped comes back with its next agent.
+2. The oldest stable host comes first, because it becomes rank 0. A host that returned within
+   flap_window_s stands behind the others while it stays.
 3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other
-   enter together. They wait only where somebody stays: the list is never empty for their sake.
-4. A host that comes and goes is held back, longer each time; also one that comes and goes in the
-   cloud's answers.
-5. One odd answer empties nothing: a poll that loses more than half of the list without a notice
-   must be said twice, of each host that it loses.
-6. One fault of ours empties nothing: when most agents, and at least two, cannot be heard or have
-   another clock than we, it is our network or our clock. Their hosts keep their places until they
-   are heard, or leave for another reason.
+   enter together. They wait only while another host stays on the list: it is never empty for them.
+4. A host that comes and goes, by its agent or in the cloud's answers, is held back, for longer each
+   time.
+5. One odd answer does not empty the list: an answer without more than half of the listed hosts, and
+   without a notice of them, must be confirmed by a second one for each missing host.
+6. A fault of the poller does not empty the list: when most agents, and at least two, are not heard
+   or have another clock, the poller's network or clock is at fault. Those hosts keep their places
+   until they are heard, or leave for another reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Group:
     size: int
     """Its desired capacity."""
     is_armed: bool
-    """The order to empty it stands, and its time has not come."""
+    """The order to empty it exists, and its time has not come."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Instance:
     """"spot" or "on-demand"."""
     state: str = "running"
     group_state: str = ""
-    """The auto scaling group's word for it ("InService", "Terminating:Wait", …); "" outside any
-    group."""
+    """Its LifecycleState in the auto scaling group ("InService", "Terminating:Wait", …); "" outside
+    any group."""
     is_impaired: bool = False
     events: tuple[tuple[str, float], ...] = ()
     """Scheduled events that are not completed: code ("instance-stop", …), and in how many seconds
@@ -63,7 +63,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Health:
-    """What the agent on a host says."""
+    """An agent's answer about its host."""
 
     state: str
     """"ready", "draining" or "sick"."""
@@ -71,39 +71,40 @@ class Health:
     deadline: float | None = None
     """When the host is taken, for one that drains."""
     for_good: bool = True
-    """It is the cloud's notice that makes it drain, not a stop of the agent's service."""
+    """It drains because of the cloud's notice, not because its agent's service was stopped."""
     life: str = ""
     """Another one after each start of the agent."""
     is_clock_off: bool = False
-    """It says ready, but by another clock than the poller's."""
+    """It reports ready, but its clock differs from the poller's."""
     rebalance: bool = False
-    """The cloud sees a raised risk. Right about one time in three, so it makes nobody leave."""
+    """The cloud reports a raised risk. About one such report in three comes true, so no host leaves
+    because of it."""
     heard_at: float = 0.0
     """On the poller's own clock."""
     refused: int = 0
-    """How many strangers it has refused in this life."""
+    """The unauthenticated clients that it has refused since its start."""
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the operator has chosen. Times in seconds."""
+    """The operator's choices. Times in seconds."""
 
     lifecycle: str = "spot"
     """"spot", "on-demand" or "any"."""
     agents: bool = False
-    """A host needs an agent that says ready."""
+    """A host needs an agent that reports ready."""
     same_type: bool = False
     """Offer only the largest group of one instance type: the slowest one sets the pace."""
     settle_s: float = 3.0
     settle_most_s: float = 15.0
     silence_s: float = 20.0
-    """A listed host whose agent has said nothing for so long, or nothing by the right time, leaves
-    the list."""
+    """A listed host leaves the list after this time without an answer of its agent with the right
+    time."""
     horizon_s: float = 900.0
-    """So long before a scheduled event its host leaves; until then the event is only shown."""
+    """A host leaves this long before a scheduled event. Until then the event is only shown."""
     flaps: int = 3
-    """So many comings within flap_window_s are too many."""
+    """A host is held back from this number of arrivals within flap_window_s on."""
     flap_window_s: float = 600.0
     hold_s: float = 60.0
     hold_most_s: float = 1800.0
@@ -111,45 +112,45 @@ class Policy:
 
 @dataclass(frozen=True)
 class Past:
-    """What must be remembered of one host."""
+    """One host's facts that outlast a decision."""
 
     first_fit: float | None = None
-    """Since when it has been fit without a break."""
+    """The start of the time in which it has been fit without a break."""
     arrivals: tuple[float, ...] = ()
     holds: int = 0
     held_until: float = 0.0
     doomed: str = ""
     stopped: str = ""
-    """The life of its agent that was told to stop; "" if none was, or another one has begun."""
+    """The `life` of its agent that was stopped; "" if none was, or another one has started."""
     sick: str = ""
-    """What its agent last found wrong with it; "" if nothing. A sick host may well fall silent, and
-    is sick still."""
+    """The fault that its agent last reported; "": none. A sick host that falls silent stays sick.
+    """
     is_listed: bool = False
     heard_at: float | None = None
-    """When its agent last said something by the right time."""
+    """The time of its agent's last answer with the right time."""
     seen_at: float = 0.0
-    """When the cloud last knew it."""
+    """The time of the cloud's last answer with it."""
     first_unfit: float | None = None
-    """Since when it has been unfit without a break."""
+    """The start of the time in which it has been unfit without a break."""
 
     @property
     def leaves(self) -> bool:
-        """True for a host that has said itself that it goes."""
+        """True for a host whose own agent has reported that it leaves."""
         return bool(self.doomed or self.stopped)
 
 
 @dataclass(frozen=True)
 class History:
-    """What must be remembered between two decisions."""
+    """The facts that outlast a decision."""
 
     past: Mapping[str, Past] = field(default_factory=dict)
     listed: tuple[tuple[str, str, int], ...] = ()
     """The last list: id, name and slots, in its order."""
     doubted: tuple[str, ...] = ()
-    """Whose loss has been said once and was not believed."""
+    """The hosts that one answer lacked, and that are still listed."""
     unheard: int = 0
-    """How many hosts are listed although their agents are not heard, since they are too many; 0: we
-    hear well."""
+    """The number of hosts that are listed although their agents are not heard, because most are
+    not; 0: the poller hears the agents."""
 
 
 @dataclass(frozen=True)
@@ -167,23 +168,25 @@ ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reb
 MOST_DOUBLINGS = 16
 IN = "in"
 SICK = "sick: "
-"""Begins the reason of a host that its agent finds unwell."""
+"""Begins the reason of a host whose agent reports a fault."""
 HELD = "held back"
 """Begins the reason of a host that comes and goes."""
 ARRIVING = "arriving: others may be about to"
 DOUBTED = "but so are most: asked again first"
-"""Ends the reason of a host that is still on the list although the cloud's last answer was without
-it."""
+"""Ends the reason of a host that is still on the list although the cloud's last answer lacks it."""
 
 
 def decide(instances: Sequence[Instance], health: Mapping[str, Health], history: History,
            now: float, policy: Policy) -> Decision:
-    """Decide who is on the list. `health` is by instance id; `now` is any clock that only goes
-    forward, in seconds."""
-    past = {i.id: _listen(history.past.get(i.id, Past()), health.get(i.id), now) for i in instances}
+    """Decide which hosts are on the list.
+
+    `health` is by instance id; `now` is any clock that only goes forward, in seconds.
+    """
+    past = {i.id: _remember(history.past.get(i.id, Past()), health.get(i.id), now)
+            for i in instances}
     reasons = {i.id: _forbidden(i, past[i.id], policy) for i in instances}
     unheard = _unheard([past[i] for i, why in reasons.items() if not why], history, now, policy)
-    # Who is silent still gets some more time: we have only just begun to hear.
+    # Silent agents get more time, because the others are heard again only now.
     if history.unheard and not unheard:
         past = {i: replace(p, heard_at=max(p.heard_at, now - policy.silence_s / 2))
                 if p.is_listed and p.heard_at is not None else p for i, p in past.items()}
@@ -226,37 +229,38 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
                     History(past, tuple((i.id, i.name, i.slots) for i in ordered), unheard=unheard))
 
 
-def _listen(past: Past, says: Health | None, now: float) -> Past:
-    """Remember what an agent says, of a host that the cloud knows."""
+def _remember(past: Past, answer: Health | None, now: float) -> Past:
+    """Return the past of a host that the cloud knows, with its agent's answer."""
     past = replace(past, seen_at=now)
-    if says is None:
+    if answer is None:
         return past
-    if not says.is_clock_off:
-        past = replace(past, heard_at=says.heard_at)
-    if not (says.is_clock_off and past.is_listed):
-        past = replace(past, sick=f"{SICK}{says.why}" if says.state == "sick" else "")
-    if says.state != "draining":
-        return replace(past, stopped="") if says.life != past.stopped else past
-    if not says.for_good:
-        return replace(past, stopped=says.life)
-    return replace(past, doomed=past.doomed or (f"notice: {says.why}" if says.why else "notice"))
+    if not answer.is_clock_off:
+        past = replace(past, heard_at=answer.heard_at)
+    if not (answer.is_clock_off and past.is_listed):
+        past = replace(past, sick=f"{SICK}{answer.why}" if answer.state == "sick" else "")
+    if answer.state != "draining":
+        return replace(past, stopped="") if answer.life != past.stopped else past
+    if not answer.for_good:
+        return replace(past, stopped=answer.life)
+    notice = f"notice: {answer.why}" if answer.why else "notice"
+    return replace(past, doomed=past.doomed or notice)
 
 
 def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
-    """Return what the cloud or the host's own word has against it; "" if nothing."""
+    """Return the cloud's or the host's own reason against it; "" if there is none."""
     ending = [code for code, in_s in instance.events if code in ENDING and in_s <= policy.horizon_s]
     if instance.state != "running":
-        return f"the cloud says {instance.state}"
+        return f"the cloud reports {instance.state}"
     if policy.lifecycle not in ("any", instance.lifecycle):
         return f"{instance.lifecycle}, and only {policy.lifecycle} is wanted"
     if instance.group_state not in ("", "InService"):
-        return f"the group says {instance.group_state}"
+        return f"the group reports {instance.group_state}"
     if past.doomed:
         return past.doomed
     if past.stopped:
-        return "its agent was told to stop, and no other one has started"
+        return "its agent was stopped, and no other one has started"
     if instance.is_impaired:
-        return "the cloud says impaired"
+        return "the cloud reports impaired"
     if ending:
         return f"scheduled: {ending[0]}"
     if instance.slots < 1:
@@ -265,30 +269,31 @@ def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
 
 
 def _unheard(fit: Sequence[Past], history: History, now: float, policy: Policy) -> int:
-    """Return how many listed hosts' agents are not heard, if they are too many to be the hosts' own
-    fault; else 0."""
+    """Return the number of listed hosts whose agents are not heard, if it is too large to be the
+    hosts' own fault; else 0."""
     silent_s = [now - past.heard_at for past in fit if past.is_listed and past.heard_at is not None]
-    # The first one's time is up: the others' soon is.
+    # When the first one's time is up, the others' soon is.
     quiet_s = [s for s in silent_s if s > policy.silence_s / 2]
     is_time_up = max(quiet_s, default=0.0) > policy.silence_s
     are_most = len(quiet_s) >= (1 if history.unheard else 2) and 2 * len(quiet_s) > len(silent_s)
     return len(quiet_s) if policy.agents and is_time_up and are_most else 0
 
 
-def _silent(says: Health | None, past: Past, now: float, policy: Policy) -> str:
-    """Return how long a host's agent has not been heard, or not by the right time; "" if it has
-    been."""
+def _silent(answer: Health | None, past: Past, now: float, policy: Policy) -> str:
+    """Return the reason of a host whose agent is not heard, or has another time; "" if there is
+    none."""
     if not policy.agents:
         return ""
     if past.heard_at is None:
         return "booting: its agent has not answered yet"
     if now - past.heard_at > policy.silence_s:
-        return f"{SICK}{says.why}" if says is not None else f"its agent has been silent for {now - past.heard_at:.0f} s"
+        silent = f"its agent has been silent for {now - past.heard_at:.0f} s"
+        return f"{SICK}{answer.why}" if answer is not None else silent
     return ""
 
 
 def _settle(past: Past, why: str, now: float, policy: Policy) -> tuple[Past, str]:
-    """Remember since when a host is fit or unfit; one that comes and goes is held back."""
+    """Note the time at which a host became fit or unfit; hold back one that comes and goes."""
     if why:
         return replace(past,
                        first_fit=None,
@@ -306,8 +311,10 @@ def _settle(past: Past, why: str, now: float, policy: Policy) -> tuple[Past, str
 
 def _keep_one_type(instances: Sequence[Instance], reasons: dict[str, str],
                    past: Mapping[str, Past]) -> None:
-    """Leave only the largest group of one type; on a tie the one that works already, then the first
-    name."""
+    """Leave only the largest group of one type.
+
+    On a tie it is the one with more listed hosts, then the first name.
+    """
     fit = [i for i in instances if reasons[i.id] == IN]
     sizes, working = Counter(i.type for i in fit), Counter(i.type for i in fit
                                                            if past[i.id].is_listed)
@@ -319,5 +326,5 @@ def _keep_one_type(instances: Sequence[Instance], reasons: dict[str, str],
 
 
 def _may_enter(since: list[float], now: float, policy: Policy) -> bool:
-    """True when nobody has arrived for a while, or the first one has waited long enough."""
+    """True when no host has arrived for settle_s, or the first one has waited for settle_most_s."""
     return now - max(since) >= policy.settle_s or now - min(since) >= policy.settle_most_s

@@ -1,12 +1,10 @@
-"""What a poller hands on to the next one: it may be restarted at any moment, and the next one knows
-no less.
+"""The facts that a poller leaves to the next one, which may replace it at any moment.
 
 poll → `hosts.memory`, beside the hosts file → here → the next poll
 
 What always holds:
-1. What is not whole, or of another form than this code's, is distrusted as a whole: ValueError.
-2. The time in which no poller ran does not count: no agent has been silent then, no host has stayed
-   then.
+1. A file that is incomplete, or has another form than this code's, is refused: ValueError.
+2. The time in which no poller ran does not count as an agent's silence or as a host's stay.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from elastic_trainer.discovery.hosts import History, Instance
-from elastic_trainer.discovery.refusals import Told
+from elastic_trainer.discovery.refusals import Reported
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a poller knows."""
+    """The facts."""
 
     clock: float
     """The poller's own clock, when this was written."""
@@ -34,10 +32,10 @@ class Memory:
     instances: tuple[Instance, ...]
     history: History
     reasons: Mapping[str, str]
-    strangers: Mapping[str, int]
-    """How often each host's agent had refused somebody."""
-    told: Told
-    """What it has said of AWS's refusals."""
+    refused: Mapping[str, int]
+    """The number of clients that each host's agent has refused."""
+    reported: Reported
+    """The refusals of AWS that are in the event log."""
 
 
 def write_down(memory: Memory) -> str:
@@ -46,7 +44,7 @@ def write_down(memory: Memory) -> str:
 
 
 def recall(text: str, now: float) -> Memory:
-    """Read it, as if it had been written now, on the reader's own clock. Raises ValueError."""
+    """Read it, with its times shifted to the reader's clock. Raises ValueError."""
     memory: Memory = _as(Memory, json.loads(text))
     by = now - memory.clock
 
@@ -54,21 +52,18 @@ def recall(text: str, now: float) -> Memory:
         return None if at is None else at + by
 
     past = {
-        identity: replace(p,
-                          first_fit=later(p.first_fit),
-                          first_unfit=later(p.first_unfit),
-                          heard_at=later(p.heard_at),
-                          held_until=p.held_until + by,
-                          seen_at=p.seen_at + by,
-                          arrivals=tuple(at + by for at in p.arrivals))
+        identity: replace(p, first_fit=later(p.first_fit), first_unfit=later(p.first_unfit),
+                          heard_at=later(p.heard_at), held_until=p.held_until + by,
+                          seen_at=p.seen_at + by, arrivals=tuple(at + by for at in p.arrivals))
         for identity, p in memory.history.past.items()
     }
-    told = replace(memory.told, told_at={code: at + by for code, at in memory.told.told_at.items()})
-    return replace(memory, clock=now, history=replace(memory.history, past=past), told=told)
+    logged_at = {code: at + by for code, at in memory.reported.logged_at.items()}
+    return replace(memory, clock=now, history=replace(memory.history, past=past),
+                   reported=replace(memory.reported, logged_at=logged_at))
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Return what JSON has read as a value of a type. Raises ValueError when it is none."""
+    """Return a JSON value as a value of a type. Raises ValueError if it is none."""
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         if value.keys() == (hints := _hints(kind)).keys():

@@ -1,4 +1,4 @@
-"""What the machine's own metadata service says about its end (IMDSv2).
+"""Notices of the machine's end, from its own metadata service (IMDSv2).
 
 http://169.254.169.254 → here → agent
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 1.0
 
 
 class MetadataUnavailable(OSError):
-    """The metadata service did not answer, or not in its own way: then nothing is known."""
+    """The metadata service gave no valid answer, so it is unknown whether there is a notice."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Metadata:
             at = calendar.timegm(time.strptime(body["time"], "%Y-%m-%dT%H:%M:%SZ"))
             return Notice(str(body["action"]), float(at))
         except (ValueError, KeyError, TypeError):
-            # It says something, in a form that we do not know: that is a notice all the same.
+            # A notice in an unknown form is still a notice.
             return Notice("unknown", time.time() + 120.0)
 
     def rebalance(self) -> bool:
@@ -57,8 +57,7 @@ class Metadata:
         return self.get("events/recommendations/rebalance") is not None
 
     def get(self, path: str) -> str | None:
-        """Return a text below latest/meta-data; None when there is none. Raises
-        MetadataUnavailable."""
+        """Return a text below latest/meta-data; None: there is none. Raises MetadataUnavailable."""
         for _ in range(2):
             if not self._token:
                 status, self._token = self._ask(
@@ -84,7 +83,7 @@ class Metadata:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
             return response.status, response.read(65536).decode(errors="replace").strip()
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a token that is no header's value
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a bad token
             raise MetadataUnavailable(f"{self._address} did not answer: {error!r}") from error
         finally:
             connection.close()

@@ -1,13 +1,12 @@
-"""The poller: asks the cloud and the agents again and again, and keeps the hosts file true.
+"""The poller: asks the cloud and the agents periodically, and keeps the hosts file true.
 
-ec2, agents → here → hosts file → `python -m elastic_trainer.discovery hosts-file` → horovodrun
+ec2, agents → here → hosts file → `discovery hosts-file` → horovodrun
 
 What always holds:
-1. The hosts file is replaced whole, and only by an answer that was whole. While the cloud does not
-   answer, the file changes only by what the agents say. The file's age is that of the facts about
-   the hosts on it: of each host the later one of the cloud's last believed answer and its agent's
-   last answer, and of all hosts the earliest. The script that prints the file fails if it is too
-   old.
+1. The hosts file is replaced whole, and only after a complete answer. While the cloud does not
+   answer, only the agents' answers change the file. The file's age is that of its oldest host. A
+   host's age counts from the later one of the cloud's last believed answer and its agent's last
+   answer. The script that prints the file fails if the file is too old.
 2. Every change of the list is an event with its reason, in the run's event log.
 3. The agents are asked every second, the cloud every few, in a thread of its own: a notice reaches
    the file within two seconds, also while the cloud hangs.
@@ -51,12 +50,12 @@ from elastic_trainer.discovery.hosts import (
 )
 from elastic_trainer.discovery.memory import Memory, recall, write_down
 from elastic_trainer.discovery.questions import Agents, CloudQuestion
-from elastic_trainer.discovery.refusals import Supply, Told, tell
+from elastic_trainer.discovery.refusals import Reported, Supply, report
 from elastic_trainer.wire.plain import plain_text
 
 AGENTS_S = 1.0
 AT_ONCE = 256
-STRANGERS_S = 60.0
+REFUSED_EVERY_S = 60.0
 """The shortest interval between two events of clients that one host has refused."""
 
 
@@ -75,11 +74,11 @@ class Poller:
     policy: Policy
     interval_s: float = 5.0
     patience_s: float = 0.5
-    """How long a turn waits for the cloud's answer. A later turn takes a later answer."""
+    """The time for which a turn waits for the cloud's answer. A later turn takes a later answer."""
     agent_port: int | None = None
     agent_timeout_s: float = 0.8
     agents_patience_s: float = 1.0
-    """How long a turn waits for the agents' answers."""
+    """The time for which a turn waits for the agents' answers."""
     key: bytes = b""
     supply: Callable[[], Supply | None] = lambda: None
     """Asked after each answer of the cloud: whether machines are lacking, and why."""
@@ -93,14 +92,13 @@ class Poller:
     _answered_at: float | None = None
     """When the cloud's last believed answer came, by `wall`."""
     _heard_at: dict[str, float] = field(default_factory=dict)
-    """When each instance's agent last answered with the right time, by `clock`; of this poller's
-    life only."""
+    """The time of each agent's last answer with the right time to this process, by `clock`."""
     _written: str | None = None
     _reasons: Mapping[str, str] = field(default_factory=dict)
-    _strangers: dict[str, int] = field(default_factory=dict)
-    _told_at: dict[str, float] = field(default_factory=dict)
+    _refused: dict[str, int] = field(default_factory=dict)
+    _logged_at: dict[str, float] = field(default_factory=dict)
     _complaints: set[str] = field(default_factory=set)
-    _told: Told = field(default_factory=Told)
+    _reported: Reported = field(default_factory=Reported)
     """The refusals of AWS that are in the event log."""
     _is_supply_known: bool = True
 
@@ -119,7 +117,7 @@ class Poller:
                                   f"without a past: {error}")
         self.history, self.instances = memory.history, list(memory.instances)
         self._reasons, self._answered_at = memory.reasons, memory.answered_at
-        self._strangers, self._told = dict(memory.strangers), memory.told
+        self._refused, self._reported = dict(memory.refused), memory.reported
         if self.hosts_file.is_file():
             self._written = self.hosts_file.read_text(errors="replace")
 
@@ -161,7 +159,7 @@ class Poller:
                       lacks=sum(why.endswith(DOUBTED) for why in decision.reasons.values()))
         else:
             self._answered_at = self.wall()
-        self._tell(decision, former, before)
+        self._log_changes(decision, former, before)
         self._publish(decision)
 
     def _ask_cloud(self) -> list[Instance] | None:
@@ -193,20 +191,20 @@ class Poller:
                 sys.stderr.write(f"discovery: It is unknown now whether AWS refuses machines. The "
                                  f"last known state stands. {plain_text(supply)}\n")
         elif supply is not None:
-            self._told, events = tell(supply, self._told, self.clock())
+            self._reported, events = report(supply, self._reported, self.clock())
             for event, facts in events:
                 self.emit(event, **facts)
 
     def _ask_agents(self, pool: ThreadPoolExecutor) -> dict[str, Health]:
         if self.agents:
             self.health = self.agents.ask(self.instances, pool)
-            self._heard_at |= {identity: says.heard_at for identity, says in self.health.items()
-                               if not says.is_clock_off}
+            self._heard_at |= {identity: answer.heard_at for identity, answer in self.health.items()
+                               if not answer.is_clock_off}
         return self.health
 
     # --- what is written ------------------------------------------------------------------------
 
-    def _tell(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:
+    def _log_changes(self, decision: Decision, former: History, before: Sequence[Instance]) -> None:
         """Log what has changed, and why."""
         names = {i.id: i.name for i in (*before, *self.instances)}
         reasons = {identity: self._reasons.get(identity, why) if why.endswith(DOUBTED) else why
@@ -216,7 +214,7 @@ class Poller:
             reasons = {**self._reasons, **{identity: why for identity, why in reasons.items()
                                            if identity in known}}
         for identity, why in reasons.items():
-            self._tell_of(names.get(identity, identity), identity, why)
+            self._log_host(names.get(identity, identity), identity, why)
         for identity in sorted(self._reasons.keys() - reasons.keys()):
             was_in = self._reasons[identity] == IN
             self.emit("discovery.host_out" if was_in else "discovery.host_gone",
@@ -224,14 +222,14 @@ class Poller:
                       why="the cloud does not know it any more")
         self._reasons = reasons
         if decision.history.unheard and not former.unheard:
-            clock_off = sum(says.is_clock_off for says in self.health.values())
+            clock_off = sum(answer.is_clock_off for answer in self.health.values())
             self.emit("discovery.poller_doubts_itself", unheard=decision.history.unheard,
                       listed=len(decision.hosts), clock_off=clock_off)
         elif former.unheard and not decision.history.unheard:
             self.emit("discovery.poller_hears_again", listed=len(decision.hosts))
-        self._tell_of_strangers(names)
+        self._log_refused(names)
 
-    def _tell_of(self, name: str, identity: str, why: str) -> None:
+    def _log_host(self, name: str, identity: str, why: str) -> None:
         """Log that a host came onto the list or left it, is held back, or is sick."""
         was = self._reasons.get(identity)
         if why != was and (why == IN) != (was == IN):
@@ -239,31 +237,31 @@ class Poller:
                       id=identity, why=why)
         elif why.startswith(HELD) and not (was or "").startswith(HELD):
             self.emit("discovery.host_held_back", host=name, id=identity, why=why)
-        elif why.startswith(SICK) and _words(why) != _words(was or ""):
+        elif why.startswith(SICK) and _without_figures(why) != _without_figures(was or ""):
             self.emit("discovery.host_sick", host=name, id=identity, why=why)
 
-    def _tell_of_strangers(self, names: Mapping[str, str]) -> None:
+    def _log_refused(self, names: Mapping[str, str]) -> None:
         """Log the clients that agents have refused."""
-        for identity, says in self.health.items():
-            refused, known = says.refused, self._strangers.get(identity, 0)
-            told_s = self.clock() - self._told_at.get(identity, -math.inf)
+        for identity, answer in self.health.items():
+            refused, known = answer.refused, self._refused.get(identity, 0)
+            logged_s = self.clock() - self._logged_at.get(identity, -math.inf)
             if refused < known:
-                self._strangers[identity] = 0  # another life of the agent
-            elif refused > known and told_s >= STRANGERS_S:
-                self._strangers[identity], self._told_at[identity] = refused, self.clock()
+                self._refused[identity] = 0  # another life of the agent
+            elif refused > known and logged_s >= REFUSED_EVERY_S:
+                self._refused[identity], self._logged_at[identity] = refused, self.clock()
                 self.emit("discovery.stranger_refused", host=names.get(identity, identity),
                           id=identity, refused=refused - known)
 
     def _publish(self, decision: Decision) -> None:
-        """Write memory, list and table. What cannot be written is tried again at the next turn."""
+        """Write memory, list and table. A failed write is tried again at the next turn."""
         text = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts)
         past, at = self.history.past, known_at(
             self.history, self.instances, self._heard_at, self._answered_at or 0.0, self.clock(),
             self.wall(), self.policy.silence_s)
         self._heard_at = {i: heard_at for i, heard_at in self._heard_at.items() if i in past}
-        strangers = {i: count for i, count in self._strangers.items() if i in past}
+        refused = {i: count for i, count in self._refused.items() if i in past}
         memory = Memory(self.clock(), self._answered_at or 0.0, tuple(self.instances),
-                        self.history, self._reasons, strangers, self._told)
+                        self.history, self._reasons, refused, self._reported)
         is_kept = self._write(self._memory_file, write_down(memory))
         if text != self._written:
             if is_listed := self._write(self.hosts_file, text, at):
@@ -306,7 +304,7 @@ class Poller:
         instances = sorted(self.instances, key=lambda i: (i.launched, i.id))
         return {"time": self.wall(), "cloud_failures": self.question.failures,
                 "unheard": decision.history.unheard,
-                "supply": asdict(self._told.supply) if self._told.supply else None,
+                "supply": asdict(self._reported.supply) if self._reported.supply else None,
                 "hosts": [row(i, decision, self.health.get(i.id), self.clock())
                           for i in instances]}
 
@@ -325,7 +323,7 @@ def known_at(history: History, instances: Sequence[Instance], heard_at: Mapping[
     `heard_at` has the agents' last answers by the clock of `now`; `answered_at` is the time of the
     cloud's last believed answer.
     """
-    believed = answered_at if answered_at <= wall else 0.0  # else our clock was set back since then
+    believed = answered_at if answered_at <= wall else 0.0  # else the clock was set back
     known = {identity: max(believed, wall - (now - heard)) for identity, heard in heard_at.items()}
     if history.listed:
         return min(known.get(identity, answered_at) for identity, _, _ in history.listed)
@@ -333,23 +331,25 @@ def known_at(history: History, instances: Sequence[Instance], heard_at: Mapping[
     speaking = {identity for identity, heard in heard_at.items() if now - heard <= silence_s}
     if any(past.heard_at is not None and not past.leaves and identity not in speaking
            for identity, past in here.items()):
-        return answered_at  # a host whose agent has fallen silent may work all the same
+        return answered_at  # a host whose agent has fallen silent may still work
     leaving = [identity for identity, past in here.items() if past.leaves]
     return max([answered_at, *(known.get(identity, answered_at) for identity in leaving)])
 
 
-def row(instance: Instance, decision: Decision, says: Health | None, now: float) -> dict[str, Any]:
+def row(instance: Instance, decision: Decision, answer: Health | None,
+        now: float) -> dict[str, Any]:
     """Return one host's row of the table."""
     past = decision.history.past.get(instance.id, Past())
     since = past.first_unfit if past.first_fit is None else past.first_fit
     why = decision.reasons.get(instance.id, "")
     return {**vars(instance), "why": why, "is_in": why == IN,
             "since_s": None if since is None else now - since,
-            "agent": says.state if says else "", "agent_why": says.why if says else "",
-            "rebalance": bool(says and says.rebalance), "deadline": says.deadline if says else None,
-            "workers": says.facts.get("workers") if says else None,
-            "standby": says.facts.get("standby") if says else None,
-            "refused": says.refused if says else 0}
+            "agent": answer.state if answer else "", "agent_why": answer.why if answer else "",
+            "rebalance": bool(answer and answer.rebalance),
+            "deadline": answer.deadline if answer else None,
+            "workers": answer.facts.get("workers") if answer else None,
+            "standby": answer.facts.get("standby") if answer else None,
+            "refused": answer.refused if answer else 0}
 
 
 def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:
@@ -360,6 +360,6 @@ def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:
     return decide(cloud.instances(), {}, History(), 0.0, policy).hosts
 
 
-def _words(why: str) -> str:
+def _without_figures(why: str) -> str:
     """Return a reason without its figures, which change from turn to turn."""
     return "".join(letter for letter in why if letter not in "+-.0123456789")

@@ -1,7 +1,7 @@
 """The poller's questions: to the cloud every few seconds, to the agents every second.
 
-No answer delays another one: each is awaited for a bounded time, and taken by a later turn if it
-comes later.
+No answer delays another one: a turn waits for each for a bounded time. A later turn takes a late
+answer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CloudQuestion(Generic[Answer]):
                  clock: Callable[[], float]):
         self.question, self.interval_s, self.clock = question, interval_s, clock
         self.patience_s = patience_s
-        """How long a turn waits for the answer."""
+        """The time for which a turn waits for the answer."""
         self.failures = 0
-        """How many questions in a row have failed."""
+        """The number of questions in a row that have failed."""
         self.pending: Future[Answer] | None = None
         self._asked_at = -math.inf
 
@@ -44,7 +44,7 @@ class CloudQuestion(Generic[Answer]):
             back_off_s = self.interval_s * 2.0 ** min(self.failures, MOST_DOUBLINGS)
             if now - self._asked_at < min(MOST_BACK_OFF_S, back_off_s):
                 return None
-            self._asked_at, self.pending = now, _begin(self.question)
+            self._asked_at, self.pending = now, _start(self.question)
             wait([self.pending], self.patience_s)
         pending = self.pending
         if not pending.done() and now - self._asked_at < GIVE_UP_S:
@@ -84,20 +84,18 @@ class Agents:
         done, _ = wait(self._asking.values(), self.patience_s)
         answered = [identity for identity, question in self._asking.items() if question in done]
         answers = {identity: self._asking.pop(identity).result() for identity in answered}
-        return {
-            identity: says
-            for identity, says in answers.items() if says and identity in running
-        }
+        return {identity: health for identity, health in answers.items()
+                if health and identity in running}
 
     def _ask_one(self, name: str) -> Health | None:
         try:
-            says = ask(f"{name}:{self.port}", self.key, self.timeout_s, self.wall)
-            return replace(says, heard_at=self.clock())
+            health = ask(f"{name}:{self.port}", self.key, self.timeout_s, self.wall)
+            return replace(health, heard_at=self.clock())
         except AgentUnreachable:
             return None
 
 
-def _begin(question: Callable[[], Answer]) -> Future[Answer]:
+def _start(question: Callable[[], Answer]) -> Future[Answer]:
     """Ask in a daemon thread: a question that hangs must not keep the poller from its end."""
     future: Future[Answer] = Future()
 

@@ -1,16 +1,16 @@
-"""Why AWS gives an auto scaling group no machines, what to do about it, and when to say so.
+"""Why AWS starts no machines for an auto scaling group, the remedy, and when to log it.
 
-scaling activities (ec2) → here → poll → the run's diary, `elastic-trainer hosts`, `watch`
+scaling activities (ec2) → here → poll → event log, `elastic-trainer hosts`, `watch`
 
-`apply` is green when the group has been made. Only its activities say that its launches fail.
+`apply` succeeds when the group exists. Only the group's activities show that its launches fail.
 
 What always holds:
 1. A group is refused when it has fewer machines than its desired capacity and its last ended launch
-   failed. A failure older than RECENT_S begins no refusal: AWS keeps activities for six weeks.
-2. A refusal has AWS's word, AWS's sentence, and a remedy with the exact key or command. A sentence
-   that no rule knows is shown too, with the command that lists all of them.
-3. The begin and the end of a refusal are one event each, not one per poll. A refusal that comes
-   back is told again after AGAIN_S at the earliest. It ends when machines come or none is lacking.
+   failed. A failure older than RECENT_S starts no refusal: AWS keeps activities for six weeks.
+2. A refusal has AWS's code, AWS's sentence, and a remedy with the exact key or command. A sentence
+   without a rule is shown too, with the command that lists all of them.
+3. The start and the end of a refusal are one event each, not one per poll. A refusal that returns
+   is logged again after AGAIN_S at the earliest. It ends when machines come or none is missing.
 
 Source: Amazon EC2 Auto Scaling user guide, "Troubleshoot: EC2 instance launch failures"; its API
 reference, DescribeScalingActivities ("If an attempt to launch instances failed, the StatusCode
@@ -32,7 +32,7 @@ RECENT_S = 3600.0
 """A failure from before may be another day's; the group tries again every few minutes."""
 AGAIN_S = 600.0
 MOST_LETTERS = 300
-"""Of AWS's sentence: an encoded authorization message has thousands."""
+"""The limit of AWS's sentence: an encoded authorization message has thousands of characters."""
 UNKNOWN = "Unknown"
 
 
@@ -54,8 +54,8 @@ class Activity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a group was asked for, and where."""
+class Shortage:
+    """The machines that a group lacks, and where."""
 
     group: str
     region: str
@@ -64,7 +64,7 @@ class Asked:
     wanted: int
     """Its desired capacity."""
     vcpus: Mapping[str, int] = field(default_factory=dict)
-    """Of each of its instance types."""
+    """Instance type → its vCPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Refusal:
     """Why a group's launches fail."""
 
     code: str
-    """AWS's word, e.g. "VcpuLimitExceeded"; that of RULES where its sentence has none."""
+    """AWS's code, e.g. "VcpuLimitExceeded"; that of RULES if AWS's sentence has none."""
     says: str
     remedy: str
     quotas: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Supply:
-    """How many machines a group has, and why not more."""
+    """The number of a group's machines, and why it has no more."""
 
     there: int
     wanted: int
@@ -89,22 +89,22 @@ class Supply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What stands, and what the diary knows."""
+class Reported:
+    """The present supply, and what the event log has of it."""
 
     supply: Supply | None = None
     """The last known one."""
     code: str = ""
-    """The refusal that was told last and has not ended."""
-    told_at: Mapping[str, float] = field(default_factory=dict)
-    """When each was told last, by the poller's clock."""
+    """The refusal that was logged last and has not ended."""
+    logged_at: Mapping[str, float] = field(default_factory=dict)
+    """Code → when it was logged last, by the poller's clock."""
 
 
-NEXT = "AWS goes on trying, so nothing else is to be done."
+NEXT = "AWS keeps trying, so no other action is needed."
 FEWER = "set workers lower in the run's .tfvars file, then apply"
 TYPES_AND_ZONES = (
     "Name more types in instance_types, or more zones, in the run's .tfvars file, then apply "
-    "(deploy/check.sh says which zones offer which types)."
+    "(deploy/check.sh lists the zones that offer each type)."
 )
 RULES: tuple[tuple[str, str, str], ...] = (
     ("MaxSpotInstanceCountExceeded", r"max spot instance count exceeded", "{spot}"),
@@ -117,8 +117,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (
         "fleet_quota",
         r"quota for maximum Fleet Requests",
-        "AWS holds a new account back like this until it has verified it: open a case with AWS "
-        "Support (Account and billing), or wait for a day. " + NEXT,
+        "AWS limits a new account like this until it has verified the account: open a case with "
+        "AWS Support (Account and billing), or wait for a day. " + NEXT,
     ),
     (
         "InsufficientInstanceCapacity",
@@ -142,7 +142,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
         r"not authorized to perform|UnauthorizedOperation|AccessDenied",
         "The group's role, AWSServiceRoleForAutoScaling, must be allowed ec2:RunInstances and "
         "ec2:CreateFleet in {region}: look for a service control policy of your organization "
-        "that denies them; aws sts decode-authorization-message says which, with the whole "
+        "that denies them; aws sts decode-authorization-message names it, given the whole "
         "message from {all}.",
     ),
     (
@@ -175,7 +175,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
         r"not supported in your requested Availability Zone|configuration is currently not "
         r"supported",
         "Take the type out of instance_types, or the zone out of zones, in the run's .tfvars "
-        "file, then apply (deploy/check.sh says which zones offer which types).",
+        "file, then apply (deploy/check.sh lists the zones that offer each type).",
     ),
     (
         "Unsupported",
@@ -199,7 +199,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (
         "account_blocked",
         r"account is currently blocked|not recognized as a valid account",
-        "Open a case with AWS Support (Account and billing): no setting here mends it.",
+        "Open a case with AWS Support (Account and billing): no setting here corrects it.",
     ),
     (
         "PendingVerification",
@@ -218,18 +218,18 @@ RULES: tuple[tuple[str, str, str], ...] = (
         "Correct the setting that it names, in the run's .tfvars file, then apply.",
     ),
 )
-"""AWS's word (a word of ours, in lower case, where AWS has none); a pattern for sentences without a
-word; the remedy. The first that fits holds."""
-WORD = re.compile(r"\b([A-Z][A-Za-z]+(?:\.[A-Z][A-Za-z]+)*) - ")
+"""AWS's code (a code of ours, in lower case, where AWS has none); a pattern for sentences without a
+code; the remedy. The first match counts."""
+CODE = re.compile(r"\b([A-Z][A-Za-z]+(?:\.[A-Z][A-Za-z]+)*) - ")
 """As in "Could not launch Spot Instances. UnfulfillableCapacity - Unable to …"."""
 
 
-def refusal_of(activities: Iterable[Activity], asked: Asked, now: float) -> Refusal | None:
+def refusal_of(activities: Iterable[Activity], shortage: Shortage, now: float) -> Refusal | None:
     """Return why the group lacks machines; None where nothing was refused.
 
-    `now` is seconds since 1970. It is compared with AWS's clock only to tell an hour.
+    `now` is in seconds since 1970. The comparison with AWS's clock need not be exact.
     """
-    if asked.there >= asked.wanted:
+    if shortage.there >= shortage.wanted:
         return None
     launches = [one for one in activities if one.is_launch]
     failed = [
@@ -242,57 +242,57 @@ def refusal_of(activities: Iterable[Activity], asked: Asked, now: float) -> Refu
     last = max(failed, key=lambda one: one.started)
     if any(one.status == "Successful" and one.started > last.started for one in launches):
         return None
-    return explain(last.says or last.description, asked)
+    return explain(last.says or last.description, shortage)
 
 
-def explain(says: str, asked: Asked) -> Refusal:
+def explain(sentence: str, shortage: Shortage) -> Refusal:
     """Return a refusal by AWS's sentence for it."""
-    word = WORD.search(says)
+    found_code = CODE.search(sentence)
     code, remedy = next(
         (
             (code, remedy)
-            for code, sentence, remedy in RULES
-            if word and word[1] == code or re.search(sentence, says, re.I)
+            for code, pattern, remedy in RULES
+            if found_code and found_code[1] == code or re.search(pattern, sentence, re.I)
         ),
         (
-            word[1] if word else UNKNOWN,
-            "Correct what it names, in the run's .tfvars file, and apply. All that was refused: "
-            "{all}.",
+            found_code[1] if found_code else UNKNOWN,
+            "Correct the setting that it names, in the run's .tfvars file, and apply. This command "
+            "lists all refusals: {all}.",
         ),
     )
-    quotas = _quotas(remedy, asked)
-    said = " ".join(says.split())
+    quotas = _quotas(remedy, shortage)
+    text = " ".join(sentence.split())
     remedy = remedy.format(
-        region=asked.region,
-        all=_list_all(asked),
-        gp3=_ask_for_disks(asked),
-        disk_gb=_disk_gb(says),
-        spot=_ask_for(quotas, asked),
-        on_demand=_ask_for(quotas, asked),
+        region=shortage.region,
+        all=_list_all(shortage),
+        gp3=_ask_for_disks(shortage),
+        disk_gb=_disk_gb(sentence),
+        spot=_ask_for(quotas, shortage),
+        on_demand=_ask_for(quotas, shortage),
     )
     return Refusal(
-        code=word[1] if word else code,
+        code=found_code[1] if found_code else code,
         remedy=remedy,
         quotas=tuple(one.code for one in quotas),
-        says=said if len(said) <= MOST_LETTERS else said[: MOST_LETTERS - 1] + "…",
+        says=text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "…",
     )
 
 
-def tell(supply: Supply, told: Told, now: float) -> tuple[Told, list[tuple[str, dict[str, Any]]]]:
-    """Return what has been told then, and the events due; `now` is by the poller's clock."""
-    told_at = {code: at for code, at in told.told_at.items() if now - at < AGAIN_S}
+def report(supply: Supply, reported: Reported,
+           now: float) -> tuple[Reported, list[tuple[str, dict[str, Any]]]]:
+    """Return the new state, and the events that are due; `now` is by the poller's clock."""
+    logged_at = {code: at for code, at in reported.logged_at.items() if now - at < AGAIN_S}
     found = supply.refusal
     have = {"machines": supply.there, "wanted": supply.wanted}
-    if found is None and told.code and told.supply and supply.there < supply.wanted:
-        if supply.there <= told.supply.there:  # it tries too seldom, so the failure is old by now
-            return replace(told, supply=replace(supply, refusal=told.supply.refusal)), []
+    if found is None and reported.code and reported.supply and supply.there < supply.wanted:
+        if supply.there <= reported.supply.there:  # AWS has not tried again since the failure
+            return replace(reported, supply=replace(supply, refusal=reported.supply.refusal)), []
     if found is None:
-        ended = (
-            [("discovery.launch_refusal_ended", {"code": told.code, **have})] if told.code else []
-        )
-        return Told(supply=supply, told_at=told_at), ended
-    if found.code == told.code or found.code in told_at:
-        return replace(told, supply=supply, told_at=told_at), []
+        ended = ([("discovery.launch_refusal_ended", {"code": reported.code, **have})]
+                 if reported.code else [])
+        return Reported(supply=supply, logged_at=logged_at), ended
+    if found.code == reported.code or found.code in logged_at:
+        return replace(reported, supply=supply, logged_at=logged_at), []
     facts = {
         "code": found.code,
         "says": found.says,
@@ -301,53 +301,53 @@ def tell(supply: Supply, told: Told, now: float) -> tuple[Told, list[tuple[str, 
         **have,
     }
     return (
-        Told(supply=supply, code=found.code, told_at=told_at | {found.code: now}),
+        Reported(supply=supply, code=found.code, logged_at=logged_at | {found.code: now}),
         [("discovery.launch_refused", facts)],
     )
 
 
-def _quotas(remedy: str, asked: Asked) -> list[Quota]:
+def _quotas(remedy: str, shortage: Shortage) -> list[Quota]:
     """Return the quotas that a remedy is about, in the order of the group's types."""
     if remedy == "{gp3}":
         return [GP3]
     if remedy not in ("{spot}", "{on_demand}"):
         return []
-    found = (quota_of(kind, spot=remedy == "{spot}") for kind in asked.vcpus)
+    found = (quota_of(kind, spot=remedy == "{spot}") for kind in shortage.vcpus)
     return list(dict.fromkeys(quota for quota in found if quota))
 
 
-def _ask_for(quotas: list[Quota], asked: Asked) -> str:
+def _ask_for(quotas: list[Quota], shortage: Shortage) -> str:
     if not quotas:
         return f"Ask AWS for a larger quota, or {FEWER}."
     each = []
     for quota in quotas:
         vcpus = [
             count
-            for kind, count in asked.vcpus.items()
+            for kind, count in shortage.vcpus.items()
             if quota in (quota_of(kind, spot=True), quota_of(kind, spot=False))
         ]
         each.append(
-            f"the quota {quota.code} ({quota.name}) to {asked.wanted * max(vcpus)} vCPUs, or "
+            f"the quota {quota.code} ({quota.name}) to {shortage.wanted * max(vcpus)} vCPUs, or "
             f"more where others of the account need it too: "
-            f"{request(quota, asked.wanted * max(vcpus), asked.region)}"
+            f"{request(quota, shortage.wanted * max(vcpus), shortage.region)}"
         )
     return f"Raise {'; or '.join(each)}. Or {FEWER}."
 
 
-def _ask_for_disks(asked: Asked) -> str:
+def _ask_for_disks(shortage: Shortage) -> str:
     return (
         f"Raise the quota {GP3.code} ({GP3.name}) above what `aws service-quotas "
-        f"get-service-quota --region {asked.region} --service-code {GP3.service} --quota-code "
-        f"{GP3.code}` says, or set worker_disk_gb or workers lower in the run's .tfvars file, "
+        f"get-service-quota --region {shortage.region} --service-code {GP3.service} --quota-code "
+        f"{GP3.code}` shows, or set worker_disk_gb or workers lower in the run's .tfvars file, "
         f"then apply."
     )
 
 
-def _disk_gb(says: str) -> str:
-    wanted = re.search(r"expect size\s*>=\s*(\d+)", says)
+def _disk_gb(sentence: str) -> str:
+    wanted = re.search(r"expect size\s*>=\s*(\d+)", sentence)
     return wanted[1] if wanted else "the size that it names"
 
 
-def _list_all(asked: Asked) -> str:
-    where = f"--region {asked.region} --auto-scaling-group-name {asked.group}"
+def _list_all(shortage: Shortage) -> str:
+    where = f"--region {shortage.region} --auto-scaling-group-name {shortage.group}"
     return f"aws autoscaling describe-scaling-activities {where}"

@@ -41,7 +41,7 @@ from elastic_trainer.world.reach import unreachable
 
 HOSTILE = Path(__file__).resolve().parent / "hostile.py"
 OUTSIDE = "10.66"
-"""RefusedClients come from another network, by a route: all namespaces of a machine share its table of
+"""The attackers' network, reached by a route: all namespaces of a machine share its table of
 neighbours (1024 entries), and 200 addresses on each of five hosts would fill it."""
 EVERY_S = 0.2
 LOOK_S = 1.0

@@ -147,7 +147,7 @@ class Cloud:
         return dict(self.scaling.describe_auto_scaling_groups()["AutoScalingGroups"][0])
 
     def keep_group(self) -> None:
-        """Do what elastic-group.service does once, when the release stands."""
+        """Do what elastic-group.service does once, when the release is ready."""
         command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME},
                              self.folder)
         (self.folder / "runs" / NAME).mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,8 @@ def say_nothing_of_addresses() -> None:
     one for an address."""
     from moto.ec2.models.elastic_network_interfaces import NetworkInterface  # type: ignore[import-not-found]
 
-    said = NetworkInterface.association.fget
-    NetworkInterface.association = property(lambda interface: said(interface) or None)
+    output = NetworkInterface.association.fget
+    NetworkInterface.association = property(lambda interface: output(interface) or None)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ NOWHERE = "02:00:00:00:00:01"
 CLONE_NEWNET = 0x40000000
 START_S = 20.0
 UNSHARE = ("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL")
-SITE = '''"""Lets a host of the lab have a wrong clock: the seconds in /run/clock-off, a file of that host's own."""
+SITE = '''"""Gives a host of the lab a wrong clock: the seconds in its own file /run/clock-off."""
 import os, time
 if os.path.exists("/run/clock-off"):
     _real, _off = time.time, float(open("/run/clock-off").read())
@@ -66,12 +66,15 @@ if os.path.exists("/run/clock-off"):
 '''
 INIT = r'''
 hostname "$1"; lab=$2
-mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run && mkdir -p /run/sshd /run/disk
+mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /run
+mkdir -p /run/sshd /run/disk
 mount --bind "$lab/hosts" /etc/hosts && mount --bind "$lab/ssh/config" /etc/ssh/ssh_config
 mount --bind "$lab/ssh/shadow" /etc/shadow
 mount -t tmpfs -o size=4m tmpfs /run/disk
 [ -z "$3" ] || mount -t tmpfs -o size=4m tmpfs "$3"
-for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ -f $file ] && mount --bind "$lab/empty" $file; done
+for file in ~/.bashrc ~/.bash_profile ~/.profile; do
+    [ -f $file ] && mount --bind "$lab/empty" $file
+done
 ulimit -n 20000
 echo booted; read -r plugged
 exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config" -o PidFile=none

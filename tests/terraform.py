@@ -146,7 +146,8 @@ class Root:
 
     def _terraform(self, *arguments: str) -> str:
         done = self._run(*arguments)
-        assert done.returncode == 0, f"terraform {arguments[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        output = done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.returncode == 0, f"terraform {arguments[0]}: {output}"
         return done.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -104,7 +104,7 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
     with pytest.raises(MetadataUnavailable):
         Metadata(endpoint).notice()
     agent = Agent(Metadata(endpoint), tmp_path)
-    agent.listen()
+    agent.read_notices()
     assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
 
 
@@ -112,18 +112,19 @@ def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer
                                                         agent: tuple[Agent, str]) -> None:
     """A notice is never taken back; a rebalance recommendation is only told."""
     here, address = agent
-    here.listen()
+    here.read_notices()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
     metadata.recommend()
-    here.listen()
-    says = ask(address, KEY, PATIENCE_S)
-    assert says.state == "ready" and says.rebalance
+    here.read_notices()
+    answer = ask(address, KEY, PATIENCE_S)
+    assert answer.state == "ready" and answer.rebalance
     metadata.announce()
-    here.listen()
+    here.read_notices()
     metadata.documents.clear()
-    here.listen()
-    says = ask(address, KEY, PATIENCE_S)
-    assert says.state == "draining" and says.why == "terminate at 01:03:47 UTC" and says.deadline == 1893978227.0
+    here.read_notices()
+    answer = ask(address, KEY, PATIENCE_S)
+    assert answer.state == "draining" and answer.why == "terminate at 01:03:47 UTC"
+    assert answer.deadline == 1893978227.0
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -140,15 +141,15 @@ def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(
     with monkeypatch.context() as patch:
         patch.setattr(health_module, "MEMORY_FREE", 1.0)  # no machine has so much
         here.examine()
-        says = ask(address, KEY, PATIENCE_S)
-        assert says.state == "sick" and re.fullmatch(r"no memory: \d+ MiB left", says.why)
+        answer = ask(address, KEY, PATIENCE_S)
+        assert answer.state == "sick" and re.fullmatch(r"no memory: \d+ MiB left", answer.why)
     monkeypatch.setattr(health_module, "gpu_count", lambda: 2)
     here.examine()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
     monkeypatch.setattr(health_module, "gpu_count", lambda: 1)
     here.examine()
-    says = ask(address, KEY, PATIENCE_S)
-    assert (says.state, says.why) == ("sick", "GPU lost: 1 of 2 answer")
+    answer = ask(address, KEY, PATIENCE_S)
+    assert (answer.state, answer.why) == ("sick", "GPU lost: 1 of 2 answer")
     monkeypatch.setattr(health_module, "gpu_count", lambda: 2)
     here.examine()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
@@ -243,11 +244,11 @@ def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_sm
 
 def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
     """By the poller's clock; how much is said."""
-    says = ask(agent[1], KEY, PATIENCE_S, clock=lambda: time.time() + 300)
-    assert says.state == "sick" and re.search(r"-(29|30)\d s off", says.why)
+    answer = ask(agent[1], KEY, PATIENCE_S, clock=lambda: time.time() + 300)
+    assert answer.state == "sick" and re.search(r"-(29|30)\d s off", answer.why)
 
 
-def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
+def test_refuses_unauthenticated_requests_and_rubbish(agent: tuple[Agent, str]) -> None:
     """A wrong key, no key, bytes that are no HTTP or no GET: refused, each counted, and the agent
     goes on."""
     here, address = agent
@@ -261,8 +262,8 @@ def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
             stranger.sendall(bytes_)
             stranger.shutdown(socket.SHUT_WR)
-            while said := stranger.recv(4096):
-                assert b"ready" not in said
+            while output := stranger.recv(4096):
+                assert b"ready" not in output
     connection = http.client.HTTPConnection(host, int(port), timeout=2)
     connection.request(
         "GET",
@@ -277,8 +278,8 @@ def test_refuses_strangers_and_their_rubbish(agent: tuple[Agent, str]) -> None:
     while here.refused < len(rubbish) + 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    says = ask(address, KEY, PATIENCE_S)
-    assert (says.state, says.refused) == ("ready", len(rubbish) + 2)
+    answer = ask(address, KEY, PATIENCE_S)
+    assert (answer.state, answer.refused) == ("ready", len(rubbish) + 2)
 
 
 def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str],
@@ -356,7 +357,7 @@ FEW = 48
 """So many descriptors a test's agent has."""
 
 
-def test_a_host_is_well_when_strangers_hold_connections_to_its_agent(tmp_path: Path) -> None:
+def test_a_host_is_ready_when_others_hold_connections_to_its_agent(tmp_path: Path) -> None:
     """More idle ones than the agent has descriptors. The host looked sick until the agent was
     started again."""
     key = tmp_path / "key"
@@ -392,15 +393,17 @@ def test_a_host_is_well_when_strangers_hold_connections_to_its_agent(tmp_path: P
             process.kill()
 
 
-def test_strangers_connections_leave_the_agent_its_descriptors(agent: tuple[Agent, str]) -> None:
-    """One too many closes the oldest, and each is counted. None has a thread."""
+def test_unauthenticated_connections_leave_the_agent_its_descriptors(
+        agent: tuple[Agent, str]) -> None:
+    """Beyond the limit the oldest is closed and counted. None has a thread."""
     here, address = agent
     threads, (host, port) = threading.active_count(), address.split(":")
     with ExitStack() as stack:
         for _ in range(SPARE + 30):
             stack.enter_context(socket.create_connection((host, int(port)), 20))
-        says = ask(address, KEY, PATIENCE_S)
-    assert says.state == "ready" and here.refused >= 30 and threading.active_count() <= threads + 1
+        answer = ask(address, KEY, PATIENCE_S)
+    assert answer.state == "ready" and here.refused >= 30
+    assert threading.active_count() <= threads + 1
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
@@ -417,8 +420,8 @@ def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, 
 
         patch.setattr(health_module, "gpu_count", fails)
         here.examine()
-        says = ask(address, KEY, PATIENCE_S)
-        assert says.state == "ready" and says.why.startswith("not examined: ")
+        answer = ask(address, KEY, PATIENCE_S)
+        assert answer.state == "ready" and answer.why.startswith("not examined: ")
         assert here.health()["why"].startswith("not examined: ")
     here.examine()
     assert not here.health()["why"].startswith("not examined")
@@ -520,15 +523,15 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(
             assert process.wait(20) == 0
         finally:
             process.kill()
-    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sorted((e["event"], e["id"]) for e in told
+    logged = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sorted((e["event"], e["id"]) for e in logged
                   if e["event"] != "discovery.hosts_changed") == [("discovery.host_in", "i-1"),
                                                                   ("discovery.host_in", "i-2"),
                                                                   ("discovery.host_out", "i-1"),
                                                                   ("discovery.host_out", "i-2")]
 
 
-def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) -> None:
+def test_no_host_is_logged_as_out_while_the_answer_is_doubted(tmp_path: Path) -> None:
     """The list stands until the cloud has said it twice; then the reason is told, whatever it is by
     then."""
     cloud, now = TwoHosts(), 0.0
@@ -547,11 +550,11 @@ def test_nobody_is_said_to_be_out_while_the_answer_is_doubted(tmp_path: Path) ->
             cloud.instances = lambda answer=answer: answer  # type: ignore[method-assign, misc]
             poller.poll(pool)
             now += 10.0
-            told = [
+            logged = [
                 json.loads(line)["event"]
                 for line in (tmp_path / "events.jsonl").read_text().splitlines()
             ]
-            outs.append(told.count("discovery.host_out"))
+            outs.append(logged.count("discovery.host_out"))
     assert outs == [0, 0, 0, 0, 2]
     assert (tmp_path / "hosts").read_text() == ""
 
@@ -613,10 +616,10 @@ def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: 
                                                    ]  # type: ignore[method-assign, misc]
             poller.poll(pool)
             now += 10.0
-    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [e["event"].partition(".")[2] for e in told if e.get("id") == there.id] == [
+    logged = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["event"].partition(".")[2] for e in logged if e.get("id") == there.id] == [
         "host_in", "host_out", "host_in", "host_out", "host_held_back"]
-    assert told[-1]["why"] == "held back: it came 3 times in 600 s"
+    assert logged[-1]["why"] == "held back: it came 3 times in 600 s"
     assert (tmp_path / "hosts").read_text() == f"{here.name}:1\n"
 
 
@@ -646,10 +649,10 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
         wait_for("environment", Path(f"/proc/{worker.pid}/environ").read_bytes)
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
-        while (says := ask(address, KEY, PATIENCE_S)).state != "draining":
+        while (answer := ask(address, KEY, PATIENCE_S)).state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert says.facts["workers"] == ["booting"]
+        assert answer.facts["workers"] == ["booting"]
     finally:
         worker.kill()
         worker.wait()
@@ -659,21 +662,21 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
             process.kill()
 
 
-def test_workers_are_told_to_hurry_when_little_of_the_notice_is_left(
+def test_workers_are_asked_to_hurry_when_little_of_the_notice_is_left(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM, once: a leaver that waits for its checkpoint (up to a minute) must not be surprised
     by the end."""
-    told: list[tuple[int, int]] = []
+    logged: list[tuple[int, int]] = []
     monkeypatch.setattr("elastic_trainer.discovery.health.workers",
                         lambda: [{"pid": 12345, "worker": "host/0/1"}])
-    monkeypatch.setattr("os.kill", lambda *what: told.append(what))
+    monkeypatch.setattr("os.kill", lambda *what: logged.append(what))
     early, late, endless = (Agent(None, tmp_path) for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)
     late.drain("a notice", time.time() + HURRY_S - 1.0)
     endless.drain("a notice that says no time", None)
     for agent in (early, late, endless, late):
         agent.last_call()
-    assert told == [(12345, signal.SIGTERM)]
+    assert logged == [(12345, signal.SIGTERM)]
 
 
 def test_the_standbys_that_wait_are_counted(tmp_path: Path,
@@ -769,8 +772,8 @@ def test_no_other_user_silences_an_agent_of_roots(agent: tuple[Agent, str], name
     with running(env={"ELASTIC_TRAINER_WORKER": "host/9/1"}) as worker, \
             running(env=environment, user=NOBODY) as other:
         assert ask(address, KEY, PATIENCE_S).state == "ready"
-        told = {one["worker"]: one["pid"] for one in here.health()["workers"]}
-        assert told["host/9/1"] == worker.pid and other.pid not in told.values()
+        logged = {one["worker"]: one["pid"] for one in here.health()["workers"]}
+        assert logged["host/9/1"] == worker.pid and other.pid not in logged.values()
         theirs = Agent(None, here.folder, user=NOBODY)
         assert [one["pid"] for one in theirs.workers()] == [other.pid]
         assert len(theirs.health()["workers"][0]["worker"]) <= 120
@@ -808,8 +811,8 @@ def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
                            text=True,
                            check=True,
                            cwd=ROOT).stdout
-    said = SHORT_NAME.fullmatch(shown.strip())
-    assert said and said[2] in (f" {step}", None) and (said[2] or step > 1e6)
+    output = SHORT_NAME.fullmatch(shown.strip())
+    assert output and output[2] in (f" {step}", None) and (output[2] or step > 1e6)
 
 
 @pytest.mark.parametrize("token",
@@ -819,6 +822,6 @@ def test_a_token_that_is_none_is_a_metadata_service_that_cannot_be_used(
     """And no reason for an agent to end."""
     metadata.odd_token = token
     agent = Agent(Metadata(metadata.endpoint), tmp_path)
-    agent.listen()
-    says = agent.health()
-    assert says["state"] == "ready" and "127.0.0.1" in says["why"]
+    agent.read_notices()
+    answer = agent.health()
+    assert answer["state"] == "ready" and "127.0.0.1" in answer["why"]

@@ -87,7 +87,7 @@ def test_a_run_ends_as_finished_only_when_it_is(exit_code: int, was_interrupted:
     assert following.exit_code is not None or not was_interrupted
 
 
-def told(*facts: tuple[str, int]) -> list[dict[str, object]]:
+def logged(*facts: tuple[str, int]) -> list[dict[str, object]]:
     """Return what the driver tells of finished steps and published checkpoints."""
     nothing = {
         "time": 1.0, "event": "driver.step_reached", "attempt": 1, "steps": 0, "checkpoint": 0
@@ -106,10 +106,10 @@ def test_only_what_the_run_never_had_is_progress(more: list[tuple[str, int]],
                                                  is_progress: bool) -> None:
     """A death that always comes at step 50, with a checkpoint of step 40, is not retried for
     ever."""
-    before = told(*(("steps", steps) for steps in range(1, 51)), ("checkpoint", 40))
+    before = logged(*(("steps", steps) for steps in range(1, 51)), ("checkpoint", 40))
     past = past_of(before)
     assert has_progressed((past.newest_step, past.newest_checkpoint),
-                          past_of(before + told(*more))) is is_progress
+                          past_of(before + logged(*more))) is is_progress
 
 
 def sleeper(seconds: float, **variables: str) -> subprocess.Popen[bytes]:
@@ -189,14 +189,14 @@ ONE_HOST = ["-np", "1", "--host-discovery-script", "echo localhost:1"]
 
 
 def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, signals: None) -> None:
-    """One attempt, no second one, its exit code, and the diary says so."""
+    """One attempt, no second one, its exit code, and the event log says so."""
     command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
     with open(tmp_path / "output", "wb") as output:
         assert supervise(tmp_path / "run", ONE_HOST, command, {"a": 1}, output) == EXIT_USER_ERROR
-    told = [e for e in read_events(tmp_path / "run") if not e["event"].startswith("driver.")]
-    assert [(e["event"], e["attempt"]) for e in told] == [
+    logged = [e for e in read_events(tmp_path / "run") if not e["event"].startswith("driver.")]
+    assert [(e["event"], e["attempt"]) for e in logged] == [
         ("run.started", 1), ("attempt.started", 1), ("attempt.ended", 1)]
-    assert told[-1]["verdict"] == "user_error"
+    assert logged[-1]["verdict"] == "user_error"
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is False
 
 
@@ -209,8 +209,8 @@ def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path,
     with open(tmp_path / "output", "wb") as output:
         command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
         assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
-    told = [e["event"] for e in read_events(tmp_path / "run")]
-    assert told[:2] == ["run.started", "attempt.started"] and told[-1] == "attempt.ended"
+    logged = [e["event"] for e in read_events(tmp_path / "run")]
+    assert logged[:2] == ["run.started", "attempt.started"] and logged[-1] == "attempt.ended"
     assert json.loads(
         (tmp_path / "run" / "result.json").read_text())["skipped_lines"] == len(MALFORMED)
 
@@ -221,18 +221,19 @@ from elastic_trainer import train
 def loss(model, batch):
     raise ValueError("as planned")
 model = torch.nn.Linear(2, 1)
-train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(torch.ones(8, 2)),
-      loss=loss, global_batch=4, shards=2)"""
+train(model, torch.optim.SGD(model.parameters(), lr=0.1),
+      torch.utils.data.TensorDataset(torch.ones(8, 2)), loss=loss, global_batch=4, shards=2)"""
 
 
 @pytest.mark.parametrize("has_trained", [False, True])
-def test_the_users_exception_ends_a_run_that_never_trained_when_nobody_stands_ready(
+def test_the_users_exception_ends_a_run_that_never_trained_when_no_worker_stands_ready(
         tmp_path: Path, signals: None, has_trained: bool) -> None:
     """At once, with the traceback; in a run that has trained before it may be the host's fault, and
     is tried again."""
     if has_trained:
         Events(tmp_path / "run", attempt=1).emit("driver.step_reached", steps=3, checkpoint=3)
-    started = f'open("started", "a").write("x")\nos.path.getsize("started") > 1 and os.kill({os.getpid()}, 15)'
+    started = ('open("started", "a").write("x")\n'
+               f'os.path.getsize("started") > 1 and os.kill({os.getpid()}, 15)')
     command = [
         "sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)
     ]
@@ -274,10 +275,10 @@ touches_nothing()""")
     two = ["-np", "2", "--host-discovery-script", "echo localhost:1; echo 127.0.0.2:1"]
     with open(tmp_path / "output", "wb") as output:
         assert supervise(tmp_path / "run", two, command, {}, output) == EXIT_USER_ERROR
-    told = read_events(tmp_path / "run")
-    gone = [e for e in told if e["event"] == "driver.worker_gone"]
+    logged = read_events(tmp_path / "run")
+    gone = [e for e in logged if e["event"] == "driver.worker_gone"]
     assert len(gone) == 4 and all("touches_nothing" in e["died_in"] for e in gone)
-    assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["user_error"]
+    assert [e["verdict"] for e in logged if e["event"] == "attempt.ended"] == ["user_error"]
     said = (tmp_path / "output").read_text()
     assert "All workers died of SIGSEGV in string_at (" in said and "before the first step" in said
 
@@ -303,15 +304,15 @@ def test_a_bad_command_is_not_tried_again(tmp_path: Path, signals: None) -> None
     assert len([e for e in read_events(tmp_path / "run") if e["event"] == "attempt.started"]) == 1
 
 
-def test_the_run_is_interrupted_when_it_is_told_to_stop(tmp_path: Path, signals: None) -> None:
+def test_the_run_is_interrupted_when_it_is_asked_to_stop(tmp_path: Path, signals: None) -> None:
     """A stop from outside is passed on to the workers, and no attempt follows."""
     command = script(tmp_path,
                      f"import signal\nos.kill({os.getpid()}, signal.SIGTERM)\nsignal.pause()")
     with open(tmp_path / "output", "wb") as output:
         assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_INTERRUPTED
-    told = read_events(tmp_path / "run")
-    assert [e["verdict"] for e in told if e["event"] == "attempt.ended"] == ["interrupted"]
-    started = [e for e in told if e["event"] == "driver.worker_started"]
+    logged = read_events(tmp_path / "run")
+    assert [e["verdict"] for e in logged if e["event"] == "attempt.ended"] == ["interrupted"]
+    started = [e for e in logged if e["event"] == "driver.worker_started"]
     assert started and not any(is_worker(e["pid"], e["worker"], tmp_path / "run") for e in started)
 
 
@@ -424,12 +425,12 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
         code = supervise(tmp_path / "run", ONE_HOST,
                          script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
     assert code == EXIT_USER_ERROR
-    told = {
+    logged = {
         e["host"]: e["reason"]
         for e in read_events(tmp_path / "run") if e["event"] == "run.host_not_reached"
     }
-    assert told.keys() == {"mute", "deaf", "gone"}
-    assert "has not returned" in told["mute"] and "255" in told["gone"]
+    assert logged.keys() == {"mute", "deaf", "gone"}
+    assert "has not returned" in logged["mute"] and "255" in logged["gone"]
 
 
 def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(

@@ -141,7 +141,7 @@ def test_types_of_several_quotas_fill_the_group_together() -> None:
     )
 
 
-def test_a_quota_that_nobody_knows_is_not_enough() -> None:
+def test_an_unknown_quota_is_not_enough() -> None:
     """Also machines that nobody may list, and a type of no known family."""
     denied = no("AccessDeniedException", "servicequotas:GetServiceQuota")
     failed(
@@ -175,7 +175,11 @@ def test_credentials_that_are_not_taken_say_how_to_get_some() -> None:
             "is not enabled in this account",
             "aws account enable-region --region-name eu-central-1",
         ),
-        ("EndpointConnectionError", "Nobody answers for the region eu-central-1", "Correct region"),
+        (
+            "EndpointConnectionError",
+            "No server answers for the region eu-central-1",
+            "Correct region",
+        ),
         ("UnauthorizedOperation", "did not answer ec2:Describe", "do ec2:Describe"),
     ],
 )
@@ -474,7 +478,7 @@ def person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Person]:
         pytest.skip(str(error))
 
 
-def test_a_new_account_is_told_all_that_it_lacks_and_a_mended_one_to_apply(person: Person) -> None:
+def test_a_new_account_sees_all_that_it_lacks_and_a_complete_one_may_apply(person: Person) -> None:
     """By the script, with terraform's defaults; the exit code says which. Nothing is rented."""
     status, said = person.check()
     assert status == 1 and "3 checks have failed" in said, said

@@ -24,17 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("command", ["verify", "watch", "report"])
-def test_the_user_is_told_when_a_runs_folder_is_not_there(tmp_path: Path,
+def test_an_error_is_shown_when_a_runs_folder_is_not_there(tmp_path: Path,
                                                           capsys: pytest.CaptureFixture[str],
                                                           command: str) -> None:
     """Exit code 2, the folder's name, and what to name instead."""
     assert main([command, str(tmp_path / "nowhere")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert str(tmp_path / "nowhere") in said.err and "runs/NAME" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert str(tmp_path / "nowhere") in output.err and "runs/NAME" in output.err
 
 
-def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path,
+def test_an_error_is_shown_when_a_runs_folder_is_a_file(tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """A run is a folder."""
     (tmp_path / "file").touch()
@@ -42,35 +42,35 @@ def test_the_user_is_told_when_a_runs_folder_is_a_file(tmp_path: Path,
     assert "runs/NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "said"), [("verify", "nothing is proved"),
+@pytest.mark.parametrize(("command", "output"), [("verify", "nothing is proved"),
                                                ("report", "nothing is reported")])
-def test_the_user_is_told_when_a_folder_is_no_runs(tmp_path: Path,
+def test_an_error_is_shown_when_a_folder_is_no_runs(tmp_path: Path,
                                                    capsys: pytest.CaptureFixture[str], command: str,
-                                                   said: str) -> None:
+                                                   output: str) -> None:
     """Nothing is proved of it, and nothing summed up."""
     assert main([command, str(tmp_path)]) == 2
     read = capsys.readouterr()
-    assert f"{tmp_path} has no events.jsonl, so {said}. Name a run's folder" in read.err
+    assert f"{tmp_path} has no events.jsonl, so {output}. Name a run's folder" in read.err
     assert read.out == ""
 
 
-@pytest.mark.parametrize(("text", "said"),
+@pytest.mark.parametrize(("text", "output"),
                          [(None, "There is no table"), ("{", "is not the table of a poller"),
                           ("[]", "is not the table of a poller"),
                           ('{"hosts": [{}], "time": 1}', "is not the table of a poller")])
-def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path,
+def test_an_error_is_shown_when_there_is_no_table_of_hosts(tmp_path: Path,
                                                           capsys: pytest.CaptureFixture[str],
-                                                          text: str | None, said: str) -> None:
+                                                          text: str | None, output: str) -> None:
     """With the file, and what to do: no traceback."""
     if text is not None:
         (tmp_path / "hosts.json").write_text(text)
     assert main(["hosts", str(tmp_path / "hosts")]) == 2
     read = capsys.readouterr()
     assert str(
-        tmp_path / "hosts.json") in read.err and said in read.err and "--hosts-file" in read.err
+        tmp_path / "hosts.json") in read.err and output in read.err and "--hosts-file" in read.err
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "output"), [
     (["demo", "--no-such-option"], "unrecognized arguments: --no-such-option"),
     (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     (["demo", "-np", "2"], "need a command after --"),
@@ -79,19 +79,19 @@ def test_the_user_is_told_when_there_is_no_table_of_hosts(tmp_path: Path,
     (["demo", "--steps", "many"], "many"),
     (["demo", "--wor", "2"], "--wor"),
 ])
-def test_the_user_is_told_when_an_option_is_unknown(tmp_path: Path,
+def test_an_error_is_shown_when_an_option_is_unknown(tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str],
-                                                    arguments: list[str], said: str) -> None:
+                                                    arguments: list[str], output: str) -> None:
     """The usage and the wrong argument; nothing is started."""
     with pytest.raises(SystemExit) as exit_:
         main(["run", *arguments, "--runs-dir", str(tmp_path / "runs")])
     assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("least", "most"), [("3", "2"), ("0", "2"), ("-1", "2"), ("3", "1")])
-def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
+def test_an_error_is_shown_when_more_workers_are_needed_than_there_are(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], least: str, most: str) -> None:
     """Both numbers and the rule; nothing is started."""
     arguments = ["--min-workers", least, "--workers", most, "--runs-dir", str(tmp_path / "runs")]
@@ -102,7 +102,7 @@ def test_the_user_is_told_when_more_workers_are_needed_than_there_are(
 
 
 @pytest.mark.parametrize("number", ["0", "-2"])
-def test_the_user_is_told_the_option_when_no_worker_would_start(
+def test_the_option_is_named_when_no_worker_would_start(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
     """Its value and the least valid one; nothing is started."""
     assert main(["run", "demo", "--workers", number, "--runs-dir", str(tmp_path / "runs")]) == 2
@@ -126,8 +126,8 @@ def test_the_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
-    said = capsys.readouterr().out
-    assert all(command in said for command in ("run", "verify", "watch", "report"))
+    output = capsys.readouterr().out
+    assert all(command in output for command in ("run", "verify", "watch", "report"))
 
 
 def test_the_exit_code_is_the_processs_when_it_is_called_as_a_module(tmp_path: Path) -> None:
@@ -155,14 +155,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options:
             str) -> tuple[argparse.Namespace, dict[str, int]]:
     """Return what the driver would be told (and how many standbys wait), and the hosts that it
     would find."""
-    told, standbys = list[argparse.Namespace](), list[int]()
+    logged, standbys = list[argparse.Namespace](), list[int]()
 
     def supervise(run_dir: Path, horovodrun_options: list[str], *_: object, **__: object) -> int:
         parser = argparse.ArgumentParser(allow_abbrev=False)
         for name in ("-np", "--min-np", "--max-np"):
             parser.add_argument(name, type=int)
         parser.add_argument("--host-discovery-script")
-        told.append(parser.parse_known_args(horovodrun_options)[0])
+        logged.append(parser.parse_known_args(horovodrun_options)[0])
         return 130
 
     monkeypatch.setattr("elastic_trainer.launch.attempts.supervise", supervise)
@@ -177,12 +177,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options:
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
     assert main(["run", "--run", "x", "--runs-dir", str(tmp_path), *options, "--", "true"]) == 130
-    (told[0].standbys,) = standbys
-    printed = subprocess.run(told[0].host_discovery_script,
+    (logged[0].standbys,) = standbys
+    printed = subprocess.run(logged[0].host_discovery_script,
                              shell=True,
                              capture_output=True,
                              text=True)
-    return told[0], parse_hosts(printed.stdout, None)
+    return logged[0], parse_hosts(printed.stdout, None)
 
 
 @pytest.mark.parametrize(("options", "np", "min_np", "max_np", "hosts"), [
@@ -198,8 +198,8 @@ def test_there_are_as_many_local_workers_as_were_asked_for(monkeypatch: pytest.M
                                                            np: int, min_np: int, max_np: int | None,
                                                            hosts: int) -> None:
     """Each has a host of its own on this machine, whichever option names their number."""
-    told, listed = started(monkeypatch, tmp_path, *options)
-    assert (told.np, told.min_np, told.max_np) == (np, min_np, max_np)
+    logged, listed = started(monkeypatch, tmp_path, *options)
+    assert (logged.np, logged.min_np, logged.max_np) == (np, min_np, max_np)
     assert len(listed) == hosts and set(listed.values()) == {1} and all(
         is_local(host) for host in listed)
 
@@ -213,8 +213,8 @@ def test_a_list_of_hosts_is_one_for_our_driver(monkeypatch: pytest.MonkeyPatch, 
     command lines."""
     (tmp_path / "file").write_text("a slots=1\n\nb slots=2\n")
     options = [str(tmp_path / "file") if word == "FILE" else word for word in given]
-    told, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
-    assert listed == {"a": 1, "b": 2} and (told.np, told.max_np) == (2, 2)
+    logged, listed = started(monkeypatch, tmp_path, *options, "-np", "2")
+    assert listed == {"a": 1, "b": 2} and (logged.np, logged.max_np) == (2, 2)
 
 
 @pytest.mark.parametrize(("options", "standbys"), [
@@ -244,7 +244,7 @@ def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.M
     assert started(monkeypatch, tmp_path, *options)[0].min_np == min_np
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "output"), [
     (["-np", "8", "--workers", "4"], "-np is 8, but the hosts have 4 slots"),
     (["-H", "a:1,b:1", "-np", "3"], "-np is 3, but the hosts have 2 slots"),
     (["-H", "a:1", "--host-discovery-script", "./hosts.sh"], "not allowed with"),
@@ -255,14 +255,14 @@ def test_a_run_goes_on_with_one_unless_more_were_asked_for(monkeypatch: pytest.M
     (["-H", "-oProxyCommand=x:1"], "expected one argument"),
     (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts cannot be read"),
 ])
-def test_the_user_is_told_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                               options: list[str], said: str) -> None:
+def test_an_error_is_shown_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                               options: list[str], output: str) -> None:
     """With the remedy; nothing is begun."""
     try:
         assert main(["run", "--runs-dir", str(tmp_path / "runs"), *options, "--", "true"]) == 2
     except SystemExit as exit_:
         assert exit_.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,7 +271,7 @@ def test_a_host_has_one_slot_when_its_item_names_none() -> None:
     assert static_hosts("a,b:2", None) == {"a": 1, "b": 2}
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "output"), [
     (["-np", "2", "-H", "127.0.0.1:1,127.0.0.2:1"], "--host-discovery-script"),
     (["-np", "2"], "--host-discovery-script"),
     *((["-np", "1", "--host-discovery-script", "echo localhost:1", *more], more[0])
@@ -281,11 +281,11 @@ def test_a_host_has_one_slot_when_its_item_names_none() -> None:
 ])
 def test_the_driver_refuses_what_it_does_not_keep(capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch,
-                                                  arguments: list[str], said: str) -> None:
+                                                  arguments: list[str], output: str) -> None:
     """Silence would be taken for a yes."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     assert horovodrun.main([*arguments, "true"]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.MonkeyPatch,
@@ -301,8 +301,8 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
     prove_store("s3://bucket/run")
-    said = capsys.readouterr().err
-    assert "SlowDown" in said and "Ctrl-C" in said
+    output = capsys.readouterr().err
+    assert "SlowDown" in output and "Ctrl-C" in output
     answer(StoreRefused("s3://bucket/run did not take it: NoSuchBucket"))
     with pytest.raises(ConfigError, match="NoSuchBucket"):
         prove_store("s3://bucket/run")

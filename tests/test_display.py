@@ -79,7 +79,7 @@ def test_the_summary_shows_markup_and_control_characters_as_text(field: str) -> 
 @pytest.mark.parametrize("field", ["name", "type", "state", "agent", "why"])
 def test_the_fleets_table_shows_them_as_text(field: str, capsys: pytest.CaptureFixture[str],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent's reason, a host's name and what the cloud says are others' words."""
+    """An agent's reason, a host's name and what the cloud reports are others' words."""
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr("rich.console.Console.width", 500)
     print_hosts(

@@ -222,7 +222,7 @@ def test_the_exit_is_seen_at_once_when_a_child_holds_the_output(workers: Workers
     until(lambda: not is_running(child))
 
 
-def test_a_worker_goes_on_when_nobody_takes_the_drivers_output(workers: Workers) -> None:
+def test_a_worker_goes_on_when_the_drivers_output_has_no_reader(workers: Workers) -> None:
     """A full disk, or a pipe whose reader has gone: it is read on all the same, or its next print
     would never return."""
     with open("/dev/full", "w") as full:
@@ -254,7 +254,8 @@ def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Worke
 def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(
         workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM first, SIGKILL after `grace_s`."""
-    text = f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"
+    text = (f"trap 'echo heard > {tmp_path}/heard' TERM; echo > {tmp_path}/ready; "
+            f"while :; do sleep 0.01; done")
     worker = workers.start(["sh", "-c", text])
     written(tmp_path / "ready")
     later = list[tuple[Any, ...]]()
@@ -267,7 +268,7 @@ def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(
     assert worker.wait() == -9
 
 
-def test_a_worker_may_end_by_itself_when_it_is_told_to_stop(workers: Workers,
+def test_a_worker_may_end_by_itself_when_it_is_asked_to_stop(workers: Workers,
                                                             tmp_path: Path) -> None:
     """Within its grace nobody kills it; told again after its end, nothing happens."""
     worker = workers.start(
@@ -392,7 +393,7 @@ def test_its_arguments_and_folder_are_the_same_when_a_worker_starts_elsewhere(
         tmp_path / "env").read_text()
 
 
-def test_ssh_asks_nobody_and_notices_a_dead_host_when_a_worker_starts_elsewhere(
+def test_ssh_asks_for_no_password_and_notices_a_dead_host(
         workers: Workers, ssh: Path) -> None:
     """No password prompt, a bounded connect, keep-alives (F3), and the port and key that horovodrun
     was given."""
@@ -435,7 +436,7 @@ def test_the_error_names_the_command_when_it_is_not_on_the_far_host(workers: Wor
     until(lambda: "/nowhere/python cannot be started" in workers.output.getvalue())
 
 
-def test_the_far_worker_is_terminated_when_it_is_told_to_stop(workers: Workers, ssh: Path,
+def test_the_far_worker_is_terminated_when_it_is_asked_to_stop(workers: Workers, ssh: Path,
                                                               tmp_path: Path) -> None:
     """A signal to the ssh would not reach it."""
     worker = workers.start(
@@ -532,7 +533,7 @@ def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(
 # --- the driver's own address ---------------------------------------------------------------------
 
 
-def test_hosts_are_told_an_address_on_their_way_when_the_first_list_was_empty(
+def test_hosts_get_an_address_on_their_route_when_the_first_list_was_empty(
         ssh: Path, tmp_path: Path) -> None:
     """A fleet that boots with its coordinator is not there yet: the driver waits for a host before
     it says where it is."""
@@ -687,7 +688,7 @@ def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[Mend
     assert not stopping.is_alive()
 
 
-def test_workers_are_stopped_at_once_when_the_driver_is_told_to_stop_again(
+def test_workers_are_stopped_at_once_when_the_driver_is_asked_to_stop_again(
         saving: tuple[MendedDriver, Saving], monkeypatch: pytest.MonkeyPatch) -> None:
     """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
     driver, process = saving
@@ -777,7 +778,7 @@ def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
     return spoken
 
 
-def test_a_worker_that_was_silent_is_told_when_it_is_heard_again(
+def test_a_silent_worker_is_logged_when_it_is_heard_again(
         spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
     """Below the time that evicts it; not for a beat or two, and not when it was the driver that
     stood still."""
@@ -788,9 +789,9 @@ def test_a_worker_that_was_silent_is_told_when_it_is_heard_again(
     assert spoken(3.0, still_s=2.9) == []
 
 
-def test_a_wrong_clock_is_told_once(
+def test_a_wrong_clock_is_logged_once(
         spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
-    """Its lines in the diary have its own time. One word by another clock may have waited for a
+    """Its lines in the event log have its own time. One word by another clock may have waited for a
     driver that was frozen."""
     for off_s in (50.0, -240.0, 0.0, -240.0):
         assert spoken(0.2, off_s=off_s) == []

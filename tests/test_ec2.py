@@ -161,11 +161,11 @@ def test_an_instance_that_does_not_run_is_out(moto: str, proxy: FaultyProxy, sta
     out = {ids[0]: state} if state != "terminated" else {}
     assert {i.id: i.state for i in found} == out | {ids[1]: "running"}
     decision = decide(found, {}, History(), 0.0, Policy())
-    assert decision.reasons == {i: f"the cloud says {out[i]}" for i in out} | {ids[1]: "in"}
+    assert decision.reasons == {i: f"the cloud reports {out[i]}" for i in out} | {ids[1]: "in"}
     assert len(decision.hosts) == 1
 
 
-def test_nobody_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
+def test_an_empty_list_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
     """The API has answered, and names nobody: who has ended it does not describe. No lines, and
     exit code 0."""
     client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
@@ -191,7 +191,7 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
     for kind in ("instanceStatus", "systemStatus"):
         proxy.on_answer = changed(f"(?s)<{kind}>.*?</{kind}>",
                                   f"<{kind}><status>impaired</status></{kind}>")
-        assert list(out().values()) == ["the cloud says impaired"]
+        assert list(out().values()) == ["the cloud reports impaired"]
 
     def event(in_s: float,
               description: str = "The instance is running on degraded hardware") -> dict[str, str]:
@@ -238,7 +238,7 @@ def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyPr
     proxy.on_answer = changed("(<LifecycleState>)InService", r"\1Terminating:Wait")
     decision = decide(cloud.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
     assert sorted(decision.reasons.values()) == [
-        "in", "the group says Standby", "the group says Terminating:Wait"
+        "in", "the group reports Standby", "the group reports Terminating:Wait"
     ]
     proxy.on_answer = changed("", "", 0)
     with pytest.raises(CloudUnavailable, match="--group"):
@@ -324,8 +324,8 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
     finally:
         poller.send_signal(signal.SIGTERM)
         assert poller.wait(20) == 0
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    (out,) = [e for e in told if e["event"] == "discovery.host_out"]
+    logged = [json.loads(line) for line in events.read_text().splitlines()]
+    (out,) = [e for e in logged if e["event"] == "discovery.host_out"]
     assert out["id"] == ids[0] and out["why"]
     table = json.loads((tmp_path / "hosts.json").read_text())
     assert sum(host["is_in"] for host in table["hosts"]) == 3

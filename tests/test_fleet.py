@@ -40,7 +40,7 @@ JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 UNAVAILABLE = {
     "request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"
 }
-"""What the API does (faulty_proxy.py), and how the diary tells it."""
+"""What the API does (faulty_proxy.py), and how the event log tells it."""
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cl
     """Before a machine is rented that would have nothing to run."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
-    said = cloud.plan_refused_without_code()
-    assert f"s3://{OPEN_BUCKET}/mine/code.tar.gz is not there" in said
-    assert f"Run: deploy/push.sh {OPEN_BUCKET} mine" in said
+    output = cloud.plan_refused_without_code()
+    assert f"s3://{OPEN_BUCKET}/mine/code.tar.gz is not there" in output
+    assert f"Run: deploy/push.sh {OPEN_BUCKET} mine" in output
 
 
 def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None:
@@ -100,9 +100,9 @@ def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None
     (coordinator, ) = (i for i in cloud.instances()
                        if i["InstanceId"] == cloud.outputs["coordinator"])
     assert coordinator["Placement"]["AvailabilityZone"] == "us-east-1a"
-    said = cloud.plan_refused(zones='["us-east-1e"]')
-    assert "No zone of us-east-1e offers m6i.large. Set coordinator_type, or zones to" in said
-    assert "some of: us-east-1a, us-east-1b," in said
+    output = cloud.plan_refused(zones='["us-east-1e"]')
+    assert "No zone of us-east-1e offers m6i.large. Set coordinator_type, or zones to" in output
+    assert "some of: us-east-1a, us-east-1b," in output
 
 
 def test_every_disk_has_at_least_its_images_size(cloud: Cloud) -> None:
@@ -150,7 +150,7 @@ def test_a_stopped_coordinator_stays_at_the_next_apply(cloud: Cloud) -> None:
         cloud.ec2.start_instances(InstanceIds=[cloud.outputs["coordinator"]])
 
 
-def test_secrets_are_read_by_the_machines_by_name_and_by_nobody_elses(cloud: Cloud) -> None:
+def test_secrets_are_read_by_name_and_by_the_fleets_machines_only(cloud: Cloud) -> None:
     """Both roles may read those parameters and no other; workers by a way of the network's own."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
@@ -349,13 +349,13 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             fleet.wait_for("doubt", lambda: fleet.events("discovery.answer_doubted"))
             fleet.wait_for("whole answer", lambda: why(first[0]) == "in")
             for kind, error in UNAVAILABLE.items():
-                told = len(unavailable())
+                logged = len(unavailable())
                 api.on_request = lambda method, path, kind=kind: kind  # type: ignore[misc]
                 if kind == "internal":
                     lab.metadata[first[0]].announce()
                     generation = fleet.wait_for_world(4, after=generation)
-                fleet.wait_for(kind, lambda told=told, error=error: error in "".join(
-                    unavailable()[told:]))
+                fleet.wait_for(kind, lambda logged=logged, error=error: error in "".join(
+                    unavailable()[logged:]))
             api.on_request = lambda method, path: None
             cloud.terminate(first[0])
             lab.power_cut(first[0])
@@ -387,8 +387,8 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert fleet.finish() == 0
             result = fleet.assert_nothing_lost(twin_of(*JOB), victims=3)
             print(fleet.story())
-            said = {e["host"]: e["why"] for e in fleet.events("discovery.host_out")}
-            assert said[first[0]].startswith("notice") and said[more[0]].startswith(
+            output = {e["host"]: e["why"] for e in fleet.events("discovery.host_out")}
+            assert output[first[0]].startswith("notice") and output[more[0]].startswith(
                 "sick: disk full")
             (held,) = fleet.events("discovery.host_held_back")
             assert held["host"] == more[0] and held["why"].startswith("held back: it came 3 times")
@@ -397,7 +397,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert fleet.events("discovery.answer_doubted")[0]["lacks"] == 5
             assert [(e["host"], e["why"][:20]) for e in fleet.events("discovery.host_sick")
                     if e["host"] == more[-1]] == [(more[-1], "sick: its clock is +")]
-            assert {said[name]
+            assert {output[name]
                     for name in (first[1], more[1], more[2])
                     } == {"the cloud does not know it any more"}
             assert {e["host"]
@@ -417,8 +417,8 @@ def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None
         pytest.skip(cloud.why_not_terraform)
 
     (old_template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
-    said = cloud.replace_coordinator()
-    assert said.index("aws_instance.coordinator: Destruction complete") < said.index(
+    output = cloud.replace_coordinator()
+    assert output.index("aws_instance.coordinator: Destruction complete") < output.index(
         "aws_instance.coordinator: Creating")
     assert cloud.outputs["coordinator"] not in [i["InstanceId"] for i in cloud.instances()]
     (template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
@@ -437,14 +437,14 @@ def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
     assert cloud.left()
-    said = cloud.destroy()
+    output = cloud.destroy()
     assert cloud.left() == set()
-    gone = [said.index(f"{machines}: Destruction complete") for machines in (
+    gone = [output.index(f"{machines}: Destruction complete") for machines in (
         "aws_autoscaling_group.workers", "aws_instance.coordinator")]
     for need in ("aws_main_route_table_association.fleet", "aws_vpc_endpoint.s3",
                  "aws_iam_role_policy.coordinator",
                  'aws_vpc_security_group_egress_rule.out["coordinator: APIs, packages"]'):
-        assert said.index(f"{need}: Destroying") > max(gone), need
+        assert output.index(f"{need}: Destroying") > max(gone), need
     cloud.bucket.result()
     bucket_is_locked(cloud.client("s3"), BUCKET)
 

@@ -192,7 +192,7 @@ def test_a_memory_that_is_damaged_costs_an_order_and_no_more(here: Path) -> None
         assert call(group, here)[-1] == ("resize", 8)
 
 
-def test_a_group_that_nobody_answers_for_is_an_error(tmp_path: Path) -> None:
+def test_a_group_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     """The command ends with 1, and the next minute asks again."""
     env = os.environ | AWS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     done = subprocess.run([

@@ -183,7 +183,7 @@ def test_ten_that_arrive_one_by_one_cost_one_change() -> None:
     assert [len(listed) for listed in every] == [1] * 13 + [11] * 17
 
 
-def test_newcomers_wait_for_nobody_who_leaves() -> None:
+def test_newcomers_do_not_wait_for_hosts_that_leave() -> None:
     """A larger group of another type comes, or replacements, and then everybody has notice: the
     list is never empty."""
     fleet = [

@@ -258,8 +258,8 @@ def test_one_worker_cannot_say_for_all_how_far_the_run_has_come(steps: list[int]
                                                                 who: int) -> None:
     """More than half of them have finished so many steps; in a world of 3 or more one that says
     less counts for nothing."""
-    said = of_most(steps)
-    assert sum(step >= said for step in steps) > len(steps) / 2
+    output = of_most(steps)
+    assert sum(step >= output for step in steps) > len(steps) / 2
     others = steps[: who % len(steps)] + steps[who % len(steps) + 1 :]
     with_lie = of_most([*others, lie])
     assert with_lie <= max(others, default=lie)
@@ -271,12 +271,12 @@ def test_the_driver_tells_at_once_when_the_run_has_come_further_than_ever() -> N
     """And that the attempt has trained; what follows is told every 10 s, and at the end."""
     reached = Reached(steps=50, checkpoint=40)
     assert reached.news(0.0, is_last=True) is None
-    told = []
+    logged = []
     for second in range(40):
         reached.hear(30 + second, 30 if second < 25 else 45)
         if news := reached.news(float(second)):
-            told.append((second, news["steps"], news["checkpoint"]))
-    assert told == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45),
+            logged.append((second, news["steps"], news["checkpoint"]))
+    assert logged == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45),
                     (35, 65, 45)] and LOG_EVERY_S == 10
     assert reached.news(39.0, is_last=True) == {"steps": 69, "checkpoint": 45}
     assert reached.news(99.0, is_last=True) is None
@@ -426,9 +426,9 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     """The driver says why, the courier says it on stderr and goes on; a line that is too early is
     sent again."""
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
-    lines, told = list[str](), list[tuple[str, Event]]()
+    lines, logged = list[str](), list[tuple[str, Event]]()
     events = Events(None, attempt=1)
-    events.listeners.append(lambda event, facts: told.append((event, facts)))
+    events.listeners.append(lambda event, facts: logged.append((event, facts)))
     driver = MendedDriver(numbers, {}, [], events)
     driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0)
     driver.desk.lines, early = Desk(lines.append, attempt=1), [True, False, False]
@@ -453,8 +453,8 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     server.shutdown()
     assert lines == [json.dumps(COMMITTED)] and driver.desk.lines.forget("a/0/1") == 1
     assert "the driver refused a line of the event log" in capsys.readouterr().err
-    assert [event for event, _ in told] == ["driver.stranger_refused"]
-    assert "its step is missing, or not a whole number" in told[0][1]["reason"]
+    assert [event for event, _ in logged] == ["driver.stranger_refused"]
+    assert "its step is missing, or not a whole number" in logged[0][1]["reason"]
 
 
 HEALTH = {"state": "ready", "why": "", "deadline": None, "for_good": False, "life": "1",
@@ -507,10 +507,10 @@ def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path,
                 shards=[*range(300_000)],
                 error=error)
     [line] = Reader(tmp_path).lines()
-    told = parse(line)
-    assert len(line) <= MAX_LINE_BYTES and told and told["shortened"] is True
-    assert told["step"] == 7 and told["shards"] == [*range(100)
-                                                    ] and told["error"].endswith("the end")
+    logged = parse(line)
+    assert len(line) <= MAX_LINE_BYTES and logged and logged["shortened"] is True
+    assert logged["step"] == 7 and logged["shards"] == [*range(100)
+                                                    ] and logged["error"].endswith("the end")
     assert heard[0]["samples"] is samples and heard[0]["error"] is error
 
 

@@ -43,8 +43,8 @@ class Fleet:
         facts = {"generation": worker.generation, "unreachable": None if phase == "standby" else (),
                  "arithmetic": computes.to_dict() if computes else None,
                  "holds_state": name in self.state, "step": self.steps.get(name, 0)}
-        said = Heartbeat(count=self.counts[name], phase=phase, **facts | words)
-        self.membership.reported(name, self.now, said)
+        output = Heartbeat(count=self.counts[name], phase=phase, **facts | words)
+        self.membership.reported(name, self.now, output)
 
     def fails(self, host: str, fault: MachineFault) -> None:
         """Report that the machine of a host's worker has failed."""
@@ -216,7 +216,8 @@ def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_no
     for other in others:
         f.say(other, "waiting")
     f.turn()
-    assert f.membership.verdict and "No living worker holds the state" in f.membership.verdict.detail
+    assert f.membership.verdict
+    assert "No living worker holds the state" in f.membership.verdict.detail
 
 
 @pytest.mark.parametrize(("second", "hosts", "ends"), [
@@ -331,9 +332,9 @@ def test_all_know_that_they_are_unwanted_when_the_list_is_empty() -> None:
     """So that their last step can be put into the store before they are taken."""
     f = fleet()
     f.run()
-    told = [f.membership.news_for(name, f.now).unwanted for name in f.membership.roster.members]
+    logged = [f.membership.news_for(name, f.now).unwanted for name in f.membership.roster.members]
     f.membership.hosts_listed({})
-    assert not any(told)
+    assert not any(logged)
     assert all(f.membership.news_for(name, f.now).unwanted for name in f.membership.roster.members)
 
 
@@ -382,10 +383,10 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.run(seconds=300)
     assert (f.membership.roster.generation, f.world()) == (1, ["a", "b", "c"])
-    told = [a for a in f.acted if isinstance(a, Differ)]
-    assert [(a.host, a.other_host, a.is_refused, round(a.kept_out_s)) for a in told] == [
+    logged = [a for a in f.acted if isinstance(a, Differ)]
+    assert [(a.host, a.other_host, a.is_refused, round(a.kept_out_s)) for a in logged] == [
         ("d", "a", True, 60), ("d", "a", True, 120), ("d", "a", True, 240)]
-    assert told[0].differ == ({"cpu": ("Xeon", "EPYC")} if how == "program" else {})
+    assert logged[0].differ == ({"cpu": ("Xeon", "EPYC")} if how == "program" else {})
 
 
 @pytest.mark.parametrize("policy", ["warn", "ring"])
@@ -447,7 +448,7 @@ def test_evicts_when_a_member_is_silent() -> None:
     assert f.world()[:3] == ["a", "b", "d"]
 
 
-def test_nobody_waits_when_a_newcomer_boots_for_ever() -> None:
+def test_members_do_not_wait_when_a_newcomer_boots_for_ever() -> None:
     """A newcomer is in no generation before it stands ready; in the end it is killed."""
     f = fleet("abc")
     f.run()
@@ -583,7 +584,7 @@ def test_one_goes_when_there_are_more_than_max_workers() -> None:
     assert f.world() == ["a", "b", "c"]
 
 
-def test_an_offer_that_others_broke_is_held_against_nobody() -> None:
+def test_an_offer_that_a_death_ended_does_not_count_as_refused() -> None:
     """Who is slow to accept may have tried to reach one that was dying."""
     f = fleet("abcdefghij", least=1)
     f.run()
@@ -611,7 +612,7 @@ def test_who_was_let_go_has_left_when_its_host_ends_before_its_process() -> None
     assert f.membership.exited(leaver, -1, f.now) == "left"
 
 
-def test_ends_the_attempt_when_nobody_holds_the_state() -> None:
+def test_ends_the_attempt_when_no_worker_holds_the_state() -> None:
     """Then only the store has it, and the next attempt restores it."""
     f = fleet()
     f.run()
@@ -675,7 +676,7 @@ def test_comes_back_into_the_round_when_a_member_revives_itself() -> None:
     assert f.world() == ["a", "b"]
 
 
-def test_evicts_nobody_when_the_driver_itself_stood_still() -> None:
+def test_evicts_no_worker_when_the_driver_itself_stood_still() -> None:
     """A gap between decisions is the driver's silence, not the workers'."""
     f = fleet()
     f.run()
@@ -686,7 +687,7 @@ def test_evicts_nobody_when_the_driver_itself_stood_still() -> None:
     assert f.membership.roster.generation == 1
 
 
-def test_hands_over_and_leaves_when_some_are_told_to_drain_and_the_rest_are_too_few() -> None:
+def test_hands_over_and_leaves_when_some_are_asked_to_drain_and_the_rest_are_too_few() -> None:
     """Drainers go while the others wait for new workers in their slots."""
     f = fleet("abcd", least=3)
     f.run()
@@ -697,7 +698,7 @@ def test_hands_over_and_leaves_when_some_are_told_to_drain_and_the_rest_are_too_
     assert f.membership.verdict is None
 
 
-def test_ends_the_attempt_when_all_are_told_to_drain() -> None:
+def test_ends_the_attempt_when_all_are_asked_to_drain() -> None:
     """Nobody is left to hold the state: they write it down, and the next attempt restores it."""
     f = fleet("ab")
     f.run()
@@ -907,7 +908,7 @@ def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
 
 # --- what the driver's cost rests on --------------------------------------------------------------
 
-def test_a_heartbeat_without_news_changes_nothing_that_anybody_is_told() -> None:
+def test_a_heartbeat_without_news_changes_no_answer() -> None:
     """So nobody has to decide, and nobody has to be woken: the step, and when it came, are no
     news."""
     f = fleet("abcd")

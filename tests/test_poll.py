@@ -113,7 +113,7 @@ class Story:
     def age_s(self) -> float:
         return NOW + self.now + self.jump_s - self.hosts.stat().st_mtime
 
-    def told(self, *names: str) -> list[dict[str, Any]]:
+    def logged(self, *names: str) -> list[dict[str, Any]]:
         events = [json.loads(line)
                   for line in self.diary.read_text().splitlines()] if self.diary.exists() else []
         return [e for e in events if e["event"].partition(".")[2] in names]
@@ -160,7 +160,7 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_las
     s.start_agent(2)
     s.agent(1).drain("terminate", None)
     assert s.poll() == [2, 4] and s.age_s() == 0
-    assert [(e["id"], e["why"]) for e in s.told("host_out")] == [("i-3", "notice: terminate"),
+    assert [(e["id"], e["why"]) for e in s.logged("host_out")] == [("i-3", "notice: terminate"),
                                                                  ("i-1", "notice: terminate")]
 
 
@@ -172,7 +172,7 @@ def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[...,
     s.cloud.answer = []
     assert s.poll() == [1, 2] and s.poll() == [1, 2]
     assert s.poll(5.0) == []
-    assert [(e["host"], e["why"]) for e in s.told("host_out")] == [
+    assert [(e["host"], e["why"]) for e in s.logged("host_out")] == [
         (i.name, "the cloud does not know it any more") for i in s.fleet]
 
 
@@ -203,7 +203,7 @@ def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(
         ends.append(
             (lists, [{k: v
                       for k, v in e.items() if k not in ("time", "failures")}
-                     for e in s.told("host_in", "host_out", "host_held_back", "hosts_changed")]))
+                     for e in s.logged("host_in", "host_out", "host_held_back", "hosts_changed")]))
     assert ends[0] == ends[1]
     assert [ends[0][0][turn] for turn in (0, 6, 11, 13, 16, 21, 33, 44, 50)] == [
         [1, 2, 3, 4], [1, 3, 4], [1, 3, 4, 2], [1, 4, 2], [1, 4], [1, 4], [1, 4], [1], []]
@@ -276,7 +276,7 @@ def test_a_cloud_that_fails_is_asked_ever_more_seldom(story: Callable[..., Story
     assert pauses(69, s.fleet) == [60.0, 5.0, 5.0, 5.0]
 
 
-def test_a_notice_reaches_the_file_when_the_diary_cannot_be_written(
+def test_a_notice_reaches_the_file_when_the_event_log_cannot_be_written(
         story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
     """A full disk."""
     s = story(2, events_file=Path("/dev/full"))
@@ -322,8 +322,8 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     s.poll(10.0)
     s.agent(1).drain("terminate", None)
     assert s.poll() == [2, 3]
-    assert asked.acquire(timeout=20) and not s.told("cloud_unavailable")
-    assert s.poll(100.0) == [2, 3] and len(s.told("cloud_unavailable")) == 1
+    assert asked.acquire(timeout=20) and not s.logged("cloud_unavailable")
+    assert s.poll(100.0) == [2, 3] and len(s.logged("cloud_unavailable")) == 1
     assert not asked.acquire(blocking=False)
     s.poll(20.0)
     assert asked.acquire(timeout=20)
@@ -345,14 +345,14 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
     for number in (1, 2, 3):
         s.stop_agent(number)
     assert [s.poll(5.0) for _ in range(20)] == [[1, 2, 3]] * 20
-    (doubt,) = s.told("poller_doubts_itself")
+    (doubt,) = s.logged("poller_doubts_itself")
     assert (doubt["unheard"], doubt["listed"], doubt["clock_off"]) == (3, 3, 0)
     assert json.loads((s.folder / "hosts.json").read_text())["unheard"] == 3
     assert main(["hosts", str(s.hosts)]) == 0
     assert "3 agents do not answer" in capsys.readouterr().out
     for number in (1, 2, 3):
         s.start_agent(number)
-    assert s.poll() == [1, 2, 3] and len(s.told("poller_hears_again")) == 1
+    assert s.poll() == [1, 2, 3] and len(s.logged("poller_hears_again")) == 1
     s.stop_agent(2)
     assert [s.poll(5.0) for _ in range(6)][-1] == [1, 3]
 
@@ -367,7 +367,7 @@ def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story
     s.jump_s = jump_s
     assert s.poll() == [1, 2, 3] and s.age_s() == 1
     assert [s.poll(5.0) for _ in range(20)] == [[1, 2, 3]] * 20 and s.age_s() == 0
-    (doubt,) = s.told("poller_doubts_itself")
+    (doubt,) = s.logged("poller_doubts_itself")
     assert doubt["clock_off"] == 3
 
 
@@ -491,7 +491,7 @@ def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]
     assert s.poll() == [2, 1]
 
 
-def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> None:
+def test_refused_clients_of_an_agent_are_logged(story: Callable[..., Story]) -> None:
     """Once a minute and host at most, with how many; also after a restart of the agent or the
     poller."""
     s = story(2)
@@ -506,10 +506,10 @@ def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> No
     stranger()
     stranger()
     s.poll()
-    assert [(e["host"], e["refused"]) for e in s.told("stranger_refused")] == [("127.0.0.2", 1)]
+    assert [(e["host"], e["refused"]) for e in s.logged("stranger_refused")] == [("127.0.0.2", 1)]
     s.restart()
     s.poll()
-    assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2]
+    assert [e["refused"] for e in s.logged("stranger_refused")] == [1, 2]
     assert {
         h["name"]: h["refused"]
         for h in json.loads((s.folder / "hosts.json").read_text())["hosts"]
@@ -519,7 +519,7 @@ def test_a_stranger_at_an_agents_port_is_told(story: Callable[..., Story]) -> No
     s.poll(60.0)
     stranger()
     s.poll(60.0)
-    assert [e["refused"] for e in s.told("stranger_refused")] == [1, 2, 1]
+    assert [e["refused"] for e in s.logged("stranger_refused")] == [1, 2, 1]
 
 
 def test_the_table_says_since_when_for_every_host(story: Callable[..., Story],
@@ -567,7 +567,7 @@ def test_one_agent_that_trickles_delays_no_other_s_notice(story: Callable[..., S
             s.agent(2).drain("terminate", None)
             while s.poll():
                 assert time.monotonic() < deadline
-            assert s.told("host_out")[-1]["why"].endswith("terminate")
+            assert s.logged("host_out")[-1]["why"].endswith("terminate")
         finally:
             stopping.set()
 
@@ -590,7 +590,7 @@ def test_an_answer_has_an_end() -> None:
 # --- what it tells --------------------------------------------------------------------------------
 
 
-def test_an_answer_that_is_not_believed_is_told(story: Callable[..., Story]) -> None:
+def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -> None:
     """Once, with how many it lacks; and nobody is said to be gone for it, neither a host on the
     list nor another."""
     s = story(4)
@@ -600,13 +600,13 @@ def test_an_answer_that_is_not_believed_is_told(story: Callable[..., Story]) -> 
     for _ in range(4):
         s.poll()
     s.poll()
-    (doubt,) = s.told("answer_doubted")
-    assert (doubt["lacks"], doubt["listed"]) == (2, 3) and not s.told("host_out", "host_gone")
+    (doubt,) = s.logged("answer_doubted")
+    assert (doubt["lacks"], doubt["listed"]) == (2, 3) and not s.logged("host_out", "host_gone")
     s.cloud.answer = s.fleet
     s.poll(5.0)
     s.poll(5.0)
-    assert len(s.told("answer_doubted")) == 1 and len(
-        s.told("host_sick")) == 1 and not s.told("host_out", "host_gone")
+    assert len(s.logged("answer_doubted")) == 1 and len(
+        s.logged("host_sick")) == 1 and not s.logged("host_out", "host_gone")
 
 
 def test_whom_a_disbelieved_answer_brings_is_not_told(story: Callable[..., Story]) -> None:
@@ -615,10 +615,10 @@ def test_whom_a_disbelieved_answer_brings_is_not_told(story: Callable[..., Story
     s = story(4)
     s.cloud.answer = s.fleet[:3]
     s.poll()
-    told = len(s.told("host_in", "host_out", "host_gone"))
+    logged = len(s.logged("host_in", "host_out", "host_gone"))
     s.cloud.answer = s.fleet[3:]
-    assert s.poll(5.0) == [1, 2, 3] and s.told("answer_doubted")
-    assert s.poll() == [1, 2, 3] and len(s.told("host_in", "host_out", "host_gone")) == told
+    assert s.poll(5.0) == [1, 2, 3] and s.logged("answer_doubted")
+    assert s.poll() == [1, 2, 3] and len(s.logged("host_in", "host_out", "host_gone")) == logged
     s.poll(5.0)
     assert s.poll(5.0) == [4]
 
@@ -652,7 +652,7 @@ def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story])
     assert s.poll(5.0) == [1]
 
 
-def test_a_host_that_is_sick_from_the_beginning_is_told(story: Callable[..., Story]) -> None:
+def test_a_host_that_is_sick_from_the_beginning_is_logged(story: Callable[..., Story]) -> None:
     """Once for each reason, whatever its figures are by then, also after a restart of the
     poller."""
     s = story(2)
@@ -664,13 +664,13 @@ def test_a_host_that_is_sick_from_the_beginning_is_told(story: Callable[..., Sto
     s.agent(2)._sick = "no memory: 7 MiB left"
     s.poll()
     s.poll()
-    assert [(e["host"], e["id"], e["why"]) for e in s.told("host_sick")
+    assert [(e["host"], e["id"], e["why"]) for e in s.logged("host_sick")
             ] == [("127.0.0.2", "i-2", "sick: disk full: 30 MiB left under /"),
                   ("127.0.0.2", "i-2", "sick: no memory: 7 MiB left")]
-    assert not s.told("host_out")
+    assert not s.logged("host_out")
 
 
-def test_the_end_of_a_host_that_had_left_is_told(story: Callable[..., Story]) -> None:
+def test_the_end_of_a_host_that_had_left_is_logged(story: Callable[..., Story]) -> None:
     """Once; that of a host on the list is its leaving."""
     s = story(3)
     s.poll()
@@ -679,7 +679,7 @@ def test_the_end_of_a_host_that_had_left_is_told(story: Callable[..., Story]) ->
     s.cloud.answer = s.fleet[2:]
     assert s.poll(5.0) == [3]
     s.poll(5.0)
-    assert [(e["event"], e["id"], e["why"]) for e in s.told("host_out", "host_gone")] == [
+    assert [(e["event"], e["id"], e["why"]) for e in s.logged("host_out", "host_gone")] == [
         ("discovery.host_out", "i-1", "notice: terminate"),
         ("discovery.host_gone", "i-1", "the cloud does not know it any more"),
         ("discovery.host_out", "i-2", "the cloud does not know it any more")]

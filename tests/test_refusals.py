@@ -1,4 +1,4 @@
-"""Why a group gets no machines: AWS's sentence, the remedy, and when it is told.
+"""Why a group gets no machines: AWS's sentence, the remedy, and when it is logged.
 
 (The group's size: test_group.py.)
 """
@@ -29,20 +29,20 @@ from elastic_trainer.discovery.refusals import (
     MOST_LETTERS,
     RECENT_S,
     Activity,
-    Asked,
     Refusal,
+    Reported,
+    Shortage,
     Supply,
-    Told,
     explain,
     refusal_of,
-    tell,
+    report,
 )
 from elastic_trainer.observe.status import Status, fold
 from elastic_trainer.observe.watch import panel, plain_line
 
 NOW = 1_800_000_000.0
 STANDARD = {"c6i.2xlarge": 8, "m6i.2xlarge": 8}
-ASKED = Asked(group="mine-workers", region="eu-central-1", there=0, wanted=4, vcpus=STANDARD)
+SHORTAGE = Shortage(group="mine-workers", region="eu-central-1", there=0, wanted=4, vcpus=STANDARD)
 LAUNCHING = "Launching a new EC2 instance"
 NO_QUOTA = (
     "Could not launch Spot Instances. MaxSpotInstanceCountExceeded - Max spot instance count "
@@ -133,7 +133,7 @@ def launch(ago_s: float, status: str = "Failed", says: str = NO_QUOTA) -> Activi
         (
             "Authentication Failure. Launching EC2 instance failed.",
             "AuthFailure",
-            "AWS goes on trying",
+            "AWS keeps trying",
         ),
         (
             "Could not launch Spot Instances. InvalidBlockDeviceMapping - Volume of size 22GB is "
@@ -192,11 +192,11 @@ def launch(ago_s: float, status: str = "Failed", says: str = NO_QUOTA) -> Activi
         ),
     ],
 )
-def test_each_refusal_has_awss_word_its_sentence_and_a_remedy(
+def test_each_refusal_has_awss_code_its_sentence_and_a_remedy(
     says: str, code: str, remedy: str
 ) -> None:
-    """With the key or the command to use, filled in; also a refusal that nobody has foreseen."""
-    refusal = explain(says, ASKED)
+    """With the key or the command to use, filled in; also for an unknown refusal."""
+    refusal = explain(says, SHORTAGE)
     assert refusal.code == code and remedy in refusal.remedy
     assert (
         refusal.says.startswith(" ".join(says.split())[:100]) and len(refusal.says) <= MOST_LETTERS
@@ -206,7 +206,7 @@ def test_each_refusal_has_awss_word_its_sentence_and_a_remedy(
 
 def test_a_quota_is_named_for_each_kind_of_type_that_the_group_has() -> None:
     """With as many vCPUs as the wish needs of the largest type; an unknown type names none."""
-    gpus = Asked(
+    gpus = Shortage(
         group="g",
         region="us-east-1",
         there=0,
@@ -221,7 +221,7 @@ def test_a_quota_is_named_for_each_kind_of_type_that_the_group_has() -> None:
         and "workers lower" in refusal.remedy
     )
     for vcpus in ({}, {"quantum1.large": 2}):
-        refusal = explain(NO_QUOTA, Asked(group="g", region="r", there=0, wanted=1, vcpus=vcpus))
+        refusal = explain(NO_QUOTA, Shortage(group="g", region="r", there=0, wanted=1, vcpus=vcpus))
         assert refusal.quotas == () and "workers lower" in refusal.remedy
 
 
@@ -269,22 +269,22 @@ def test_the_last_launch_that_has_ended_decides_in_whatever_order_they_come() ->
         [ending, going_on, newer, success, failed],
         [failed, success, newer, going_on, ending],
     ):
-        refusal = refusal_of(activities, ASKED, NOW)
+        refusal = refusal_of(activities, SHORTAGE, NOW)
         assert refusal and refusal.code == "InsufficientInstanceCapacity"
-    assert refusal_of([failed, success, going_on], ASKED, NOW) is None
-    assert refusal_of([ending, going_on], ASKED, NOW) is None
-    assert refusal_of([], ASKED, NOW) is None
+    assert refusal_of([failed, success, going_on], SHORTAGE, NOW) is None
+    assert refusal_of([ending, going_on], SHORTAGE, NOW) is None
+    assert refusal_of([], SHORTAGE, NOW) is None
 
 
 def test_a_group_that_lacks_nothing_or_failed_another_day_is_not_refused() -> None:
     """Its activities are kept for six weeks."""
-    assert refusal_of([launch(1)], Asked(group="g", region="r", there=4, wanted=4), NOW) is None
-    assert refusal_of([launch(1)], Asked(group="g", region="r", there=0, wanted=0), NOW) is None
-    assert refusal_of([launch(RECENT_S + 1)], ASKED, NOW) is None
-    assert refusal_of([launch(-120)], ASKED, NOW) is not None  # our clock is behind
+    assert refusal_of([launch(1)], Shortage(group="g", region="r", there=4, wanted=4), NOW) is None
+    assert refusal_of([launch(1)], Shortage(group="g", region="r", there=0, wanted=0), NOW) is None
+    assert refusal_of([launch(RECENT_S + 1)], SHORTAGE, NOW) is None
+    assert refusal_of([launch(-120)], SHORTAGE, NOW) is not None  # our clock is behind
 
 
-# --- when it is told ------------------------------------------------------------------------------
+# --- when it is logged ----------------------------------------------------------------------------
 
 
 def supply(code: str | None = None, there: int = 0) -> Supply:
@@ -295,51 +295,51 @@ def supply(code: str | None = None, there: int = 0) -> Supply:
     )
 
 
-def told_of(polls: list[tuple[float, Supply]]) -> list[str]:
-    told, said = Told(), []
+def logged_of(polls: list[tuple[float, Supply]]) -> list[str]:
+    reported, logged = Reported(), []
     for now, found in polls:
-        told, events = tell(found, told, now)
-        said += [f"{event.rpartition('.')[2]} {facts['code']}" for event, facts in events]
-    return said
+        reported, events = report(found, reported, now)
+        logged += [f"{event.rpartition('.')[2]} {facts['code']}" for event, facts in events]
+    return logged
 
 
-def test_a_refusal_is_told_once_and_its_end_once() -> None:
-    """Not at each poll; for hours."""
+def test_a_refusal_is_logged_once_and_its_end_once() -> None:
+    """Also when it lasts for hours."""
     polls = [(5.0 * n, supply("A")) for n in range(2000)]
-    assert told_of([*polls, *((10_000.0 + n, supply(there=4)) for n in range(9))]) == [
+    assert logged_of([*polls, *((10_000.0 + n, supply(there=4)) for n in range(9))]) == [
         "launch_refused A",
         "launch_refusal_ended A",
     ]
 
 
-def test_another_refusal_is_told_and_two_that_take_turns_are_told_seldom() -> None:
-    """Zones and types differ: each is told at once, and again after AGAIN_S at the earliest."""
+def test_another_refusal_is_logged_and_two_that_alternate_are_logged_seldom() -> None:
+    """Zones and types differ: each is logged at once, and again after AGAIN_S at the earliest."""
     turns = [(5.0 * n, supply("AB"[n % 2])) for n in range(1000)]
-    said = told_of(turns)
-    assert said[:2] == ["launch_refused A", "launch_refused B"]
-    assert len(said) <= 2 * (5 * 1000 / AGAIN_S + 1)
+    logged = logged_of(turns)
+    assert logged[:2] == ["launch_refused A", "launch_refused B"]
+    assert len(logged) <= 2 * (5 * 1000 / AGAIN_S + 1)
     flapping = [(5.0 * n, supply("A") if n % 2 else supply(there=1)) for n in range(1000)]
-    assert len(told_of(flapping)) <= 2 * (5 * 1000 / AGAIN_S + 1)
+    assert len(logged_of(flapping)) <= 2 * (5 * 1000 / AGAIN_S + 1)
 
 
 def test_a_refusal_stands_while_no_machine_comes_however_seldom_aws_tries() -> None:
     """No attempt of the last hour has failed, and nothing else is better than before."""
     polls = [(0.0, supply("A", there=1)), (5.0, supply(there=1)), (10.0, supply())]
-    assert told_of(polls) == ["launch_refused A"]
-    assert told_of([*polls, (15.0, supply(there=1))]) == [
+    assert logged_of(polls) == ["launch_refused A"]
+    assert logged_of([*polls, (15.0, supply(there=1))]) == [
         "launch_refused A",
         "launch_refusal_ended A",
     ]
 
 
-def test_one_that_lasts_is_told_in_the_end_although_it_had_just_ended() -> None:
-    """The diary does not say for ever that machines come."""
+def test_a_refusal_that_lasts_is_logged_again_although_it_had_just_ended() -> None:
+    """The event log's last entry is not that machines come."""
     polls = [
         (0.0, supply("A")),
         (1.0, supply(there=1)),
         *((2.0 + n, supply("A")) for n in range(int(AGAIN_S))),
     ]
-    assert told_of(polls) == ["launch_refused A", "launch_refusal_ended A", "launch_refused A"]
+    assert logged_of(polls) == ["launch_refused A", "launch_refusal_ended A", "launch_refused A"]
 
 
 # --- the group's answer ---------------------------------------------------------------------------
@@ -513,7 +513,7 @@ class Story:
         return self.found
 
     def poll(self, found: Supply | Exception, times: int = 1) -> list[str]:
-        """Poll the cloud so often; returns what the diary says of refusals, from its beginning."""
+        """Poll the cloud `times` times; returns the names of all events about refusals."""
         self.found = found
         with ThreadPoolExecutor(1) as pool:
             for _ in range(times):
@@ -527,10 +527,10 @@ class Story:
         return [event for event in events if "launch_refus" in event["event"]]
 
 
-REFUSED = Supply(there=0, wanted=4, refusal=explain(NO_QUOTA, ASKED))
+REFUSED = Supply(there=0, wanted=4, refusal=explain(NO_QUOTA, SHORTAGE))
 
 
-def test_a_refusal_is_in_the_diary_in_the_table_and_in_watch_until_machines_come(
+def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the quota's name, its code and the command; one event for it, one for its end."""
@@ -563,10 +563,10 @@ def test_a_refusal_is_in_the_diary_in_the_table_and_in_watch_until_machines_come
     assert "refuses" not in capsys.readouterr().out
 
 
-def test_machines_that_nobody_refused_are_on_their_way(
+def test_missing_machines_without_a_refusal_are_on_their_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No event; the table says how many are lacking."""
+    """There is no event, and the table shows the number of missing machines."""
     story = Story(tmp_path)
     assert story.poll(supply(there=1), times=3) == []
     assert main(["hosts", str(tmp_path / "hosts")]) == 0
@@ -575,8 +575,8 @@ def test_machines_that_nobody_refused_are_on_their_way(
     )
 
 
-def test_a_new_poller_neither_tells_it_again_nor_forgets_its_end(tmp_path: Path) -> None:
-    """It knows from the one before what the diary says."""
+def test_a_new_poller_neither_logs_it_again_nor_forgets_its_end(tmp_path: Path) -> None:
+    """It takes over the earlier poller's memory."""
     story = Story(tmp_path)
     story.poll(REFUSED)
     story.restart()
@@ -588,7 +588,7 @@ def test_a_new_poller_neither_tells_it_again_nor_forgets_its_end(tmp_path: Path)
 def test_what_is_known_stands_while_the_group_does_not_answer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Who is here is believed all the same; that nobody knows is said once."""
+    """The list of machines is used. The poller prints once that the supply is unknown."""
     story = Story(tmp_path)
     story.poll(REFUSED)
     assert story.poll(CloudUnavailable("as planned"), times=3) == ["launch_refused"]
@@ -602,9 +602,9 @@ def test_what_is_known_stands_while_the_group_does_not_answer(
 def test_an_image_s_name_in_brackets_and_control_characters_are_shown_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """AWS's words are neither markup nor a terminal's commands."""
+    """AWS's text is neither markup nor a terminal's control sequence."""
     says = "The image id '[ami-02c7e84c65fcfecee]' does not exist\x1b[2J"
-    Story(tmp_path).poll(Supply(there=0, wanted=4, refusal=explain(says, ASKED)))
+    Story(tmp_path).poll(Supply(there=0, wanted=4, refusal=explain(says, SHORTAGE)))
     assert main(["hosts", str(tmp_path / "hosts")]) == 0
     shown = capsys.readouterr().out
     assert "'[ami-02c7e84c65fcfecee]'" in shown and "\x1b[2J" not in shown

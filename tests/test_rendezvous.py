@@ -61,7 +61,7 @@ def test_members_find_what_members_have_put(rendezvous: Store) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_nothing_is_told_or_changed_when_a_stranger_asks(rendezvous: Store, method: str) -> None:
+def test_a_non_member_reads_and_changes_nothing(rendezvous: Store, method: str) -> None:
     """An address that is no member's is refused and said."""
     rendezvous.ask("PUT", "/global/0", b"an address")
     body = b"another" if method == "PUT" else None
@@ -139,7 +139,7 @@ def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(
 
 
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
-def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
+def test_a_request_that_never_ends_delays_no_other(rendezvous: Store) -> None:
     """Others are served meanwhile; it is dropped after a while."""
     with socket.create_connection(("127.0.0.1", rendezvous.store.port),
                                   timeout=DEADLINE_S) as connection:
@@ -153,7 +153,7 @@ def test_a_request_that_never_ends_holds_nobody_up(rendezvous: Store) -> None:
 
 @pytest.mark.parametrize("hangs_up", [True, False])
 @pytest.mark.parametrize("rendezvous", [{"request_s": 2.0}], indirect=True)
-def test_a_stranger_is_told_though_what_it_says_is_no_request(rendezvous: Store,
+def test_a_non_member_is_reported_though_its_bytes_are_no_request(rendezvous: Store,
                                                               hangs_up: bool) -> None:
     """Neither a word without an end nor a connection cut short keeps it secret."""
     with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
@@ -231,7 +231,7 @@ def test_idle_connections_keep_no_member_out(rendezvous: Store, source: str) -> 
 
 
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.3}], indirect=True)
-def test_an_answer_that_nobody_reads_is_dropped(rendezvous: Store) -> None:
+def test_an_answer_that_is_not_read_is_dropped(rendezvous: Store) -> None:
     """Its bytes would stay in the driver's memory for ever. (The kernel takes 4 MiB of them,
     tcp_wmem.)"""
     rendezvous.store.put("/global/0", 9_000_000 * b"x")
@@ -307,7 +307,7 @@ def test_a_member_asks_again_when_the_last_one_is_late(rendezvous: Store) -> Non
 
 
 @pytest.mark.parametrize("rendezvous", [{"hold_s": 60.0}], indirect=True)
-def test_who_waits_for_all_is_told_when_one_will_not_come(rendezvous: Store) -> None:
+def test_waiting_members_are_answered_when_one_will_not_come(rendezvous: Store) -> None:
     """By one byte, which no address is; those who ask later too."""
     assert rendezvous.ask("PUT", "/global/at-once-3-0", 2 * address(0, 1))[0] == 200
     answers: list[tuple[int, bytes]] = []

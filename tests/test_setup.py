@@ -78,7 +78,7 @@ def test_a_set_up_is_done_again_when_what_decides_it_has_changed(installed: dict
     assert changed_at(tmp_path) == before
 
 
-def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Path) -> None:
+def test_one_sentence_is_shown_when_there_is_no_compiler(tmp_path: Path) -> None:
     """Before anything is done, with the remedy."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -90,8 +90,8 @@ def test_the_user_is_told_in_one_sentence_when_there_is_no_compiler(tmp_path: Pa
            "ELASTIC_TRAINER_VENV": str(tmp_path / "venv")}
     done = install(env)
     assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if "compiler" in line]
-    assert said == [
+    output = [line for line in done.stderr.splitlines() if "compiler" in line]
+    assert output == [
         "install: A C++ compiler (c++) is missing, and Horovod is built from source. Install one, "
         "e.g. apt-get "
         "install g++."

@@ -44,7 +44,8 @@ from elastic_trainer.standby import worker as standby
 was = standby.is_standby()
 standby.wait_for_place()
 facts = {"was": was, "pid": os.getpid(), "name": os.environ.get("ELASTIC_TRAINER_WORKER"),
-         "key": os.environ.get("ELASTIC_TRAINER_KEY"), "hidden": "ELASTIC_TRAINER_STANDBY" in os.environ}
+         "key": os.environ.get("ELASTIC_TRAINER_KEY"),
+         "hidden": "ELASTIC_TRAINER_STANDBY" in os.environ}
 with open(f"here.new.{os.getpid()}", "w") as file:
     json.dump(facts, file)
 os.rename(file.name, f"here-{facts['name'].replace('/', '-')}")
@@ -55,7 +56,8 @@ THEN
 JOB_STEPS = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
 """Slow, so that a standby finds idle cores to boot on, until the story is over (`hurry`). The lab's
 other tests have the same twin."""
-WAITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\nwhile True: time.sleep(0.05)"
+WAITS = ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\n"
+         "while True: time.sleep(0.05)")
 
 
 def wait_for(what: str, seen: Callable[[], Any]) -> Any:
@@ -463,7 +465,7 @@ def test_a_variable_that_the_script_may_have_read_is_named(bench: Bench) -> None
 @pytest.mark.parametrize("changed", ["job.py", "part.py", "job.sh"])
 def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) -> None:
     """[1] Its worker would train with another code than the others. The file is named, to the
-    person and in the diary."""
+    person and in the event log."""
     bench.behind_a_script()
     (bench.folder / "part.py").touch()
     bench.write(boot="sys.path.insert(0, '.'); import part")
@@ -518,13 +520,13 @@ def test_no_place_is_handed_to_another_users_process(bench: Bench) -> None:
         "os.seteuid(65534)\ns.listen()\nprint('listens', "
         "flush=True)\nprint(s.accept()[0].recv(64), flush=True)"
     )
-    stranger = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
-    bench.started.append(stranger)
-    assert stranger.stdout and stranger.stdout.readline() == b"listens\n"
+    client = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
+    bench.started.append(client)
+    assert client.stdout and client.stdout.readline() == b"listens\n"
     worker = bench.take()
     _, err = worker.communicate(timeout=DEADLINE_S)
     assert worker.returncode == 0 and b"65534" in err and not bench.here()["was"]
-    assert stranger.stdout.readline() == b"b''\n"
+    assert client.stdout.readline() == b"b''\n"
 
 
 def test_the_command_runs_when_the_standby_is_frozen(bench: Bench) -> None:
@@ -577,7 +579,7 @@ def test_the_driver_sees_127_when_there_is_no_such_command(bench: Bench) -> None
     assert bench.take(command=["no-such-command"]).wait(DEADLINE_S) == 127
 
 
-def test_a_failed_boot_is_told_with_its_last_words_and_tried_again(bench: Bench) -> None:
+def test_a_failed_boot_is_logged_with_its_last_output_and_tried_again(bench: Bench) -> None:
     """Later, and later each time."""
     bench.write(
         boot="if not os.path.exists('again'): open('again', 'w'); raise SystemExit('no data')")

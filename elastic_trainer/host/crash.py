@@ -1,7 +1,6 @@
-"""Where a worker died of a signal: what faulthandler has written to its stderr, read back.
+"""Where a worker died of a signal: read from what faulthandler has written to its stderr.
 
-worker's stderr → here → driver, membership: workers that all die in one place are no fault of a
-machine
+worker's stderr → here → driver, membership (if all workers die in one place, no machine is faulty)
 
 Source: Python's `faulthandler` (Python/traceback.c, `_Py_DumpTracebackThreads`): a line that names
 the signal, then a block for each thread, newest frame first. The block of the thread that died
@@ -18,22 +17,20 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 FAULTHANDLER = {"PYTHONFAULTHANDLER": "1"}
-"""What a worker's environment says to Python, from its first import on, unless the user's own
-does."""
+"""The default of a worker's environment: faulthandler is on from the first import."""
 LINES = 400
-"""How many of its last lines are looked at: so many threads' stacks there may be."""
+"""The number of its last lines that are read: a process may have many threads."""
 FRAMES = 3
 SAME_CRASHES = 2
-"""When workers have died so often in each slot, all of one signal in one place, before the first
-step, the run is over."""
+"""The run is over when this many workers have died in each slot before the first step, all of one
+signal in one place."""
 FATAL = "Fatal Python error: "
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
-"""The signals of which faulthandler tells anything (Modules/faulthandler.c)."""
+"""The signals that faulthandler reports (Modules/faulthandler.c)."""
 
 
 def place_of(stderr: Iterable[str]) -> str:
-    """Return the place where a process died, as its stderr's last lines tell it: the newest frames,
-    or "" if unknown."""
+    """Return the newest frames of the thread that died, from the end of stderr; "": unknown."""
     lines = list(stderr)
     begins = [number for number, line in enumerate(lines) if line.startswith(FATAL)]
     if not begins:
@@ -51,22 +48,21 @@ def place_of(stderr: Iterable[str]) -> str:
 
 @dataclass
 class SameCrashes:
-    """The newest deaths, as long as all are of one signal in one place."""
+    """The newest deaths, while all are of one signal in one place."""
 
     signal: int = 0
     place: str = ""
     times: Counter[Hashable] = field(default_factory=Counter)
-    """How often in each slot."""
+    """Slot → number of deaths."""
 
     def note(self, slot: Hashable, code: int, place: str) -> None:
-        """Take a death: the exit code of a process (negative: a signal's number), and the place, or
-        "" if unknown."""
+        """Add a death: its exit code (negative: a signal's number) and its place ("": unknown)."""
         if (-code, place) != (self.signal, self.place) or not place:
             self.signal, self.place, self.times = -code, place, Counter()
         self.times[slot] += 1
 
     def are_everywhere(self, slots: Collection[Hashable]) -> bool:
-        """True if in each of the slots workers have died so often that it is no accident."""
+        """True if SAME_CRASHES or more workers have died in each of the slots."""
         return bool(self.place and slots) and all(self.times[slot] >= SAME_CRASHES
                                                   for slot in slots)
 

@@ -1,13 +1,13 @@
-"""Cut a worker's output into lines, in bounded memory, whether the worker writes line ends or not.
+"""Cut a worker's output into lines, in bounded memory, also if it writes no line ends.
 
 worker's stdout, stderr → here → driver (prefixes each line with its host) → the supervisor's output
 
 What always holds:
-1. Of a line without an end at most MAX_LINE_BYTES are kept. A longer one is passed on in pieces of
+1. At most MAX_LINE_BYTES of a line without an end are kept. A longer line is passed on in pieces of
    that size.
-2. What follows a carriage return replaces what stands before it, as on a terminal: progress bars
-   (tqdm) end an update so. Of these updates the newest is passed on every UPDATE_S, and the last
-   one when its line or the output ends.
+2. Text after a carriage return replaces the text before it, as on a terminal: progress bars (tqdm)
+   end an update so. The newest update is passed on every UPDATE_S, and the last one when its line
+   or the output ends.
 3. Text that waits for its line end (a prompt, dots) is passed on after UPDATE_S, and its rest is a
    line of its own.
 4. A mark, which begins a message of our own at the end of a line, is never cut, and no update
@@ -26,11 +26,11 @@ MAX_LINE_BYTES = 1 << 16
 UPDATE_S = 5.0
 """Between two updates of one stream: 64 workers with a progress bar each make 13 lines a second."""
 MARKED_BYTES = 64
-"""A message of our own has at most so many bytes, its mark included."""
+"""The longest message of our own, with its mark."""
 
 
 class Lines:
-    """What one stream has said since its last line end. `now` is any clock that counts seconds."""
+    """One stream's text since its last line end. `now` is any clock that counts seconds."""
 
     def __init__(self, mark: bytes, update_s: float):
         self.mark, self.update_s = mark, update_s
@@ -41,7 +41,7 @@ class Lines:
 
     @property
     def kept_bytes(self) -> int:
-        """How much is kept of a line without an end."""
+        """The bytes that are kept of a line without an end."""
         return len(self._rest)
 
     def wait_s(self, now: float) -> float | None:
@@ -49,7 +49,7 @@ class Lines:
         return None if self._due is None else max(0.0, self._due - now)
 
     def take(self, data: bytes, now: float) -> list[bytes]:
-        """Take what has been read; returns the lines to be passed on, without their ends."""
+        """Add data; returns the lines to pass on, without their ends."""
         whole = self._rest + data
         *ended, rest = whole.split(b"\n")
         is_simple = not (self._is_begun or b"\r" in whole
@@ -67,28 +67,27 @@ class Lines:
         return lines
 
     def show(self) -> list[bytes]:
-        """Return what waits for its line end, and begin a new line."""
+        """Return the text that waits for its line end, and start a new line."""
         end = _end_of_whole(self._rest, self.mark)
         shown, self._rest, self._due = self._rest[:end].strip(b"\r"), self._rest[end:], None
         self._is_begun |= bool(shown.strip())
         return [shown] if shown.strip() else []
 
     def close(self) -> list[bytes]:
-        """Return what the output ends with."""
+        """Return the last line of the output."""
         text, self._rest, self._due = self._rest, b"", None
         return self._end(text) if text.strip() else []
 
     def _end(self, text: bytes) -> list[bytes]:
-        """Return a line that has ended, or what of it is not passed on yet."""
-        said, mark, message = text.partition(self.mark)
-        line = newest_update(said).strip(b"\r") + mark + message
-        is_told, self._is_begun = self._is_begun and not line.strip(), False
-        return [] if is_told else _pieces(line, self.mark)
+        """Return the part of an ended line that is not passed on yet."""
+        before, mark, message = text.partition(self.mark)
+        line = newest_update(before).strip(b"\r") + mark + message
+        is_shown, self._is_begun = self._is_begun and not line.strip(), False
+        return [] if is_shown else _pieces(line, self.mark)
 
 
 def lines_of(descriptor: int, mark: bytes) -> Iterator[bytes]:
-    """Yield the lines of a pipe until its last writer closes it. Blocks, but for text that waits
-    for its line end."""
+    """Yield the lines of a pipe until its last writer closes it. Blocks."""
     lines, poll = Lines(mark, UPDATE_S), select.poll()
     poll.register(descriptor, select.POLLIN)
     while True:
@@ -103,8 +102,7 @@ def lines_of(descriptor: int, mark: bytes) -> Iterator[bytes]:
 
 
 def newest_update(text: bytes) -> bytes:
-    """Return the last update that says something, and the carriage returns around it that tell
-    where it ends."""
+    """Return the last update that is not blank, with the carriage returns around it."""
     before, separator, newest = text.rpartition(b"\r")
     if not separator:
         return text
@@ -125,8 +123,7 @@ def _pieces(line: bytes, mark: bytes) -> list[bytes]:
 
 
 def _end_of_whole(text: bytes, mark: bytes) -> int:
-    """Return how much of a text can be passed on before what follows it is known: no half
-    character, and no half mark."""
+    """Return the length of the text without a half character or a half mark at its end."""
     end = len(text)
     start = next((at for at in range(end - 1,
                                      max(0, end - 4) - 1, -1) if text[at] & 0xC0 != 0x80), end)
@@ -138,5 +135,5 @@ def _end_of_whole(text: bytes, mark: bytes) -> int:
 
 
 def _length(first: int) -> int:
-    """Return how many bytes a character of UTF-8 has, by its first one."""
+    """Return the number of bytes of a UTF-8 character, by its first byte."""
     return 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2

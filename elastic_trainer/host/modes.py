@@ -1,16 +1,14 @@
-"""Who may read what a run and its store write: the user who writes it, and a group that was asked
-in.
+"""Modes of a run's files: readable by the user who writes them, and by a group of a shared folder.
 
 store, event log, result, output → here → the file system
 
 What always holds:
-1. A file is made with mode 0600 and a folder with 0700, whatever the umask is.
+1. A file is made with mode 0600 and a folder with 0700, independent of the umask.
 2. In a shared folder they are made with 0660 and 2770. A folder is shared if it is group-writable
-   and has the setgid bit (chmod 2770): the way in which Unix marks a folder of a group, so that
-   what is made in it belongs to that group, too (inode(7)). Folders in it are shared like it. All
-   processes and hosts see the same answer, without an option that each of them would have to be
-   told.
-3. What is there already keeps its mode. Nothing is ever made for users who are not in the group.
+   and has the setgid bit (chmod 2770), with which new files in it belong to its group (inode(7)).
+   Folders in it are shared like it. All processes and hosts read this from the folder, so they need
+   no option.
+3. Existing files keep their modes. No file is made readable for users outside the group.
 
 What it does not do: change S3, where bucket and key decide; or the files of the user's own code.
 """
@@ -31,8 +29,7 @@ def is_shared(folder: str | Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if it is not there. Those above it are made as the umask says. Raises
-    OSError."""
+    """Make a folder if it does not exist. Its parents get the umask's modes. Raises OSError."""
     if path.is_dir():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

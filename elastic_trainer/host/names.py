@@ -1,8 +1,8 @@
-"""What a host may be called.
+"""The pattern of valid host names.
 
 discovery's list, event log, heartbeats → here → an ssh command
 
-Source: RFC 1123, 2.1. The underscore is allowed besides: many internal names have one.
+Source: RFC 1123, 2.1. The underscore is allowed, too: many internal names have one.
 """
 
 from __future__ import annotations

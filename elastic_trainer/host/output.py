@@ -1,11 +1,11 @@
-"""A process's standard output outlives whoever reads it.
+"""Standard output that goes on when its reader has ended.
 
 print → here → pipe of the driver or of sshd, the supervisor's terminal or file
 
-When the driver or an ssh dies, the next print of the user's would raise BrokenPipeError in the
-middle of a step: a fault of the world's would look like the user's own, which ends the run
-everywhere, and no last checkpoint would be written. Driver and supervisor, whose output may be a
-closed pipe or a full disk, must not end, or stop reading workers, for it.
+When the driver or an ssh dies, the next print of the user's code would raise BrokenPipeError in a
+step. That would look like the user's own error, which ends the run on all workers without a last
+checkpoint. The output of driver and supervisor may be a closed pipe or a full disk: they must not
+end, or stop reading workers, because of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 from typing import Any
 
 
-class Mouth(io.FileIO):
-    """A descriptor that swallows what nobody reads any more, or no disk takes."""
+class LastingOutput(io.FileIO):
+    """A descriptor that discards output for which there is no reader or no room on the disk."""
 
     def write(self, data: Any) -> int:
-        """Write; into a broken pipe: point the descriptor to nowhere for good."""
+        """Write. After a broken pipe the descriptor leads to /dev/null."""
         try:
             return super().write(data) or 0
         except BrokenPipeError:
@@ -33,8 +33,8 @@ class Mouth(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Make `sys.stdout` and `sys.stderr` of this process go on when their pipes break."""
+    """Make `sys.stdout` and `sys.stderr` of this process survive broken pipes."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
-        raw = Mouth(descriptor, "wb", closefd=False)
+        raw = LastingOutput(descriptor, "wb", closefd=False)
         setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", write_through=True))

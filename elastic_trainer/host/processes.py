@@ -1,10 +1,10 @@
-"""Which processes on this machine are workers, by their environment.
+"""The workers on this machine: processes with a worker's name in their environment.
 
 the kernel (proc(5)) → here → agent, supervisor
 
 The environment is read by hand: a standby writes its name over a room in that memory and leaves
 zeros behind it (standby/worker.py), and psutil stops reading at two zeros in a row.
-launch/remote.py reads it, too: it runs on hosts where no package of ours may be on Python's path.
+launch/remote.py has its own code for that: on its hosts no package may be on Python's path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Seen:
     worker: str
     parent: int
     short_name: str
-    """What the process calls itself (proc(5), comm)."""
+    """The process's own short name (proc(5), comm)."""
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -87,13 +87,13 @@ MOST_CHARACTERS = 15
 
 
 def short_name(phase: str, step: int) -> str:
-    """Return what a worker in a phase calls itself. A long number is left out."""
-    word = "step" if phase == "training" else phase
-    return text if len(text := f"{word} {step}") <= MOST_CHARACTERS else word
+    """Return the short name of a worker in a phase. A long number is left out."""
+    kind = "step" if phase == "training" else phase
+    return text if len(text := f"{kind} {step}") <= MOST_CHARACTERS else kind
 
 
 def show(phase: str, step: int) -> None:
-    """Show what this worker does to `top`, `pgrep` and the agent: as its process's short name."""
+    """Set this process's short name, which `top`, `pgrep` and the agent show."""
     try:
         with open("/proc/self/comm", "w") as file:
             file.write(short_name(phase, step))

@@ -1,34 +1,34 @@
-"""The keeper: the parent of one standby, for all of its life.
+"""The keeper: the parent process of one standby.
 
 service → here (one process per standby) → standby (worker.py) ← (place) ← shim ← driver
 
     booting → waiting → taken → ended
 
 What always holds:
-1. A standby is used once, by the same command in the same folder with the same variables of the
-   user's, and with the same text of its modules. Any other shim is refused and runs the command
+1. A standby is used once, by the same command in the same folder with the same user's variables and
+   the same text of its modules. The keeper refuses any other shim, which then runs the command
    itself.
-2. The shim's death ends the worker, also a frozen one: the keeper kills it. A keeper's death ends
-   its own worker only, with all its processes: the kernel does it, also behind a wrapper script.
-   The service's death ends the standbys that were not taken, and no worker.
-3. What a standby prints before its place is printed when it gets one. What a wrapper script prints
-   itself follows within FORWARD_S.
-4. A booting standby takes as much of one core as the other processes leave idle, but at least a
-   fifth: it is stopped and continued in turns. (No scheduling class does that: for a user
-   SCHED_IDLE and a nice of 19 have no way back.)
+2. When the shim dies, the keeper kills the worker, also a frozen one. When a keeper dies, the
+   kernel ends its own worker with all its processes, also behind a wrapper script, and no other.
+   When the service dies, its standbys without a place end, and no worker does.
+3. The output of a standby before its place is printed when it gets one. The output of a wrapper
+   script itself follows within FORWARD_S.
+4. A booting standby takes the share of one core that other processes leave idle, and at least a
+   fifth: it is stopped and continued in turns. (No scheduling class does that: a user cannot raise
+   the priority again after SCHED_IDLE or a niceness of 19.)
 5. A standby has used nothing of the run: no store, no event log, no socket, no random numbers that
    count.
-6. It becomes a worker only when its shim has confirmed that it waits for that. A shim without an
-   answer in time runs the command itself, so there are never two workers of one name.
+6. It becomes a worker only after its shim has confirmed that it still waits. A shim without an
+   answer in time runs the command itself, so there are never two workers with one name.
 
-A standby boots through all of the script before `train()`, then rehearses a step; or it boots up to
-the first call of `local_rank()`, which waits for the place. What a script reads from HOROVOD_* or
-ELASTIC_TRAINER_* before that is what it reads alone. A model that is on a GPU before its place is
-known stays on the GPU that it saw.
+A standby runs the script up to `train()` and then rehearses a step; or it runs up to the first call
+of `local_rank()`, which waits for the place. Before that a script reads the values of HOROVOD_* and
+ELASTIC_TRAINER_* that it would read alone. A model that is moved to a GPU before its place is known
+stays on that GPU.
 
-What it does not do: limit memory. A standby takes what a worker takes before its first step and, on
-CPUs, what that step will take, up to a sixteenth of what is free (the rehearsal). Nor does it
-notice a replaced library (site-packages) or data file: restart the service then.
+What it does not do: limit memory. A standby takes the memory of a worker before its first step and,
+on CPUs, that of the step, up to a sixteenth of the free memory (the rehearsal). Nor does it notice
+a replaced library (site-packages) or data file: restart the service then.
 
 Source: prctl(2) and fcntl(2) (F_SETOWN, F_SETSIG) of man-pages 6; unix(7) for SOCK_SEQPACKET and
 SCM_RIGHTS.
@@ -70,26 +70,25 @@ from elastic_trainer.standby.worker import (
 )
 
 WAKE_S = 2.0
-"""How long a standby has to answer when its place has come. After that it is killed, and the shim
-asks the next one."""
+"""The time in which a standby must answer when its place has come. After it the standby is killed,
+and the shim asks the next one."""
 TURN_S = 0.1
 LEAST, MOST = 0.2, 0.8
 """The least and the largest share of each turn in which a booting standby runs."""
 OUTPUT_BYTES = 60_000
-"""How much of what a standby has printed is handed on. It fits a pipe, so writing it never blocks.
-"""
+"""The end of a standby's output that is forwarded. It fits a pipe, so writing it never blocks."""
 FORWARD_S = 1.0
-"""The interval in which the output of a wrapper script is handed on."""
+"""The interval in which the output of a wrapper script is forwarded."""
 BEHIND_S = 0.05
 """The interval where the reader is slower than the script."""
 LAST_FORWARD_S = 5.0
-"""How long the reader may pause before it has the end of the output."""
+"""The longest pause of the reader before it has the end of the output."""
 CPU_KINDS, IDLE = 8, (3, 4)
 """psutil's first 8 kinds of a core's time add up to all of it; idle, and idle while a disk
 works."""
 PR_SET_PDEATHSIG = 1
 CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
-NOT_MINDED = frozenset(
+IGNORED = frozenset(
     "PYTHONUNBUFFERED NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ TERM COLORTERM COLUMNS LINES LS_COLORS "
     "MAIL LESSOPEN LESSCLOSE PAGER EDITOR DISPLAY DBUS_SESSION_BUS_ADDRESS INVOCATION_ID "
     "JOURNAL_STREAM NOTIFY_SOCKET LOGNAME USER SHELL HOSTNAME LANG MOTD_SHOWN PATH".split())
@@ -102,7 +101,7 @@ def differing(booted_with: Mapping[str, str], now: Mapping[str, str], program: s
     PATH is one of them when it leads to another program.
     """
     names = {name for name in booted_with.keys() | now.keys()
-             if not name.startswith(CHANGING) and name not in NOT_MINDED
+             if not name.startswith(CHANGING) and name not in IGNORED
              and booted_with.get(name) != now.get(name)}
     before = shutil.which(program, path=booted_with.get("PATH"))
     if before != shutil.which(program, path=now.get("PATH")):
@@ -115,7 +114,7 @@ class BootFailed(RuntimeError):
 
 
 class Keeper:
-    """The parent of one standby, in a process of its own. `service` hears what becomes of it."""
+    """The parent of one standby, in a process of its own. It reports to `service`."""
 
     def __init__(self, command: list[str], folder: Path, service: socket.socket, boot_s: float):
         self.command, self.service, self.boot_s = command, service, boot_s
@@ -124,7 +123,7 @@ class Keeper:
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = ALLOCATOR | FAULTHANDLER | os.environ | {"PYTHONUNBUFFERED": "1"}
         self.program = stamps([shutil.which(command[0]) or command[0], *command[1:2]])
-        """The program, and what may be its script: a wrapper script is no module."""
+        """The program and, perhaps, its script: a wrapper script is no module."""
         self.began_ns = time.time_ns()
         room = f"{VARIABLE}={theirs.fileno()},{self.began_ns},".ljust(NAME_BYTES, ".")
         env = self.env | {VARIABLE: room.partition("=")[2]}
@@ -136,8 +135,8 @@ class Keeper:
                 preexec_fn=lambda: _die_with_keeper(life))  # noqa: PLW1509 (no threads here)
         os.close(life)
         self.end_of_process = os.pidfd_open(self.process.pid)
-        self.stdout, self.handed_on = -1, 0
-        """The place's standard output, and how much of `printed` was written to it."""
+        self.stdout, self.forwarded = -1, 0
+        """The place's standard output, and the bytes of `printed` that were written to it."""
 
     def run(self) -> int:
         """Boot, wait, hand over, accompany; returns this process's exit code."""
@@ -183,8 +182,8 @@ class Keeper:
             if self.end_of_process in ready:
                 raise BootFailed(self._how_it_ended())
             if time.monotonic() > deadline:
-                raise BootFailed(f"it has not come to train() in {self.boot_s:.0f} s. Give it "
-                                 f"longer: ELASTIC_TRAINER_LIMITS=boot_s=…")
+                raise BootFailed(f"it has not reached train() in {self.boot_s:.0f} s. Raise "
+                                 f"the limit with ELASTIC_TRAINER_LIMITS=boot_s=…")
 
     def _wait(self) -> socket.socket | None:
         """Wait for a shim that may have this standby, and hand it over.
@@ -195,7 +194,7 @@ class Keeper:
             new = self.path.with_suffix(".new")
             listener.bind(str(new))
             listener.listen(8)
-            new.rename(self.path)  # a refused connection means to a shim that the keeper is dead
+            new.rename(self.path)  # a shim takes a refused connection for a dead keeper
             self._report("waiting")
             while True:
                 ready = self._ready(None, listener, self.service)
@@ -217,12 +216,12 @@ class Keeper:
         descriptors: list[int] = []
         try:
             credentials = shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            word, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
+            message, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
             is_ours = struct.unpack("3i", credentials)[1] == os.getuid()
-            if not is_ours or word != b"take" or len(descriptors) != 4:
+            if not is_ours or message != b"take" or len(descriptors) != 4:
                 return False
-            asked = ALLOCATOR | FAULTHANDLER | read_environment(descriptors[0])
-            if names := differing(self.env, asked, self.command[0]):
+            wanted = ALLOCATOR | FAULTHANDLER | read_environment(descriptors[0])
+            if names := differing(self.env, wanted, self.command[0]):
                 shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
                 return False
             self.path.unlink(missing_ok=True)
@@ -250,13 +249,13 @@ class Keeper:
         socket.send_fds(self.worker, [b"place"], [*descriptors, self.printed.fileno()])
         if self.worker not in self._ready(WAKE_S, self.worker):
             raise BootFailed(f"it did not answer within {WAKE_S:.0f} s when its place had come")
-        if (word := self.worker.recv(REASON_BYTES)) != b"here":
-            files = word.decode(errors="replace")
-            raise BootFailed(f"it was booted before {files} changed" if word
+        if (answer := self.worker.recv(REASON_BYTES)) != b"here":
+            files = answer.decode(errors="replace")
+            raise BootFailed(f"it was booted before {files} changed" if answer
                              else self._how_it_ended())
         self.stdout = os.dup(descriptors[2])
         size = os.fstat(self.printed.fileno()).st_size
-        self.handed_on = max(0, size - OUTPUT_BYTES)
+        self.forwarded = max(0, size - OUTPUT_BYTES)
         self._forward()
 
     # --- with a place ---------------------------------------------------------------------------
@@ -272,12 +271,12 @@ class Keeper:
             if shim not in ready:
                 continue
             try:
-                word, _, number = shim.recv(64).partition(b" ")
+                message, _, number = shim.recv(64).partition(b" ")
             except ConnectionResetError:
-                word = b""
-            if word == b"mine":
+                message = b""
+            if message == b"mine":
                 self.worker.send(b"go")
-            elif word == b"signal":
+            elif message == b"signal":
                 self._signal(int(number))
             else:
                 self._kill()  # the shim is dead, and so is its worker, frozen or not
@@ -288,21 +287,21 @@ class Keeper:
             shim.send(b"ended %d" % status)
 
     def _forward(self, patience_s: float = 0.0, *shim: socket.socket) -> bool:
-        """Hand on what was printed before the place came and, by a wrapper script, since then.
+        """Forward the output from before the place and, of a wrapper script, since then.
 
-        Returns False if there is more, for which the reader has no room yet. One write has at most
-        PIPE_BUF bytes, which fit any pipe that has room at all: a slow reader must not keep the
-        keeper from seeing the shim's end.
+        Returns False if the reader has no room for the rest yet. One write has at most PIPE_BUF
+        bytes, which fit any pipe that has room at all: a slow reader must not keep the keeper from
+        noticing the shim's end.
         """
         file = self.printed.fileno()
         end = os.fstat(file).st_size
         with suppress(OSError):
-            while self.handed_on < end:
+            while self.forwarded < end:
                 is_over, has_room, _ = select.select(shim, [self.stdout], [], patience_s)
                 if is_over or not has_room:
                     return False
-                piece = os.pread(file, select.PIPE_BUF, self.handed_on)
-                self.handed_on += os.write(self.stdout, piece)
+                piece = os.pread(file, select.PIPE_BUF, self.forwarded)
+                self.forwarded += os.write(self.stdout, piece)
         return True
 
     # --- its process ----------------------------------------------------------------------------
@@ -336,9 +335,9 @@ class Keeper:
 def _die_with_keeper(life: int) -> None:
     """Let the kernel end the standby when its keeper is killed.
 
-    PR_SET_PDEATHSIG is for this process, whatever it executes. It does not reach the children of a
-    wrapper script. They are signalled by the end of a pipe, which goes to the process group as long
-    as one process in it holds the pipe.
+    PR_SET_PDEATHSIG is for this process, also after exec. It does not reach the children of a
+    wrapper script. They are signalled by the end of a pipe: the signal goes to the process group
+    while one process in it holds the pipe.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
@@ -347,11 +346,11 @@ def _die_with_keeper(life: int) -> None:
 
 
 def core_seconds() -> Sequence[float]:
-    """Return on what the cores of this machine have spent their time since it started, in s."""
+    """Return the seconds of this machine's cores since its start, by kind of use."""
     return tuple(psutil.cpu_times())[:CPU_KINDS]
 
 
 def idle_cores(before: Sequence[float], now: Sequence[float]) -> float:
-    """Return how many cores were idle, on average, between two samples."""
+    """Return the average number of idle cores between two samples."""
     spent = [b - a for a, b in zip(before, now, strict=True)]
     return (os.cpu_count() or 1) * sum(spent[kind] for kind in IDLE) / (sum(spent) or 1.0)

@@ -1,4 +1,4 @@
-"""The standbys of a local run: starts the service, and starts it again when it was killed.
+"""The standbys of a local run: starts the service, and restarts it when it was killed.
 
 supervisor → here → service (a process of its own)
 """

@@ -31,8 +31,8 @@ from elastic_trainer.standby.shim import command_name, is_private
 from elastic_trainer.wire.plain import plain_text
 
 REPLACE_AFTER_S = 3.0
-"""How long after a standby was taken the next one begins to boot: the world has changed and trains
-again by then."""
+"""The time after which the next standby starts to boot when one was taken: by then the world has
+changed and trains again."""
 MAX_BACK_OFF_S = 60.0
 KILLED = "its keeper was killed"
 
@@ -44,7 +44,7 @@ class Service:
         self.command, self.folder, self.slots = command, folder, slots
         self.events, self.boot_s = events, boot_s
         self.keepers: dict[socket.socket, tuple[int, str, float]] = {}
-        """The connection to each keeper → its pid, the state of its standby, since when."""
+        """The connection to each keeper → its pid, its standby's state, and that state's start."""
         self.failures, self.not_before = 0, 0.0
 
     def run(self) -> NoReturn:
@@ -62,10 +62,10 @@ class Service:
             timeout_s = wait_s if has_room else None
             ready, _, _ = select.select(list(self.keepers), [], [], timeout_s)
             for keeper in ready:
-                self._hear(keeper)
+                self._take_message(keeper)
 
     def _start(self) -> None:
-        """Fork a keeper. (An own program would cost 100 ms and 10 MB; there are no threads here.)
+        """Fork a keeper. (A program of its own would cost 100 ms and 10 MB. There are no threads.)
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
@@ -85,12 +85,12 @@ class Service:
         theirs.close()
         self.keepers[ours] = pid, "booting", time.monotonic()
 
-    def _hear(self, keeper: socket.socket) -> None:
+    def _take_message(self, keeper: socket.socket) -> None:
         """Take a keeper's message, or its end."""
-        word, _, more = keeper.recv(1 << 16).decode(errors="replace").partition(" ")
+        what, _, more = keeper.recv(1 << 16).decode(errors="replace").partition(" ")
         pid, state, since = self.keepers[keeper]
         now = time.monotonic()
-        if word == "waiting":
+        if what == "waiting":
             self.keepers[keeper] = pid, "waiting", now
             self.failures = 0
             self.events.emit("standby.booted", pid=pid, boot_s=round(now - since, 3))
@@ -98,7 +98,7 @@ class Service:
         del self.keepers[keeper]
         keeper.close()
         self.not_before = now + REPLACE_AFTER_S
-        if word == "taken":
+        if what == "taken":
             self.events.emit("standby.taken", pid=pid)
         else:
             self._failed(pid, state, more or KILLED, now)
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers; they report the rest
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     events = Events(options.run_dir, run=options.run_dir.name if options.run_dir else "")
     if options.once_training:
         wait_until_training(Reader.at_end(options.run_dir))

@@ -1,17 +1,16 @@
-"""In front of a worker's command: take a booted standby for it, or run the command as it is.
+"""In front of a worker's command: take a booted standby for it, or run the command itself.
 
     python -S -I elastic_trainer/standby/shim.py python my_train.py …
 
 driver (or ssh, or plain horovodrun) → here → a keeper with its standby (keeper.py) → worker
 
 What always holds:
-1. This process's death is the worker's death, also when the worker is frozen: the keeper kills the
-   worker when our connection ends. The worker's end is ours, with its exit code or by its signal.
-   It does not begin until we have sent "mine".
+1. When this process dies, the keeper kills the worker, also a frozen one, because the connection
+   ends. When the worker ends, this process ends with its exit code or by its signal. The worker
+   does not start before this process has sent "mine".
 2. The environment, with its secrets, and the output go through a Unix socket in a folder that only
    this user can enter.
-3. When no standby can be had, this process becomes the command itself: as without standbys, only
-   slower.
+3. When there is no standby, this process becomes the command itself.
 
 It imports a few modules of the standard library and nothing of ours: it must start in 60 ms, and
 with -I no package of ours is found. So FOLDER_VARIABLE and `standby_folder` are copies of those in
@@ -32,7 +31,7 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "ELASTIC_TRAINER_STANDBY_DIR"
 ANSWER_S = 3.0
-"""How long a standby has to answer. After that the next one is asked, or the command is run."""
+"""The time in which a standby must answer. After it the next one is asked, or the command runs."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2)
 IF_A_FOLDER_IS_THERE = (
@@ -61,7 +60,7 @@ def through_shim(command: list[str], env: dict[str, str], is_local: bool) -> lis
 
 
 def is_private(folder: Path) -> bool:
-    """True if only we can enter the folder: what waits in it gets this run's secrets."""
+    """True if only this user can enter the folder: standbys receive this run's secrets there."""
     found = os.lstat(folder)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
@@ -74,7 +73,7 @@ def say(what: str) -> None:
 def take(command: list[str]) -> socket.socket | None:
     """Hand our place to a standby of this command.
 
-    Returns the connection to its keeper; None if there is none to be had.
+    Returns the connection to its keeper; None: there is no standby.
     """
     folder = standby_folder(os.environ)
     try:
@@ -100,7 +99,7 @@ def take(command: list[str]) -> socket.socket | None:
 
 
 def ask(keeper: socket.socket, path: Path) -> bytes:
-    """Ask a keeper to take our place; returns b"taken", or why not (b"": another shim has it)."""
+    """Give a keeper our place; returns b"taken", or why not (b"": another shim was faster)."""
     place = os.memfd_create("place")  # in memory only: it holds the worker's key
     try:
         os.write(place, json.dumps(dict(os.environ)).encode())
@@ -108,7 +107,7 @@ def ask(keeper: socket.socket, path: Path) -> bytes:
         credentials = keeper.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         uid = int.from_bytes(credentials[4:8], sys.byteorder)
         if uid != os.getuid():
-            raise PermissionError(f"it is the user {uid}'s")
+            raise PermissionError(f"it belongs to the user {uid}")
         socket.send_fds(keeper, [b"take"], [place, 0, 1, 2])
         answer = keeper.recv(4096)
         if answer == b"taken":
@@ -131,19 +130,19 @@ def accompany(keeper: socket.socket) -> int:
         try:
             keeper.send(b"signal %d" % number)
         except OSError:
-            pass  # the worker has ended, and its keeper's message says so
+            pass  # the worker has ended, and its keeper's message follows
 
     for number in FORWARDED:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    word, _, status = keeper.recv(64).partition(b" ")
-    if word != b"ended":
+    message, _, status = keeper.recv(64).partition(b" ")
+    if message != b"ended":
         raise ConnectionError("The keeper of this worker was killed, and with it the worker.")
     return int(status)
 
 
 def end_like(status: int) -> None:
-    """End this process as a wait status says that another one has ended."""
+    """End this process as another one has ended, by its wait status."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.WIFSIGNALED(status):
@@ -158,7 +157,7 @@ def end_like(status: int) -> None:
 def main() -> None:
     """Run the command given on the command line, in a standby or in this process."""
     command = sys.argv[1:]
-    # Kept by the kernel until there is a worker to pass them on to.
+    # The kernel keeps these signals until there is a worker to forward them to.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     if not command:
         print("No command is given. Give one, e.g. python -S -I elastic_trainer/standby/shim.py "

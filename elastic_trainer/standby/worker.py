@@ -1,9 +1,9 @@
-"""A standby, seen from inside: it waits for its place and becomes the worker that has it.
+"""A standby's own side: it waits for its place and becomes the worker that has it.
 
 keeper → place (environment, output) → here → train()
 
-What a standby prints before it has a place is printed then. What it, or a wrapper script, has set
-in its environment stays, and so does a file into which a script has sent its output.
+The output before the place is printed when the place comes. Variables that the script or its
+wrapper has set stay set, and so does a file into which the script has redirected its output.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ NAME_BYTES = 4608
 """Room for a worker's name and its run's folder in a standby's first environment, where
 /proc/PID/environ shows them. A path has at most 4096 bytes (PATH_MAX)."""
 WHO = ("ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_ATTEMPT", "ELASTIC_TRAINER_RUN_DIR")
-"""The variables of the place that are written there, and no other: every process of the same user
-can read them, and they end up in logs."""
+"""The only variables of the place that are written there: every process of the same user can read
+them, and they appear in logs."""
 OF_THE_PLACE = ("HOROVOD_", "ELASTIC_TRAINER_")
 REASON_BYTES = 2000
 
 
 def is_standby() -> bool:
-    """True while this process waits, or will wait, for its place."""
+    """True until this process has its place."""
     return VARIABLE in os.environ
 
 
 def wait_for_place() -> dict[str, float]:
     """Wait until a shim comes, and become its worker: environment, output, name.
 
-    Returns how long this process has waited, for the event log; nothing if it is no standby. Call
-    it before the first code that depends on which worker this is.
+    Returns the seconds that this process has waited, for the event log; {}: it is no standby. Call
+    it before the first code that depends on the worker's place.
     """
     if not is_standby():
         return {}
@@ -85,20 +85,20 @@ def _take_place(descriptors: list[int]) -> None:
 
 
 def write_environment(variables: Mapping[str, str]) -> int:
-    """Write an environment into memory, to be handed over; returns its descriptor."""
+    """Write an environment into memory; returns its descriptor."""
     descriptor = os.memfd_create("environment")
     os.write(descriptor, json.dumps(dict(variables)).encode())
     return descriptor
 
 
 def read_environment(descriptor: int) -> dict[str, str]:
-    """Read an environment that was handed over."""
+    """Read an environment that `write_environment` has written."""
     return dict(json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
 
 
 def merged(booted_with: Mapping[str, str], now: Mapping[str, str],
            place: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a place, with what the script or its wrapper has changed.
+    """Return the environment of a place, with the changes of the script or its wrapper.
 
     The variables that name the worker come from the place alone: a script may have set defaults
     for them.
@@ -136,9 +136,9 @@ def stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]],
                   began_ns: int, roots: tuple[str, ...] = ()) -> list[str]:
-    """Return the files that may not be those which a standby has loaded.
+    """Return the files that may differ from those that a standby has loaded.
 
-    Under `roots` these are also the files that were written since it began to boot: it may have
+    Under `roots` these are also the files that were written since it started to boot: it may have
     read the older text. Elsewhere compilers (torch's, for one) write modules of their own.
     """
     return [file for file, (inode, written_ns) in loaded.items()
@@ -147,10 +147,10 @@ def changed_files(loaded: Mapping[str, tuple[int, int]], now: Mapping[str, tuple
 
 
 def write_name(environment: Mapping[str, str]) -> None:
-    """Write which worker this is where /proc/PID/environ shows it, over the room left for it there.
+    """Write this worker's name into the room that /proc/PID/environ has for it.
 
-    That memory is the environment with which this process was started; nothing else of it is
-    touched. psutil reads such files and cannot write them, so this is done by hand.
+    That memory is the environment with which this process was started. Nothing else of it is
+    changed. psutil cannot write it, so this is done by hand.
     """
     if not environment.get("ELASTIC_TRAINER_WORKER"):
         return  # plain horovodrun gives no names

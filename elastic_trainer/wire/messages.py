@@ -125,7 +125,9 @@ class DriverClient:
         response = self._connection.getresponse()
         answer = response.read(MAX_BODY_BYTES)
         if response.status != 200:
-            raise DriverUnreachable(f"the driver at {self.address} answered {response.status}")
+            why = "another attempt's key, or another version?" if response.status == 403 else ""
+            raise DriverUnreachable(
+                f"the driver at {self.address} answered {response.status} {why}".rstrip())
         signature = response.headers.get(SIGNATURE, "")
         if not is_sealed(signature, self.key, Kind.ANSWER, *signed, answer):
             raise DriverUnreachable(f"the server at {self.address} does not have this run's key")
