@@ -31,8 +31,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
-COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/hashes.py deploy/hashes.txt \
-    deploy/install.sh deploy/
+COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/
+COPY deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
 COPY elastic_trainer/setup elastic_trainer/setup
 # The sources come last, so that a change in them needs no new install. Empty packages replace them
 # here.

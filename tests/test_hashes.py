@@ -208,7 +208,7 @@ def test_the_listed_licences_are_those_that_the_packages_say() -> None:
         pin_of(one): hashes.licence(one.metadata.json) for one in installed()}
 
 
-@pytest.mark.parametrize(("metadata", "said"), [
+@pytest.mark.parametrize(("metadata", "output"), [
     ({"license_expression": "MIT", "license": "text"}, "MIT"),
     ({"license": "BSD-3-Clause", "classifier": ["License :: OSI Approved :: BSD License"]
       }, "BSD-3-Clause"),

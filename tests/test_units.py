@@ -298,7 +298,7 @@ def test_a_boot_that_hangs_is_ended_and_says_so(machine: Booted) -> None:
     assert "This try has failed (exit code 143)" in machine.read(f"{KEPT}/said.before")
 
 
-def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(
+def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(
         machine: Booted) -> None:
     """As trainer, from the real journal; when the machine goes down, after the run has ended."""
     machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
@@ -311,7 +311,7 @@ def test_what_the_units_say_goes_to_the_bucket_and_at_last_their_last_words(
     machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf",
                   "[Unit]\nStartLimitIntervalSec=0\n")
     persistent = (ROOT / "deploy/hosts/machine.sh"
-                  ).read_text().split("# What it says before a crash")[1].split("\n# ")[0]
+                  ).read_text().split("# The journal survives a crash")[1].split("\n# ")[0]
     machine.run("bash", "-euc", "#" + persistent)
     machine.run("journalctl", "--flush")  # as systemd does at boot
     machine.systemctl("daemon-reload")
