@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.elastic import ElasticSampler
 from simulated import Hub, Member
 from torch import nn
@@ -22,6 +24,9 @@ from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.layout import unpack
 from elastic_trainer.state.store import open_store
 from elastic_trainer.training.horovod_commit import CommitState, Named, pad, reset_optimizer
+from elastic_trainer.training.horovod_votes import check_alike
+from elastic_trainer.training.horovod_watch import mistake_of
+from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.transfer import Transfer
 
 
@@ -101,6 +106,15 @@ def test_values_that_cannot_be_kept_are_refused_when_the_state_is_built() -> Non
         CommitState().build(script.model, script.optimizer, {"log": Named(script, "log")})
 
 
+@pytest.mark.parametrize("value", [Counter("a"), OrderedDict(a=1), [{"a": Counter()}]])
+def test_a_container_that_would_come_back_as_another_type_is_refused(value: Any) -> None:
+    """A Counter counts from 0, a dict does not."""
+    script = Script()
+    script.log = value
+    with pytest.raises(ConfigError, match="would come back as a dict"):
+        CommitState().build(script.model, script.optimizer, {"log": Named(script, "log")})
+
+
 def test_horovods_optimizer_forgets_the_step_in_flight() -> None:
     """Handles, flags, delays and counts of groups: else the next backward pass raises or waits for
     ever."""
@@ -108,12 +122,59 @@ def test_horovods_optimizer_forgets_the_step_in_flight() -> None:
     optimizer._handles = {weight: (1, None)}
     optimizer._synchronized, optimizer._should_synchronize = True, False
     optimizer._allreduce_delay, optimizer.backward_passes_per_step = {weight: 0}, 2
-    optimizer._group_counts, weight.grad = {(weight,): 1}, torch.ones(1)
+    optimizer._group_counts = {(weight,): 1}
     reset_optimizer(optimizer)
     assert optimizer._handles == {}
     assert not optimizer._synchronized and optimizer._should_synchronize
     assert optimizer._allreduce_delay == {weight: 2} and optimizer._group_counts == {(weight,): 0}
-    assert weight.grad is None
+
+
+@pytest.mark.parametrize("fact", ["_handles", "_synchronized", "_allreduce_delay"])
+def test_a_commit_between_backward_and_step_is_refused(fact: str) -> None:
+    """Its gradient would be lost, also in the middle of the passes of a step, and also of a second
+    optimizer."""
+    script = Script()
+    second: Any = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], 0.1)
+    second._handles, second._synchronized, second._should_synchronize = {}, False, True
+    second._allreduce_delay, second.backward_passes_per_step = {weight: 2}, 2
+    second._group_counts = {}
+    script.second = second  # type: ignore[attr-defined]
+    script.state.extras["second"] = Named(script, "second")
+    script.state.check_no_gradient("state.commit()")
+    pending = {"_handles": {weight: (1, None)}, "_synchronized": True,
+               "_allreduce_delay": {weight: 1}}
+    setattr(second, fact, pending[fact])
+    with pytest.raises(RuntimeError, match="after optimizer.step"):
+        script.state.check_no_gradient("state.commit()")
+    script.state.go_back()
+    script.state.check_no_gradient("state.commit()")
+
+
+@pytest.mark.parametrize(("wanted", "finishes", "told"), [
+    (4, 0, ""), (0, 0, ""), (4, 4, ""),
+    (3, 0, "3 of 4 workers have called state.commit"), (4, 1, "has returned on 1 of 4 workers"),
+    (1, 1, "has returned on 1 of 4 workers")])
+def test_workers_that_call_different_things_all_raise(wanted: int, finishes: int,
+                                                      told: str) -> None:
+    """Their states would differ from then on, or they would wait for one another for ever."""
+    if not told:
+        check_alike(wanted, finishes, 4)
+        return
+    with pytest.raises(RuntimeError, match=told):
+        check_alike(wanted, finishes, 4)
+
+
+@pytest.mark.parametrize(("error", "is_mistake"), [
+    (HorovodInternalError("Mismatched data types: One rank had type float32"), True),
+    (HorovodInternalError("No Adasum operation enabled"), True),
+    (HorovodInternalError("Requested to allreduce, allgather, or broadcast a tensor with"), True),
+    (HorovodInternalError("Horovod has been shut down. This was caused by"), False),
+    (HorovodInternalError("[/gloo/transport/tcp/pair.cc:598] Connection closed by peer"), False),
+    (PeersLost("Mismatched"), False)])
+def test_a_mistake_of_the_script_is_not_taken_for_a_lost_worker(error: Exception,
+                                                                is_mistake: bool) -> None:
+    """Horovod raises one type for both."""
+    assert bool(mistake_of(error)) == is_mistake
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 8])
@@ -199,6 +260,11 @@ def test_a_checkpoint_without_our_launcher_is_refused() -> None:
 
 # --- under it, before there is a driver to ask ----------------------------------------------------
 
+BY_NAME = """
+import horovod.torch as hvd
+from horovod.torch import init as init_by_name, local_rank as local_rank_by_name
+from elastic_trainer import ElasticState
+"""
 BUILD = """
 import torch
 model = torch.nn.Linear(1, 1)
@@ -212,11 +278,17 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ("hvd.add_process_set([0])", "hvd.add_process_set() cannot be used"),
     ("hvd.cross_rank()", "hvd.cross_rank() cannot be used"),
     ("hvd.init(comm=[0])", "no elastic world can keep"),
-    ("hvd.elastic.run(lambda state: 0)(None)", "Give it an elastic_trainer.ElasticState"),
+    ("hvd.elastic.run(lambda state: 0)(None)", "Give it this process's elastic_trainer.Elastic"),
+    ("hvd.allreduce(torch.ones(1))", "outside of the function that hvd.elastic.run decorates"),
+    ("hvd.barrier()", "outside of the function that hvd.elastic.run decorates"),
+    ("hvd.local_rank()", "Horovod has not been initialized"),
+    ("hvd.local_size()", "Horovod has not been initialized"),
+    ("init_by_name()", "hvd.init was imported by name"),
+    ("local_rank_by_name()", "Horovod has not been initialized"),
 ])
 def test_what_cannot_hold_is_refused(code: str, told: str) -> None:
     """With the remedy; nothing that Horovod would do instead is done."""
-    text = f"import horovod.torch as hvd\nfrom elastic_trainer import ElasticState\n{BUILD}{code}"
+    text = f"{BY_NAME}{BUILD}{code}"
     done = subprocess.run([sys.executable, "-c", text],
                           env=os.environ | {"ELASTIC_TRAINER_DRIVER": "127.0.0.1:1"},
                           capture_output=True,

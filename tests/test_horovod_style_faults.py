@@ -8,12 +8,15 @@ ElasticSampler, @hvd.elastic.run, state.commit(). It notes each batch behind its
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import TESTS, Cluster
 from faults import Plan
 
@@ -126,6 +129,10 @@ def test_a_drained_host_and_the_death_of_all(tmp_path: Path) -> None:
         resumed = [note for note in notes(cluster, "entered")][-3:]
         assert {note["batch"] for note in resumed} == {restored["step"]}
         assert all(note["processed"] > 0 for note in resumed)
+        # The callbacks have run: the checkpoint may be of another world.
+        reset = {note["me"] for note in notes(cluster, "reset")}
+        assert {note["lr"] for note in resumed} == {1e-3 * 3}
+        assert {note["me"] for note in resumed} <= reset
         assert_none_lost(cluster, 2)
 
 
@@ -157,3 +164,99 @@ def test_the_users_exception_ends_the_run_at_once(tmp_path: Path) -> None:
         assert "in the function, as planned" in (tmp_path / "output.log").read_text()
         assert len(cluster.events("attempt.started")) == 1
         assert cluster.events("worker.failed") and not notes(cluster, "finished")
+
+
+@pytest.mark.usefixtures("turn")
+def test_the_same_script_is_horovods_own_under_plain_horovodrun(tmp_path: Path) -> None:
+    """Its commits, its sampler and its loop."""
+    env = os.environ | {"ELASTIC_TEST_PLAN": "[]", "ELASTIC_TEST_FOLDER": str(tmp_path)}
+    horovodrun = [str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--min-np", "2",
+                  "--network-interfaces", "lo", "--host-discovery-script",
+                  "echo localhost:1; echo 127.0.0.1:1"]
+    done = subprocess.run([*horovodrun, *SCRIPT, "--stock", "--epochs", "1"], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    finished = [note for note in told if note["kind"] == "finished"]
+    assert [(note["result"], note["size"]) for note in finished] == [("trained", 2)] * 2
+
+
+EXAMPLES = [sys.executable, str(TESTS / "jobs" / "horovod_examples.py")]
+
+
+def test_horovods_imagenet_pattern(tmp_path: Path) -> None:
+    """Rare commits, batches in parts, a rate for each batch, metrics by allreduce, two samplers. A
+    death costs what was done since the last commit; a standby joins; a worker that gets SIGTERM
+    leaves at the next check."""
+    plan = Plan().kill(host="127.0.0.3", at="batch", epoch=0, batch=6)
+    with Cluster(tmp_path, hosts=5, start_with=4, plan=plan, options=("--standby", "1"),
+                 command=[*EXAMPLES, "imagenet", "--batch-s", "0.2"]) as cluster:
+        cluster.wait_until_fired()
+        after = cluster.wait_for_world(3)
+        went_back = [note for note in notes(cluster, "entered") if note["size"] == 3]
+        assert {note["batch"] for note in went_back} == {4}  # the fourth after that of batch 0
+        cluster.set_hosts(["127.0.0.1", "127.0.0.2", "127.0.0.4"])
+        cluster.wait_for("a standby", lambda: cluster.events("standby.booted"))
+        cluster.set_hosts(["127.0.0.1", "127.0.0.2", "127.0.0.4", "127.0.0.5"])
+        cluster.wait_for_world(4, after)
+        [stood_by] = cluster.events("worker.stood_by")
+        assert stood_by["worker"].startswith("127.0.0.5/")
+        cluster.signal_worker("127.0.0.2", signal.SIGTERM)
+        cluster.wait_for("a leave", lambda: cluster.events("worker.left"))
+        cluster.set_hosts(["127.0.0.1", "127.0.0.4", "127.0.0.5"])
+        assert cluster.finish() == 0, cluster.story()
+        finished = notes(cluster, "finished")
+        assert len(finished) >= 3 and len({note["weights"] for note in finished}) == 1
+        assert len({note["best"] for note in finished}) == 1, finished
+        by_epoch = {(note["epoch"], note["size"]): note["loss"] for note in notes(cluster, "epoch")}
+        assert by_epoch and all(note["loss"] == by_epoch[note["epoch"], note["size"]]
+                                for note in notes(cluster, "epoch"))
+        assert len(cluster.lost()) == 1 and not cluster.malformed(), cluster.story()
+
+
+def test_the_methods_of_a_state_are_called_where_horovod_calls_them(tmp_path: Path) -> None:
+    """Also those that a subclass overrides. Two models with an optimizer each, a scheduler and a
+    list go through a death and a newcomer."""
+    plan = Plan().kill(host="127.0.0.2", at="batch", batch=5)
+    with Cluster(tmp_path, hosts=5, start_with=4, plan=plan,
+                 command=[*EXAMPLES, "pair", "--batch-s", "0.2"]) as cluster:
+        cluster.wait_until_fired()
+        after = cluster.wait_for_world(3)
+        cluster.set_hosts(["127.0.0.1", "127.0.0.3", "127.0.0.4", "127.0.0.5"])
+        cluster.wait_for_world(4, after)
+        assert cluster.finish() == 0, cluster.story()
+        assert_equal_weights(cluster, 4)
+        assert {note["noted"] for note in notes(cluster, "finished")} == {30}
+        called: dict[str, list[str]] = {note["me"]: [] for note in notes(cluster, "finished")}
+        for note in map(json.loads, (tmp_path / "notes.jsonl").read_text().splitlines()):
+            kinds = called.get(note["me"], [])
+            if (note["kind"], kinds[-1:]) != ("save", ["save"]):  # one for each commit
+                kinds.append(note["kind"])
+        begin, end = ["sync", "entered", "save"], ["sync", "save", "finished"]
+        newcomer = next(me for me in called if me.startswith("127.0.0.5/"))
+        assert called.pop(newcomer) == [*begin, *end], cluster.story()
+        reset = ["reset", "callback"]
+        for kinds in called.values():
+            assert kinds == [*begin, "restore", *reset, *begin, "hosts_updated", *reset, *begin,
+                             *end], cluster.story()
+        entered = [note for note in notes(cluster, "entered") if note["size"] == 3]
+        facts = {(note["iter"], note["noted"], note["label"], note["rate"]) for note in entered}
+        assert facts == {(4, 4, "given", 0.01 * 3)}
+        assert len(cluster.lost()) == 1 and not cluster.malformed(), cluster.story()
+
+
+def test_hvd_init_above_the_import_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The driver has no place for such a worker. Nothing is tried again."""
+    with Cluster(tmp_path, hosts=2, command=[*SCRIPT, "--late-import"]) as cluster:
+        assert cluster.wait() == EXIT_USER_ERROR, cluster.story()
+        assert len(cluster.events("attempt.started")) == 1, cluster.story()
+
+
+def test_a_collective_that_horovod_refuses_ends_the_run_at_once(tmp_path: Path) -> None:
+    """Horovod's own loop takes it for a lost worker, and resets for ever."""
+    command = [*EXAMPLES, "mistake", "--mistake", "shapes"]
+    with Cluster(tmp_path, hosts=2, command=command) as cluster:
+        assert cluster.wait() == EXIT_USER_ERROR, cluster.story()
+        assert "Mismatched ALLREDUCE tensor shapes" in (tmp_path / "output.log").read_text()
+        assert len(cluster.events("attempt.started")) == 1
+        assert len(cluster.events("worker.generation_started")) == 1

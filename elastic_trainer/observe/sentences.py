@@ -135,6 +135,15 @@ def signal_name(exit_code: int | None) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else ""
 
 
+def run_finished(facts: Facts) -> str:
+    """Say what the run has done. Horovod's own style counts commits, and neither samples nor loss.
+    """
+    if "loss" not in facts:
+        return f"the run finished: {count(facts['steps'], 'commit')}"
+    return (f"the run finished: {facts['steps']} steps, {facts['samples']} samples, "
+            f"loss {facts['loss']:.4f}")
+
+
 def generation_started(facts: Facts) -> str:
     """Describe how large the world is, and where its state comes from."""
     trains = f"generation {facts['generation']} trains with {count(facts['size'], 'worker')}"

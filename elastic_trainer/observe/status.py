@@ -181,6 +181,10 @@ def _step_committed(status: Status, event: Event) -> Status:
                    loss=float(event["loss"]), speed=speed)
 
 
+def _commit_kept(status: Status, event: Event) -> Status:
+    return replace(status, phase="training", steps=int(event["step"]) + 1)
+
+
 def _launch_refused(status: Status, event: Event) -> Status:
     return replace(status, refusal=sentences.refusal(event))
 
@@ -190,7 +194,8 @@ def _launch_refusal_ended(status: Status, event: Event) -> Status:
 
 
 def _run_finished(status: Status, event: Event) -> Status:
-    return replace(status, phase="finished", steps=int(event["steps"]), loss=float(event["loss"]))
+    loss = float(event["loss"]) if "loss" in event else status.loss
+    return replace(status, phase="finished", steps=int(event["steps"]), loss=loss)
 
 
 _PHASE_AFTER = {"finished": "finished", "failed": "restarting", "user_error": "failed",
@@ -208,5 +213,6 @@ _FOLDS: dict[str, Callable[[Status, Event], Status]] = {
     "job.described": _job_described,
     "worker.generation_started": _generation_started,
     "worker.step_committed": _step_committed,
+    "worker.commit_kept": _commit_kept,
     "run.finished": _run_finished,
 }

@@ -5,8 +5,9 @@ state.commit() → here (one copy in reused host memory) → newcomer, checkpoin
 What always holds:
 1. Newcomers and checkpoints get the last commit, also while the live values are of a later step.
 2. The copy never shares memory with live tensors, in either direction (F8).
+3. No gradient is in a commit. A commit between `backward` and `step` raises.
 
-What it does not do: decide when all workers have committed (horovod_member.py).
+What it does not do: decide when all workers have committed (horovod_votes.py).
 """
 
 from __future__ import annotations
@@ -62,15 +63,36 @@ class CommitState(LiveState):
 
     def build(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
               named: Mapping[str, Named]) -> None:
-        """Take what the script has built. Raises ConfigError for values that cannot be kept."""
+        """Take what the script has built. Raises ConfigError for what cannot be kept."""
         super().__init__(model, optimizer, identity={"style": "horovod"})
         self.extras = dict(named)
+        if any(hasattr(optimizer, "_starting_models") for optimizer in self.optimizers()):
+            raise ConfigError("an optimizer has op=hvd.Adasum, which needs MPI, and no elastic "
+                              "world has MPI. Leave op out, or give op=hvd.Average or hvd.Sum.")
         try:
             super().packed()
         except TypeError as error:
             raise ConfigError(f"ElasticState cannot keep a value: {error}. Give the object "
                               f"state_dict and load_state_dict, or keep it outside.") from error
         self.is_built = True
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the last commit is the one that is kept; False between its vote and its copy."""
+        return self.last.step == self.committed
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizer, and those among the named values."""
+        values = (named.value for named in self.extras.values())
+        return [self.optimizer, *(v for v in values if isinstance(v, torch.optim.Optimizer))]
+
+    def check_no_gradient(self, call: str) -> None:
+        """Raise RuntimeError if a hvd.DistributedOptimizer is between `backward` and `step`."""
+        if any(is_between_steps(optimizer) for optimizer in self.optimizers()):
+            raise RuntimeError(
+                f"{call} was called after loss.backward() and before optimizer.step(), also of the "
+                f"backward_passes_per_step. A gradient is not in a commit, so its samples would "
+                f"be lost when the world changes. Call it after optimizer.step().")
 
     def restore(self) -> None:
         """Do nothing: which commit is the last is known when all members have met again."""
@@ -85,10 +107,22 @@ class CommitState(LiveState):
         self.begun = self.committed + 1
 
     def go_back(self) -> None:
-        """Take the values of the last commit, if one is kept, and drop the step in flight."""
+        """Take the values of the last commit, if one is kept, and drop the step in flight.
+
+        A gradient may be half reduced.
+        """
         if self.last.step >= 0:
             self.load(self.last.values())
-        reset_optimizer(self.optimizer)
+        self.drop_gradients()
+        for optimizer in self.optimizers():
+            reset_optimizer(optimizer)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients. What a worker receives is put where they lie (`room`)."""
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def repartition(self) -> None:
         """Let each sampler share its remaining samples among the workers that are here now."""
@@ -110,16 +144,36 @@ class Named:
         return getattr(self._holder, self._name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the object's own state, or the value itself."""
+        """Return the object's own state, or the value itself. Raises TypeError."""
         value = self.value
-        return dict(value.state_dict()) if _has_state(value) else {"value": value}
+        if _has_state(value):
+            return dict(value.state_dict())
+        check_plain(value, self._name)
+        return {"value": value}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         """Take a state back."""
-        if _has_state(self.value):
-            self.value.load_state_dict(kept)
-        else:
-            setattr(self._holder, self._name, kept["value"])
+        if _has_state(was := self.value):
+            was.load_state_dict(kept)
+            return
+        value = kept["value"]
+        if isinstance(was, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(was.device)
+        setattr(self._holder, self._name, value)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Raise TypeError for a container that would come back as another type, a Counter as a dict."""
+    for kind in (dict, list, tuple):
+        if isinstance(value, kind) and type(value) is not kind:
+            raise TypeError(f"{where} holds a {type(value).__name__}, which would come back as a "
+                            f"{kind.__name__}")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            check_plain(inner, f"{where}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            check_plain(inner, where)
 
 
 def pad(sampler: ElasticSampler) -> None:
@@ -137,15 +191,21 @@ def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def is_between_steps(optimizer: Any) -> bool:
+    """True if a hvd.DistributedOptimizer holds gradients that `step` has not applied."""
+    if not hasattr(optimizer, "_allreduce_delay"):
+        return False
+    passes = optimizer.backward_passes_per_step
+    return bool(optimizer._handles) or optimizer._synchronized or any(
+        delay != passes for delay in optimizer._allreduce_delay.values())
+
+
 def reset_optimizer(optimizer: Any) -> None:
     """Let hvd.DistributedOptimizer forget the step in flight.
 
     Handles, flags and counters stay as an error has left them: the next backward pass would raise,
-    or wait for ever (horovod/torch/optimizer.py, 0.28.1). A gradient may be half reduced.
+    or wait for ever (horovod/torch/optimizer.py, 0.28.1).
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
     if not hasattr(optimizer, "_allreduce_delay"):
         return
     optimizer._handles.clear()

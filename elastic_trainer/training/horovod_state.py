@@ -14,6 +14,9 @@ of what holds in this style. The other style (Trainer) holds more.
 
 What always holds:
 1. The names of Horovod's are changed by the import of this module, and only under our launcher.
+2. The methods of State are called where Horovod calls them, also those that a subclass overrides:
+   save at each commit, restore where a worker goes back, on_reset (reset, and the callbacks) after
+   a change, sync before the function, on_hosts_updated before the interrupt.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 import torch
 from horovod.common.elastic import State
 from horovod.torch.elastic import TorchState
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import rank
 
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.standby.worker import is_standby
@@ -46,35 +51,23 @@ class ElasticState(TorchState):
     def __init__(self, model: torch.nn.Module | None = None,
                  optimizer: torch.optim.Optimizer | None = None, *,
                  checkpoint_every: int | str = "auto", keep_last: int = 3, **named: Any):
-        object.__setattr__(self, "_handlers", {})
+        object.__setattr__(self, "_handlers", {})  # of TorchState; __setattr__ looks there
         if _member is None:
-            if checkpoint_every != "auto":
+            if (checkpoint_every, keep_last) != ("auto", 3):
                 raise ConfigError(
-                    f"checkpoint_every is {checkpoint_every!r}, but only the elastic-trainer "
-                    f"launcher makes checkpoints. Start the script with ./horovodrun_elastic.sh, "
-                    f"or leave checkpoint_every out.")
+                    f"checkpoint_every is {checkpoint_every!r} and keep_last {keep_last}, but only "
+                    f"the elastic-trainer launcher makes checkpoints. Start the script with "
+                    f"./horovodrun_elastic.sh, or leave them out.")
             super().__init__(model=model, optimizer=optimizer, **named)
             return
-        if not _member.is_placed:
-            raise ConfigError("hvd.init() has not been called, or by a name that was imported "
-                              "before elastic_trainer.ElasticState. Import ElasticState first, "
-                              "then call hvd.init().")
-        if _member.state.is_built:
-            raise ConfigError("this process has an ElasticState already, and a worker has one. "
-                              "Give it the second model or optimizer as a named value: model_2=…")
-        if model is None or optimizer is None:
-            raise ConfigError(f"ElasticState got the model {model!r} and the optimizer "
-                              f"{optimizer!r}. Give it both: model=…, optimizer=….")
-        if taken := sorted(name for name in named if hasattr(type(self), name)):
-            raise ConfigError(f"{', '.join(taken)} cannot be the name of a value of ElasticState, "
-                              f"which has a method of that name. Use another name.")
-        State.__init__(self, bcast_object=None, get_rank=None)
-        self.model, self.optimizer = model, optimizer
-        for name, value in named.items():
+        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last, from_one=True)
+        model, optimizer = _checked(_member, type(self), model, optimizer, named)
+        # Not TorchState's: its handlers copy everything twice, and transfer it wrongly (F6 to F8).
+        State.__init__(self, bcast_object=broadcast_object, get_rank=rank)
+        for name, value in dict(model=model, optimizer=optimizer, **named).items():
             setattr(self, name, value)
-        plan = Plan(every=Cadence.parse(checkpoint_every), keep_last=keep_last,
-                    from_one=True)
-        _member.build(model, optimizer, {name: Named(self, name) for name in named}, plan)
+        kept = {name: Named(self, name) for name in named}
+        _member.build(self, model, optimizer, kept, plan)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_other = name in ("model", "optimizer") and getattr(self, name, value) is not value
@@ -106,11 +99,12 @@ class ElasticState(TorchState):
             _member.sync()
 
     def save(self) -> None:
-        """Horovod's own. Under our launcher it raises: one worker cannot commit alone."""
-        if _member is not None:
-            raise RuntimeError("state.save() commits on one worker alone. Call state.commit() on "
-                               "all workers.")
-        super().save()
+        """Copy the values. commit() calls it. Under our launcher a script that calls it gets an
+        error: one worker cannot commit alone."""
+        if _member is None:
+            super().save()
+        else:
+            _member.save()
 
     def restore(self) -> None:
         """Go back to the last commit, on this worker."""
@@ -118,6 +112,25 @@ class ElasticState(TorchState):
             super().restore()
         else:
             _member.state.go_back()
+
+
+def _checked(member: Member, kind: type, model: torch.nn.Module | None,
+             optimizer: torch.optim.Optimizer | None,
+             named: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer. Raises ConfigError for a state that cannot be built."""
+    if not member.is_placed:
+        raise ConfigError("hvd.init() has not been called. Call it before ElasticState(…), as "
+                          "hvd.init() and below the import of elastic_trainer.ElasticState.")
+    if member.state.is_built:
+        raise ConfigError("this process has an ElasticState already, and a worker has one. "
+                          "Give it the second model or optimizer as a named value: model_2=…")
+    if model is None or optimizer is None:
+        raise ConfigError(f"ElasticState got the model {model!r} and the optimizer "
+                          f"{optimizer!r}. Give it both: model=…, optimizer=….")
+    if taken := sorted(name for name in named if hasattr(kind, name)):
+        raise ConfigError(f"{', '.join(taken)} cannot be the name of a value of ElasticState, "
+                          f"which has a method of that name. Use another name.")
+    return model, optimizer
 
 
 def _routed() -> Member | None:

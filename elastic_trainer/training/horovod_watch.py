@@ -6,6 +6,8 @@ What always holds:
 1. The script's own exception ends the run on all workers, at once, with its traceback: one that
    leaves the decorated function, and one that nothing catches outside of it.
 2. It is reported once.
+3. A collective that Horovod refuses is a mistake of the script. Horovod raises the same error for
+   it as for a lost worker, and its own loop resets for ever.
 """
 
 from __future__ import annotations
@@ -14,11 +16,27 @@ import sys
 import traceback
 from types import TracebackType
 
+from horovod.common.exceptions import HorovodInternalError
+
 from elastic_trainer.config import EXIT_USER_ERROR, Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import fault_of_machine, leave_as_dead
 from elastic_trainer.training.worker import leave_if_sent
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
+
+REFUSALS = ("Mismatched ", "Invalid ", "No Adasum operation", "Requested to allreduce, allgather",
+            "Duplicate tensor name", "Reducescatter is not supported")
+"""How Horovod's errors begin that are of the script: horovod/common/controller.cc, operations.cc
+and common.h, 0.28.1. All others are of the network."""
+
+
+def mistake_of(error: BaseException) -> str:
+    """Return what is wrong with a collective of the script; "" if an error is of the world."""
+    text = str(error)
+    if not isinstance(error, HorovodInternalError) or not text.startswith(REFUSALS):
+        return ""
+    return (f"Horovod refuses a collective of the script: {text} Call the same collectives on all "
+            f"workers, with the same names, shapes and types.")
 
 
 class Watch:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.mpi_ops import synchronize  # horovod_names.py puts `wait` in its place
 
 from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
 
@@ -57,7 +58,7 @@ class World:
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > BROKEN_S:
                     raise PeersLost("a collective did not end after its sockets were shut")
-        result: torch.Tensor = hvd.synchronize(handle)
+        result: torch.Tensor = synchronize(handle)
         return result
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> int:
