@@ -1,27 +1,28 @@
-"""Say what happens at a step: which samples, in which shards, with which seed and learning rate.
+"""The schedule: samples, shards, random seeds and learning rate of each step.
 
-Where it stands: config → here → loop (what to compute), world (what the vote must total), verify
-(what was).
+config → here → loop (what to compute), vote (what it must total), verify (what was computed)
 
 What always holds:
 1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
    saved.
-2. The fleet is no input of a batch, shard, seed or learning rate. It only decides who owns which
-   shard.
-3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch is what
-   is left; with `drop_last` it is not trained, and each epoch leaves out other samples.
-4. Memory is O(1) in the dataset and O(shard) in the answer; the end of an epoch costs what its
-   start does.
-5. The same bits everywhere: permutation, seeds and digests use only integer operations on 64 bits.
-   A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
+2. Batch, shards, seeds and learning rate do not depend on the fleet. The fleet only decides which
+   worker owns which shard.
+3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch has the
+   samples that are left. With `drop_last` it is not trained, and each epoch leaves out other
+   samples.
+4. Memory is O(1) in the dataset and O(shard) in the answer. The end of an epoch costs as much as
+   its start.
+5. The bits are the same on every machine: permutation, seeds and digests use only integer
+   operations on 64 bits. A change to one of them breaks every run that has a checkpoint, so the
+   tests pin literal values.
 
-What it does not do: read data, know a rank's history, balance shards of unequal cost.
+What it does not do: read data, know the history of a rank, balance shards of unequal cost.
 
-Dear to undo: the permutation is a Feistel network on the rectangle that just covers range(size),
-its sides both about sqrt(size), and not on the next power of four. The rectangle exceeds `size` by
-less than a row, so almost nothing has to walk the cycle again; on the power, up to 3/4 of all
-positions would, over and over. What would change our mind: a test of randomness that it fails and a
-true shuffle passes.
+Dear to undo: the permutation is a Feistel network on a rectangle that just covers range(size), with
+both sides about sqrt(size). The usual choice is the next power of four. The rectangle exceeds
+`size` by less than a row, so almost no position has to walk the cycle again. On the power of four
+up to 3/4 of all positions would. A test of randomness that this permutation fails, and a true
+shuffle passes, would change our mind.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), generalized Feistel and
 cycle walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the constants of the mix.
@@ -38,24 +39,22 @@ import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
 
-# So that the digest of a batch, a sum of 40-bit numbers, fits the vote's int64.
 MAX_GLOBAL_BATCH = 2**22
-MAX_DATASET_SIZE = 2**48  # the rounds' 40-bit draws stay even to 2^-16 over sqrt(2^48) rows
-
-# Below, a round draws from few values, and up to size 12 chi-square still sees 6 of them.
+"""With more samples a batch's digest (a sum of 40-bit numbers) may not fit the vote's int64."""
+MAX_DATASET_SIZE = 2**48
+"""Up to here the 40-bit draws of a round are even to 2^-16 over the rows, sqrt(2^48) of them."""
 _SMALL = 2**12
+"""A smaller dataset takes more rounds. With 6 rounds a chi-square test fails up to 12 samples."""
 _ROUNDS_SMALL, _ROUNDS = 12, 6
 _MASK = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_EPOCH_KEY, _SHARD_SEED = 1, 2  # first word of a key, so that no two purposes share one
-
-
-
+_EPOCH_KEY, _SHARD_SEED = 1, 2
+"""The first number of each key, so that two purposes never have the same key."""
 _Words = npt.NDArray[np.uint64]
 
 
 def _u64(value: int) -> _Words:
-    # 0 dimensions: cheaper beside a short array than a scalar.
+    # An array without dimensions is faster beside a short array than a scalar.
     return np.array(value, dtype=np.uint64)
 
 
@@ -65,6 +64,8 @@ _24, _27, _30, _31, _32 = (_u64(bits) for bits in (24, 27, 30, 31, 32))
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
+    """The numbers of a job from which all steps follow. Raises ConfigError if they do not fit."""
+
     dataset_size: int
     """Samples in one epoch."""
     global_batch: int
@@ -73,8 +74,7 @@ class Schedule:
     """Parts of the global batch. A worker computes whole shards, so this is the largest useful
     world size."""
     epochs: int | None = None
-    """Passes over the dataset; None: as many as `max_steps` needs, or one where that is None
-    too."""
+    """Passes over the dataset; None: as many as `max_steps` needs, or one without `max_steps`."""
     seed: int
     """Root of the permutations and of the shards' random seeds."""
     max_steps: int | None = None
@@ -82,7 +82,7 @@ class Schedule:
     drop_last: bool = False
     """Leave out the samples at the end of each epoch that are too few for a whole batch."""
     min_shard_samples: int = 1
-    """Samples that each shard of an epoch's short last batch gets at least: fewer shards then have
+    """The fewest samples of a shard in an epoch's short last batch: then fewer shards have
     samples."""
 
     def __post_init__(self) -> None:
@@ -101,22 +101,18 @@ class Schedule:
         if self.shards > self.global_batch:
             raise ConfigError(
                 f"shards is {self.shards}, more than global_batch {self.global_batch}, so some "
-                f"would be "
-                f"empty at every step. Use at most {self.global_batch} shards.")
+                f"would be empty at every step. Use at most {self.global_batch} shards.")
         _require_whole("min_shard_samples", self.min_shard_samples, 1)
         if self.min_shard_samples > self.global_batch // self.shards:
             raise ConfigError(
                 f"min_shard_samples is {self.min_shard_samples}, but global_batch "
-                f"{self.global_batch} in "
-                f"{self.shards} shards gives some of them {self.global_batch // self.shards}. Use "
-                f"at most that, "
-                f"or fewer shards.")
+                f"{self.global_batch} in {self.shards} shards gives some of them "
+                f"{self.global_batch // self.shards}. Use at most that, or fewer shards.")
         if self.drop_last and self.dataset_size < self.global_batch:
             raise ConfigError(
                 f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
                 f"{self.global_batch}, so no step would be left. Use a global_batch of at most "
-                f"{self.dataset_size}."
-            )
+                f"{self.dataset_size}.")
         if self.seed > _MASK:
             raise ConfigError(
                 f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
@@ -142,10 +138,8 @@ class Schedule:
     def smallest_shard(self) -> int:
         """Count the samples of the smallest shard of all steps (one without samples is not
         computed)."""
-        sizes = [
-            len(self._batch_positions(step)) for step in (0, self.steps_per_epoch - 1)
-            if step < self.steps
-        ]
+        steps = (0, self.steps_per_epoch - 1)
+        sizes = [len(self._batch_positions(step)) for step in steps if step < self.steps]
         return min(size // self._parts(size) for size in sizes)
 
     @property
@@ -157,22 +151,24 @@ class Schedule:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def epoch(self, step: int) -> int:
+        """Return the epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def batch_size(self, step: int) -> int:
-        """Count the samples of a step: `global_batch`, or what is left in the epoch's last step."""
+        """Count the samples of a step: `global_batch`, or fewer in the epoch's last step."""
         return len(self._batch_positions(step))
 
     def shard_positions(self, step: int, shard: int) -> range:
-        """Return the shard's positions in its epoch's order: the batch, split as evenly as it goes.
+        """Return the shard's positions in its epoch's order: the batch, split as evenly as
+        possible.
 
-        A short batch has fewer parts than shards where the parts would be too small. The shards
-        that get one are spread over all, so that all workers get some.
+        A short batch has fewer parts than shards if the parts would be too small. The shards with a
+        part are spread over all shards, so that all workers have some.
         """
         assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
         batch = self._batch_positions(step)
         parts = self._parts(len(batch))
-        # One part, or none.
+        # The shard has one part, or none.
         first, end = (edge * parts // self.shards for edge in (shard, shard + 1))
         return batch[first * len(batch) // parts : end * len(batch) // parts]
 
@@ -186,29 +182,27 @@ class Schedule:
         return self._samples(step, self.shard_positions(step, shard))
 
     def shard_weight(self, step: int, shard: int) -> float:
-        """Return the shard's part of the batch, by which its mean enters the mean of the batch."""
+        """Return the shard's share of the batch: the weight of its mean in the mean of the
+        batch."""
         return len(self.shard_positions(step, shard)) / self.batch_size(step)
 
     def shard_seed(self, step: int, shard: int) -> int:
-        """Return 63 bits for the random generators (dropout, augmentation) of one shard of one
-        step."""
+        """Return the 63-bit seed of the random generators (dropout, augmentation) in one shard of
+        one step."""
         return _mix(_SHARD_SEED, self.seed, step, shard) >> 1
 
     def batch_digest(self, step: int) -> int:
-        """Return what the shards' digests must total when every sample of the step counted exactly
+        """Return the sum that the shards' digests have if every sample of the step counts exactly
         once."""
         return samples_digest(self._samples(step, self._batch_positions(step)))
 
     def batch_digests(self, steps: range) -> list[int]:
-        """Return the same of consecutive steps of one epoch, which takes a few microseconds
-        each."""
+        """Return `batch_digest` of consecutive steps of one epoch, in a few microseconds each."""
         assert self.epoch(steps[0]) == self.epoch(steps[-1]), f"steps {steps} are of two epochs"
-        positions = range(
-            self._batch_positions(steps[0]).start,
-            self._batch_positions(steps[-1]).stop)
-        mixed = _mixed_samples(self._samples(steps[0], positions))
-        digests: list[int] = np.add.reduceat(mixed, np.arange(0, len(positions),
-                                                              self.global_batch)).tolist()
+        first, last = (self._batch_positions(step) for step in (steps[0], steps[-1]))
+        mixed = _mixed_samples(self._samples(steps[0], range(first.start, last.stop)))
+        starts = np.arange(0, len(mixed), self.global_batch)
+        digests: list[int] = np.add.reduceat(mixed, starts).tolist()
         return digests
 
     def dropped_digest(self, epoch: int) -> int:
@@ -218,12 +212,11 @@ class Schedule:
             self._samples(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
 
     def _parts(self, samples: int) -> int:
-        """Return into how many shards a batch of so many samples is cut, none of them larger than
-        in a full batch.
+        """Return the number of shards into which a batch of this size is cut.
 
-        The largest number that leaves no shard under `min_shard_samples`. Where no number does (one
-        sample is left), the sizes of a full batch's shards decide: a larger shard may not fit the
-        memory.
+        It is the largest number that leaves no shard under `min_shard_samples`. No shard is larger
+        than in a full batch, because a larger one may not fit the memory. This decides if no number
+        fits both, for example if one sample is left.
         """
         largest = -(-self.global_batch // self.shards)
         return max(min(self.shards, samples // self.min_shard_samples), -(-samples // largest))
@@ -259,11 +252,10 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
 
 
 def samples_digest(samples: npt.NDArray[np.int64]) -> int:
-    """Return a number that tells this multiset of samples from others: the sum of 40 well mixed
-    bits of each.
+    """Return a digest of a multiset of samples: the sum of 40 well mixed bits of each.
 
-    Order does not matter, and the digests of parts add up to that of the whole, so allreduce can
-    total them.
+    The order does not matter. The digests of parts add up to that of the whole, so an allreduce can
+    sum them.
     """
     assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
     return int(_mixed_samples(samples).sum(dtype=np.uint64))
@@ -283,8 +275,8 @@ def _mixed_samples(samples: npt.NDArray[np.int64]) -> _Words:
 
 
 def owned_shards(rank: int, size: int, shards: int) -> range:
-    """Return the shards of one rank: neighbours, ceil(shards / size) each, the last ranks fewer or
-    none."""
+    """Return the shards of one rank: ceil(shards / size) neighbours; fewer or none for the last
+    ranks."""
     assert 0 <= rank < size, f"rank {rank} of {size}"
     each = -(-shards // size)
     return range(min(rank * each, shards), min((rank + 1) * each, shards))
@@ -301,14 +293,14 @@ def aligned_subtrees(owned: range, shards: int) -> list[range]:
     A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two,
     without the leaves that are missing.
     """
-    assert not owned or (owned.step == 1 and 0 <= owned.start
-                         and owned.stop <= shards), f"{owned}, {shards}"
+    is_within = owned.step == 1 and 0 <= owned.start and owned.stop <= shards
+    assert not owned or is_within, f"{owned}, {shards}"
     nodes: list[range] = []
     start = owned.start
     while start < owned.stop:
         width = 1
-        while start % (2 * width) == 0 and width < shards and min(start + 2 * width,
-                                                                  shards) <= owned.stop:
+        while (start % (2 * width) == 0 and width < shards
+               and min(start + 2 * width, shards) <= owned.stop):
             width *= 2
         nodes.append(range(start, min(start + width, shards)))
         start = nodes[-1].stop
@@ -320,9 +312,7 @@ def constant() -> Callable[[int], float]:
     return lambda step: 1.0
 
 
-def linear_decay(*,
-                 warmup_steps: int,
-                 total_steps: int,
+def linear_decay(*, warmup_steps: int, total_steps: int,
                  floor: float = 0.0) -> Callable[[int], float]:
     """Return the multiplier that rises linearly to 1, then falls linearly to `floor` at
     `total_steps`."""
@@ -336,19 +326,17 @@ def cosine(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callab
                       total_steps, floor)
 
 
-def _warmed_up(
-    fall: Callable[[float], float], warmup_steps: int, total_steps: int, floor: float
-) -> Callable[[int], float]:
+def _warmed_up(fall: Callable[[float], float], warmup_steps: int, total_steps: int,
+               floor: float) -> Callable[[int], float]:
     _require_whole("warmup_steps", warmup_steps, 0)
     _require_whole("total_steps", total_steps, 1)
     if warmup_steps >= total_steps:
         raise ConfigError(
             f"warmup_steps is {warmup_steps}, so the learning rate would never fall in "
-            f"{total_steps} steps. "
-            f"Use at most {total_steps - 1}.")
+            f"{total_steps} steps. Use at most {total_steps - 1}.")
     if not 0.0 <= floor <= 1.0:
         raise ConfigError(
-            f"floor is {floor}, but it is a part of the base learning rate. Use 0 to 1.")
+            f"floor is {floor}, but it is a share of the base learning rate. Use 0 to 1.")
 
     def multiplier(step: int) -> float:
         if step < warmup_steps:
@@ -375,7 +363,7 @@ def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words,
 
 
 def _draw(half: _Words, round_key: _Words) -> _Words:
-    """Mix one half into 40 bits, of which the modulo of the other half takes what it needs."""
+    """Mix one half into 40 bits, to which the modulo of the other half is applied."""
     x = half ^ round_key
     x *= _MIX_1_U64
     x ^= x >> _32
@@ -384,11 +372,11 @@ def _draw(half: _Words, round_key: _Words) -> _Words:
     return x
 
 
-def _mix(*words: int) -> int:
-    """Hash whole numbers into 64 bits; their order counts."""
+def _mix(*numbers: int) -> int:
+    """Hash whole numbers into 64 bits. Their order matters."""
     x = 0
-    for word in words:
-        x = ((x ^ word) + _GOLDEN) & _MASK
+    for number in numbers:
+        x = ((x ^ number) + _GOLDEN) & _MASK
         x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
         x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
         x ^= x >> 31

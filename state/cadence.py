@@ -1,4 +1,6 @@
-"""When a checkpoint is due: every so many steps or seconds, or as often as it pays. Pure.
+"""When a checkpoint is due: after a number of steps or of seconds, or as often as it pays.
+
+Everything here is a pure function of values.
 
 Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9),
 1974; J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
@@ -12,11 +14,11 @@ import re
 from dataclasses import dataclass
 
 SHARE = 0.01
-"""The most that checkpoints may cost, as a share of the training's time, where nothing else is
-asked for."""
+"""The most that checkpoints may cost by default, as a share of the training's time."""
 PRIOR_LOSS_EVERY_S = 3600.0
-"""What is believed of the fleet before it is known: one loss of everybody an hour."""
+"""The assumed time between two losses of all workers, before any was observed."""
 SHORTEST_S = 2.0
+"""The shortest interval between two checkpoints that is chosen."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,12 @@ class Cadence:
         if re.fullmatch(r"\d+", str(text)) and int(text) > 0:
             return Cadence(steps=int(text))
         raise ValueError(
-            f"checkpoint_every is {text!r}. Use a number of steps (50), seconds (\"30s\"), "
-            f"\"auto\", "
-            f"or the most of the time that they may cost (\"0.5%\").")
+            f'checkpoint_every is {text!r}. Use a number of steps (50), seconds ("30s"), "auto", '
+            'or the largest share of the time that checkpoints may cost ("0.5%").')
 
     def interval_s(self, *, cost_s: float, losses: int, observed_s: float, step_s: float) -> float:
-        """Return the seconds between checkpoints, for what one costs the training and what was lost
-        so far."""
+        """Return the seconds between checkpoints, from the cost of one to the training and the
+        losses of all workers so far."""
         if self.steps is not None:
             return self.steps * step_s
         if self.seconds is not None:
@@ -59,31 +60,28 @@ class Cadence:
 
 
 def best_interval_s(cost_s: float, loss_every_s: float) -> float:
-    """Return the interval that loses least: Daly's first two corrections to Young's sqrt(2 C M),
-    less C."""
+    """Return the interval that loses the least time: Young's sqrt(2 C M) with Daly's first two
+    corrections, less C."""
     if cost_s >= 2.0 * loss_every_s:
         return loss_every_s
     ratio = math.sqrt(cost_s / (2.0 * loss_every_s))
-    return math.sqrt(
-        2.0 * cost_s * loss_every_s) * (1.0 + ratio / 3.0 + ratio * ratio / 9.0) - cost_s
+    correction = 1.0 + ratio / 3.0 + ratio * ratio / 9.0
+    return math.sqrt(2.0 * cost_s * loss_every_s) * correction - cost_s
 
 
 def loss_every_s(losses: int, observed_s: float) -> float:
-    """Return the mean time between losses: what was seen, with the prior as if it had been seen
-    before."""
+    """Return the mean time between losses of all workers, the assumed one included."""
     return (PRIOR_LOSS_EVERY_S + observed_s) / (1.0 + losses)
 
 
-def retained(steps: list[int],
-             keep_last: int,
-             keep_every: int,
+def retained(steps: list[int], keep_last: int, keep_every: int,
              compared_after: int = 0) -> set[int]:
     """Return the steps whose checkpoints stay: the last ones, and the first at or after each
     multiple of `keep_every`.
 
-    With `compared_after` also the newest that is so many steps older than the last one, and the
-    oldest that is not: the next one to be so old. So there is always one to go back to when
-    replicas differ, at most twice so old.
+    With `compared_after` two more stay: the newest one that is at least this number of steps older
+    than the last one, and the oldest one that is not. So a checkpoint of before the difference is
+    there when replicas differ. It is at most twice as old.
     """
     ordered = sorted(steps)
     kept = set(ordered[-keep_last:])

@@ -52,7 +52,8 @@ class Plan:
     """After this number of steps the workers have compared all values of the state. One checkpoint
     of before stays too. 0: none."""
     from_one: bool = False
-    """Rank 0 uploads all parts. The replicas may differ, and a mixture is nobody's state."""
+    """Rank 0 uploads all parts. Where replicas may differ, a mixture is the state of none of
+    them."""
 
     def __post_init__(self) -> None:
         is_sound = self.keep_last >= 1 and self.keep_every >= 0

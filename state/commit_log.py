@@ -180,7 +180,7 @@ class CommitLog:
                 continue
             if found.sequence == sequence:
                 return found
-            why = f"it says that it is {found.sequence}"
+            why = f"its number is {found.sequence} there"
         raise Damaged(f"record {sequence} of {self.store.where} is damaged: {why}")
 
     def newest(self) -> int:

@@ -1,19 +1,16 @@
-"""What modules keep beside parameters and buffers: get_extra_state and set_extra_state (FP8 scales
-and the like).
+"""What modules keep beside parameters and buffers (FP8 scales): get_extra_state, set_extra_state.
 
-module → here → values (checkpoint, newcomer); a step's begin → each shard's begin; the first
-shard's end → all workers
+module → here → checkpoint, newcomer, all workers
 
 What always holds:
-1. Extra state has no arithmetic of its own, so no mean over shards exists, as buffers have one.
-   Each shard begins with the values of the step's begin, and the step leaves the values that its
-   first shard has left. One worker with one shard is plain PyTorch; every world has the same
-   values.
-2. All workers hold these values before the vote, so whoever rolls the step forward has them too.
-3. A model without such modules pays nothing.
+1. There is no arithmetic for extra state, so it has no mean over shards, unlike buffers. Each shard
+   begins with the values of the step's begin. The step ends with the values that its first shard
+   has left, in every world. With one worker and one shard this is what plain PyTorch does.
+2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
+3. A model without such modules costs nothing.
 
-Source: torch 2.13, nn/modules/module.py, `_save_to_state_dict`: extra state is what a class
-overrides.
+Source: torch 2.13, nn/modules/module.py, `_save_to_state_dict`: a module has extra state if its
+class overrides get_extra_state.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ SUFFIX = "_extra_state"
 
 
 class ExtraState:
-    """The extra state of one model's modules, named as in `state_dict()` (names.py: of the model
-    before torch.compile)."""
+    """The extra state of one model's modules, named as in `state_dict()` before torch.compile."""
 
     def __init__(self, model: torch.nn.Module):
         bare = torch.nn.Module
@@ -45,7 +41,7 @@ class ExtraState:
         }
         self.lacking = [name for name, module in self.modules.items()
                         if type(module).set_extra_state is bare.set_extra_state]
-        """Those that could not be given their values back."""
+        """The modules without set_extra_state: their values could not be put back."""
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
 
@@ -77,10 +73,10 @@ class ExtraState:
             pack(self._after)
 
     def share(self, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the first shard has left; `from_first` sends the text of the worker
+        """Give all workers what the first shard has left. `from_first` sends the text of the worker
         that ran it.
 
-        Network: one allgather of these values. There is no text if the shard has failed.
+        Network: one allgather of these values. The text is empty if the shard has failed.
         """
         if self.modules:
             text = from_first(_text(pack(self._after)) if self._after is not None else "")

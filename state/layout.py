@@ -1,12 +1,12 @@
 """Values as bytes: a JSON header and the raw bytes of the tensors, one after the other. No pickle.
 
-model, optimizer, scaler, counters → here → newcomer (over the network), checkpoint (on disk), own
-successor (revive)
+live state → here → newcomer (over the network), checkpoint (in the store), successor (revive)
 
 What always holds:
-1. The same values give the same bytes, whatever the world's size was.
+1. The same values give the same bytes for every world size.
 2. Every length is checked before anything is built, and only tensors and JSON values are built.
-3. A header that `outline` has taken can be unpacked, named and decoded: its tree is checked there.
+3. `outline` checks the tree of a header. A header that it accepts can be unpacked, named and
+   decoded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 
 FORMAT = 1
 DEEPEST = 100
-"""Containers in containers, at most. Each has up to 3 levels of JSON; Python parses about 1000."""
+"""The most containers in one another. Each has up to 3 levels of JSON; Python parses about 1000."""
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""This machine's memory: what a header describes beyond that is not even tried."""
+"""This machine's memory. A header that describes more is refused."""
 DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 class LayoutError(ValueError):
-    """Bytes that are not what their header says."""
+    """Bytes that are not what their header describes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def pack(values: Any) -> Packed:
     """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are
     not copied.
 
-    Raises TypeError, with the place in the tree, for anything else, and for what is nested deeper
+    Raises TypeError, with the place in the tree, for other values, and for a tree that is deeper
     than DEEPEST.
     """
     tensors: list[torch.Tensor] = []
@@ -81,8 +81,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 
         return value
     raise TypeError(
         f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, "
-        f"numbers, text "
-        f"and containers of them can")
+        f"numbers, text and containers of them can")
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,16 +109,18 @@ def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]
 
 
 def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from whatever
-    device they are on."""
+    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from any
+    device."""
     for tensor, inside, among in _overlaps(packed, start, stop):
         out[among].copy_(tensor.contiguous().reshape(-1).view(torch.uint8)[inside],
                          non_blocking=True)
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
-    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`,
-    for tensors of `room`."""
+    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`.
+
+    The tensors are those of `LiveState.room`.
+    """
     for tensor, inside, among in _overlaps(packed, start, start + piece.numel()):
         tensor.view(-1).view(torch.uint8)[inside] = piece[among]
 
@@ -150,14 +151,14 @@ def outline(header: bytes) -> Packed:
 def _outlined(entry: Any) -> torch.Tensor:
     """Return a tensor without bytes. Raises LayoutError."""
     if not isinstance(entry, dict) or not isinstance(shape := entry.get("shape"), list):
-        raise LayoutError("the header describes what is no tensor")
+        raise LayoutError("the header describes a tensor without a shape")
     name = entry.get("dtype")
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise LayoutError(f"the header names a dtype that torch does not have: {str(name)[:40]!r}")
     try:
         if not all(type(side) is int for side in shape):
-            raise TypeError("it has sides that are no whole numbers")
+            raise TypeError("its sides are not all whole numbers")
         return torch.empty(shape, dtype=dtype, device="meta")
     except (RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(f"the header names an impossible shape: {str(shape)[:80]}") from error
@@ -179,7 +180,7 @@ def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
         case {"$dict": list(pairs), **others} if not others:
             for pair in pairs:
                 if not isinstance(pair, list) or len(pair) != 2:
-                    raise LayoutError("the header has a dict with what is no key and value")
+                    raise LayoutError("the header has a dict with an entry that is no pair")
                 for member in pair:
                     _check_tree(member, depth + 1, numbers)
                 if not _is_key(pair[0]):
@@ -194,7 +195,7 @@ def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """True for what can be the key of a dict: no list, no dict, and no tuple with one in it."""
+    """True for the key of a dict: no list, no dict, and no tuple that contains one."""
     if isinstance(value, dict):
         return "$tensor" in value or ("$tuple" in value and all(map(_is_key, value["$tuple"])))
     return not isinstance(value, list)
@@ -202,7 +203,7 @@ def _is_key(value: Any) -> bool:
 
 def named_tensors(header: bytes | str) -> list[dict[str, Any]]:
     """Return name (its place in the tree), dtype and shape of each tensor that a header describes,
-    in the bytes' order."""
+    in the order of their bytes."""
     described = json.loads(header)
     places = _places(described["values"], "")
     return [{"name": place, **facts}
@@ -210,8 +211,8 @@ def named_tensors(header: bytes | str) -> list[dict[str, Any]]:
 
 
 def tensors_digest(header: bytes) -> str:
-    """Return a digest of which tensors a header describes, and in which order; numbers and text are
-    not in it."""
+    """Return a digest of the tensors that a header describes and of their order, without numbers
+    and text."""
     return hashlib.sha256(json.dumps(named_tensors(header)).encode()).hexdigest()
 
 
@@ -230,15 +231,15 @@ def _places(described: Any, where: str) -> Iterator[str]:
 
 
 def differing(digests: Mapping[int, str]) -> str:
-    """Say which ranks' tensors (rank → `tensors_digest`) differ from those of the first rank given;
-    "" if none do."""
+    """Return a sentence on the ranks whose tensors (rank → `tensors_digest`) differ from those of
+    the first rank given; "" if none do."""
     first = next(iter(digests))
     if not (odd := [str(rank) for rank, digest in digests.items() if digest != digests[first]]):
         return ""
     return (
         f"the tensors of rank {', '.join(odd)} differ from rank {first}'s (names, order, types, "
-        f"shapes). "
-        f"Let the state_dict of each extra give the same tensors in the same order on all workers")
+        f"shapes). Let the state_dict of each extra give the same tensors in the same order on all "
+        f"workers")
 
 
 def unpack(packed: Packed) -> Any:
@@ -247,22 +248,20 @@ def unpack(packed: Packed) -> Any:
 
 
 def decode(header: bytes, payload: torch.Tensor) -> Any:
-    """Build the values from a header and a uint8 payload, which the caller gives away: the tensors
-    are views of it.
+    """Build the values from a header and a uint8 payload. The tensors are views of the payload, so
+    the caller gives it away.
 
     Raises LayoutError.
     """
     outlined, tensors, at = outline(header), [], 0
     if outlined.payload_bytes != payload.numel():
-        raise LayoutError(
-            f"the payload has {payload.numel()} bytes, but the header describes "
-            f"{outlined.payload_bytes}"
-        )
+        raise LayoutError(f"the payload has {payload.numel()} bytes, but the header describes "
+                          f"{outlined.payload_bytes}")
     for tensor in outlined.tensors:
-        size = tensor.numel() * tensor.element_size()
+        item = tensor.element_size()
+        size = tensor.numel() * item
         piece = payload[at : at + size]
-        if piece.storage_offset() % tensor.element_size() or piece.data_ptr() % tensor.element_size(
-        ):
+        if piece.storage_offset() % item or piece.data_ptr() % item:
             piece = piece.clone()
         tensors.append(piece.view(tensor.dtype).reshape(tensor.shape))
         at += size

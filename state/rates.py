@@ -5,9 +5,9 @@ train(schedule=…) → here → the optimizer's groups → optimizer.step()
 What always holds:
 1. A function of the step multiplies the rates that the optimizer was built with. A torch scheduler
    sets the rates itself; it is part of the state, and is stepped exactly once per finished step.
-2. Nobody else sets a rate, and nobody else steps the scheduler: `check` raises, with the remedy.
-   Otherwise `train` and the user's code would overwrite each other's rates in silence.
-3. A rate that is a tensor stays this same tensor: a compiled optimizer reads it where it is.
+2. If other code sets a rate or steps the scheduler, `check` raises, with the remedy. Else `train`
+   and the user's code would overwrite each other's rates in silence.
+3. A rate that is a tensor stays the same tensor: a compiled optimizer reads it in place.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Rates:
         self._marks = self._now()
 
     def _now(self) -> tuple[list[Any], Any]:
-        """Return what tells a change.
+        """Return values that differ after a change of a rate or of the scheduler.
 
-        A tensor's version is a number on the host; to read its value is to wait for the GPU.
+        A tensor's version is a number on the host. Reading its value would wait for the GPU.
         """
         rates = [
             (id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate
@@ -60,12 +60,10 @@ class Rates:
                 before = "another" if isinstance(was, tuple) else was
                 raise RateChanged(
                     f"at step {step} the learning rate of the optimizer's group {number} is "
-                    f"{value}, but "
-                    f"train() had set it to {before}. {remedy}.")
+                    f"{value}, but train() had set it to {before}. {remedy}.")
         if self.scheduler is not None and progress != progress_was:
             raise RateChanged(
-                f"at step {step} the {kind_of(self.scheduler)} has been stepped by "
-                f"something other "
+                f"at step {step} the {kind_of(self.scheduler)} has been stepped by something other "
                 f"than train(), which steps it once per finished step. {remedy}.")
 
     def set(self, multiplier: float) -> None:
@@ -106,7 +104,7 @@ class Rates:
         return {"base_rates": self.base, "rate_used": self.used, "scheduler": scheduler}
 
     def misfit(self, values: dict[str, Any]) -> str:
-        """Say why values cannot be taken over; "" if they can."""
+        """Return why values cannot be taken over; "" if they can."""
         theirs = (values.get("scheduler") or {}).get("class")
         mine = kind_of(self.scheduler) if self.scheduler else None
         if theirs == mine:
@@ -169,7 +167,7 @@ def taken_in_place(mine: Any, theirs: Any) -> Any:
 
 
 def tensor_kind(value: Any) -> Any:
-    """Return what two values must have in common: the type and shape of their tensors."""
+    """Return the types and shapes of the tensors in a value. Two values must have the same."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     return [tensor_kind(one) for one in value] if isinstance(value, (list, tuple)) else None
@@ -187,6 +185,6 @@ def _own(rate: Any) -> Any:
 
 
 def _progress(scheduler: Any) -> Any:
-    """Return how far a scheduler, and those that it is made of, are."""
+    """Return the progress of a scheduler, and of the schedulers that it contains."""
     inner = [_progress(one) for one in getattr(scheduler, "_schedulers", ())]
     return getattr(scheduler, "last_epoch", None), inner

@@ -1,19 +1,19 @@
-"""Objects in S3, or in what speaks like it: the one module of the stores that touches boto3.
+"""Objects in S3, or in a server with its interface: the only module of the stores with boto3.
 
 checkpoint, commit_log → here → endpoint
 
 What always holds:
-1. One object is one PUT of at most PUT_BYTES: no multipart upload, so no parts that are billed and
-   forgotten, and the conditional PUT is the one that AWS, Ceph 16, MinIO and ministack check (Ceph
-   ignores the condition on CompleteMultipartUpload, and a quoted ETag in If-Match).
-2. Credentials come from AWS's standard chain, the endpoint from its standard variables
-   (AWS_ENDPOINT_URL_S3): nothing of either is in a URL, a command line or a log.
-3. Retries are ours (tenacity), with bounds: they are counted, and what outlasts them is said;
-   botocore's own are off.
-4. No checksum of the server's is relied on: every part has a SHA-256 in its record.
+1. One object is one PUT of at most PUT_BYTES. There is no multipart upload, so no part is billed
+   and forgotten. AWS, Ceph 16, MinIO and ministack check the condition of a PUT. Ceph ignores it on
+   CompleteMultipartUpload, and ignores a quoted ETag in If-Match.
+2. Credentials come from AWS's standard chain, and the endpoint from its standard variables
+   (AWS_ENDPOINT_URL_S3). Neither is in a URL, a command line or a log.
+3. Retries are made here (tenacity), are bounded and counted, and end with an error. Those of
+   botocore are off.
+4. No checksum of the server is relied on: every part has a SHA-256 in its record.
 
-Why boto3 and not s3fs: a PUT copies nothing and costs half the CPU, and s3fs hides
-the refusal of a conditional PUT in an OSError(EINVAL).
+Why boto3 and not s3fs: its PUT copies nothing and takes half the CPU time, and s3fs hides the
+refusal of a conditional PUT in an OSError(EINVAL).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailabl
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 READ_TIMEOUT_S = 30.0
 PIECE_BYTES = 1 << 20
-"""So much of an object is read at once: urllib3 makes memory of its own for it."""
+"""How much of an object is read at once: urllib3 allocates this amount."""
 PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass",
                   "RequestPayer", "ExpectedBucketOwner")
 """Arguments of PutObject that a URL may set:
@@ -64,16 +64,14 @@ REMEDIES = {
     "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
            "(deploy/terraform/fleet/iam.tf)",
 }
-"""For the errors that no other try mends."""
+"""The remedies for errors that no retry mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
-"""Of these: what a clock's daemon or a role's next credentials mend while we wait, so no reason to
-give a run up."""
+"""Those of them that a clock's daemon or new credentials of a role mend after a while. The run does
+not end."""
 PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
            "404")
-"""Codes of status 4xx that another try may mend: too much at once, a body that arrived otherwise
-than it was sent, or no code at all but the status: no store has said that, but a balancer whose
-store is away.
-"""
+"""Codes of status 4xx that a retry may mend: throttling, a body that was damaged on its way, and a
+404 without a code, which is not from a store but from a load balancer that cannot reach one."""
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
 
@@ -88,40 +86,24 @@ class S3Store:
         settings = dict(parse_qsl(parts.query, keep_blank_values=True))
         odd = settings.keys() - set(PASSED_THROUGH)
         if not self.bucket or odd or parts.fragment:
-            raise StoreRefused(
-                f"{url} has no bucket, or settings that are not passed through "
-                f"({', '.join(sorted(odd))}). "
-                f"Use s3://bucket/prefix?NAME=VALUE with NAME of {', '.join(PASSED_THROUGH)}.")
-        self._owner = {
-            k: v
-            for k, v in settings.items() if k in ("RequestPayer", "ExpectedBucketOwner")
-        }
-        self._settings: dict[str, Any] = settings | ({
-            "BucketKeyEnabled": settings["BucketKeyEnabled"].lower() == "true"
-        } if "BucketKeyEnabled" in settings else {})
+            wrong = (f"has settings that are not passed through ({', '.join(sorted(odd))})" if odd
+                     else "has a fragment (#)" if parts.fragment else "has no bucket")
+            raise StoreRefused(f"{url} {wrong}. Use s3://bucket/prefix?NAME=VALUE with NAME of "
+                               f"{', '.join(PASSED_THROUGH)}.")
+        self._owner = {name: value for name, value in settings.items()
+                       if name in ("RequestPayer", "ExpectedBucketOwner")}
+        self._settings: dict[str, Any] = dict(settings)
+        if "BucketKeyEnabled" in settings:
+            self._settings["BucketKeyEnabled"] = settings["BucketKeyEnabled"].lower() == "true"
         self.retries = 0
         """How often a request was tried again."""
         self._lock = threading.Lock()
         try:
-            # The default one would keep the first credentials that it has ever seen.
-            session = boto3.session.Session()
-            self._client = session.client(
-                "s3",
-                config=Config(
-                    retries={"total_max_attempts": 1},
-                    connect_timeout=5,
-                    read_timeout=READ_TIMEOUT_S,
-                    max_pool_connections=16,
-                    tcp_keepalive=True,
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation=
-                    "when_required",  # older servers break on the new checksums
-                    parameter_validation=False)
-            )  # it knows no memoryview; all that is sent is ours, or checked above
+            self._client = _client()
         except (BotoCoreError, ValueError) as error:
-            raise StoreRefused(
-                f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION and the like."
-            ) from error
+            raise StoreRefused(f"{self.where} cannot be reached: {error}. Set AWS_DEFAULT_REGION "
+                               f"and AWS_ENDPOINT_URL_S3 to values that AWS's tools take."
+                               ) from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises
@@ -131,17 +113,14 @@ class S3Store:
             Bucket=self.bucket, Key=self._key(name), Body=body, **self._settings))
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken (perhaps by this very call,
-        tried again)."""
+        """Write an object under a new name; False if the name is taken, perhaps by an earlier try
+        of this call."""
         _check_size(name, body)
 
         def put() -> bool:
             try:
-                self._client.put_object(Bucket=self.bucket,
-                                        Key=self._key(name),
-                                        Body=body,
-                                        IfNoneMatch="*",
-                                        **self._settings)
+                self._client.put_object(Bucket=self.bucket, Key=self._key(name), Body=body,
+                                        IfNoneMatch="*", **self._settings)
                 return True
             except ClientError as error:
                 if _code(error) in ("PreconditionFailed", "412"):
@@ -184,23 +163,23 @@ class S3Store:
             return dict(self._client.get_object(Bucket=self.bucket, Key=key, **self._owner))
         except ClientError as error:
             is_gone = _code(error) in ("NoSuchKey", "404")
-            # Who may list only under a prefix is told 403 of an object that is not there.
+            # With the permission to list only under a prefix, the answer for an object that is not
+            # there is 403.
             if not is_gone and _code(error) not in ("AccessDenied", "403"):
                 raise
             if not self._has(key):
                 raise FileNotFoundError(f"{self.where} has no {name}") from error
-            # A balancer whose server is away says so too, and a part that is gone costs a
-            # checkpoint.
+            # A load balancer that cannot reach its server answers 404, too, and a part that is gone
+            # costs a checkpoint.
             if is_gone:
                 raise OSError(
-                    "it is listed, but the answer was 404. Look at what stands between us and the "
-                    "store; if the store has lost it, name the run anew (--run)") from error
+                    "it is listed, but the answer was 404. Check the proxies between this host and "
+                    "the store; if the store has lost it, give the run another name (--run)"
+                ) from error
             raise
 
     def _has(self, key: str) -> bool:
-        found = self._client.list_objects_v2(Bucket=self.bucket,
-                                             Prefix=key,
-                                             MaxKeys=1,
+        found = self._client.list_objects_v2(Bucket=self.bucket, Prefix=key, MaxKeys=1,
                                              **self._owner)
         return any(entry["Key"] == key for entry in found.get("Contents", []))
 
@@ -236,13 +215,13 @@ class S3Store:
         return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)
 
     def _refusal(self, what: str, answer: dict[str, Any]) -> str:
-        """Return what the server has said to a request that it refused, with the remedy."""
+        """Return the server's error for a request, with the remedy."""
         code = str(answer.get("Code", ""))
-        return f"{self.where} did not {what}: {code}. {REMEDIES.get(code, answer.get('Message', ''))}".rstrip(
-            ". ") + "."
+        remedy = REMEDIES.get(code, answer.get("Message", ""))
+        return f"{self.where} did not {what}: {code}. {remedy}".rstrip(". ") + "."
 
     def _tried(self, what: str, act: Callable[[], T]) -> T:
-        """Do it, again and again within the bounds while the fault is the world's."""
+        """Make a request, and retry it within the bounds if a retry may mend the fault."""
         try:
             for attempt in Retrying(retry=retry_if_exception(_may_pass),
                                     reraise=True,
@@ -259,18 +238,31 @@ class S3Store:
         except NoCredentialsError as error:
             raise StoreRefused(
                 f"{self.where} needs credentials and AWS's chain has none. Set AWS_PROFILE, or "
-                f"give the "
-                f"instance a role.") from error
+                f"give the instance a role.") from error
         except ClientError as error:
             code = _code(error)
             kind = StoreUnavailable if code in MENDED_OUTSIDE or _may_pass(error) else StoreRefused
             raise kind(self._refusal(what, error.response.get("Error", {}))) from error
         except ParamValidationError as error:
             raise StoreRefused(
-                f"{self.where} cannot be asked: {error}. Correct --store.") from error
+                f"a request to {self.where} is not valid: {error}. Correct --store.") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
         raise AssertionError("not reached: reraise=True")
+
+
+def _client() -> Any:
+    """Return boto3's client, with one try for each request."""
+    # boto3's default session would keep its first credentials for ever.
+    session = boto3.session.Session()
+    return session.client("s3", config=Config(
+        retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S,
+        max_pool_connections=16, tcp_keepalive=True,
+        # Older servers fail on the newer checksums.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        # It refuses a memoryview. All other parameters are ours, or checked above.
+        parameter_validation=False))
 
 
 def _check_size(name: str, body: memoryview | bytes) -> None:
@@ -279,21 +271,20 @@ def _check_size(name: str, body: memoryview | bytes) -> None:
 
 
 def _code(error: ClientError) -> str:
-    """Return the error's code; the status, where a balancer's page and not the store has
-    answered."""
+    """Return the error's code; the status, if a load balancer has answered and not the store."""
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
     return str(error.response.get("Error", {}).get("Code", "") or status)
 
 
 def _may_pass(error: BaseException) -> bool:
-    """True for what another try may mend: 5xx, throttling, 409, resets, time-outs, answers that end
+    """True if a retry may mend the fault: 5xx, throttling, 409, resets, timeouts, answers that end
     too early."""
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if _code(error) in REMEDIES:
             return False
         return status >= 500 or status in (200, 408, 409, 429) or _code(error) in PASSING
-    # NoCredentialsError: the metadata service is asked for one second, and may be busy when all
-    # boot at once.
-    return isinstance(
-        error, WORLDS_FAULTS) and not isinstance(error, (FileNotFoundError, ParamValidationError))
+    # NoCredentialsError is among them: boto3 asks the metadata service for one second, and that
+    # service may be busy when all hosts boot at once.
+    is_final = isinstance(error, (FileNotFoundError, ParamValidationError))
+    return isinstance(error, WORLDS_FAULTS) and not is_final

@@ -1,17 +1,16 @@
-"""Where objects are kept: the few things that checkpoints ask of a store, and a local folder that
-does them.
+"""Where objects are kept: what checkpoints need of a store, and a store in a local folder.
 
 checkpoint, commit_log → here → a folder (this file) or S3 (s3.py)
 
 What always holds:
-1. `put_if_absent` is atomic and durable: other readers see nothing, or all of it, also after a
-   power cut (a synced temporary is linked to the name; `link` fails when the name exists: POSIX
+1. `put_if_absent` is atomic and durable: readers see nothing or all of the object, also after a
+   power cut. A synced temporary is linked to the name, and `link` fails if the name exists (POSIX,
    link(2)).
-2. A name never leaves the folder, or the prefix.
-3. An object is not there only if its store does not list it either: what is "gone" costs a
+2. A name never leads out of the folder, or of the prefix.
+3. An object counts as gone only if its store does not list it either: a part that is gone costs a
    checkpoint.
-4. A fault of the world's is a StoreUnavailable after bounded retries; one that no retry mends is a
-   StoreRefused.
+4. A fault of the network or the store is a StoreUnavailable, after a bounded number of retries. A
+   fault that no retry mends is a StoreRefused.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from elastic_trainer.host.modes import make_folder, private
 
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
-"""The most that one object has: one PUT, never a multipart upload (s3.py)."""
-
-
+"""The largest object: one PUT, never a multipart upload (s3.py)."""
 NEVER_MENDED = {
     errno.EACCES: "Let the workers' user write there",
     errno.EPERM: "Let the workers' user write there, on a file system with hard links",
@@ -43,14 +40,16 @@ NEVER_MENDED = {
     errno.ENOTDIR: "Name a folder, not a file",
     errno.ENAMETOOLONG: "Use a shorter name",
 }
+"""The remedies for faults that no retry mends."""
 
 
 class StoreUnavailable(OSError):
-    """The store did not do what it was asked; whether a put took effect is not known."""
+    """A request has failed. Whether a put took effect is unknown."""
 
 
 class StoreRefused(StoreUnavailable):
-    """The store said no, and will say it again: no such bucket, not allowed, no put-if-absent."""
+    """The store has refused a request, and will refuse it again: no such bucket, not allowed, no
+    put-if-absent."""
 
 
 class Store(Protocol):
@@ -64,13 +63,13 @@ class Store(Protocol):
         ...
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken (perhaps by this very call,
-        tried again)."""
+        """Write an object under a new name; False if the name is taken, perhaps by an earlier try
+        of this call."""
         ...
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        """Read an object, at most `most` bytes. Raises FileNotFoundError (it is not listed
-        either)."""
+        """Read an object, at most `most` bytes. Raises FileNotFoundError if it is not listed
+        either."""
         ...
 
     def get_into(self, name: str, out: memoryview) -> bool:
@@ -90,9 +89,8 @@ class Store(Protocol):
 def open_store(url: str) -> Store:
     """Open `s3://bucket/prefix` or a folder. Raises StoreRefused for a URL that is neither."""
     if url.startswith("s3://"):
-        from elastic_trainer.state.s3 import (
-            S3Store,  # here: boto3 costs a third of a second, and a folder does not need it
-        )
+        # Here, because boto3 takes a third of a second, and a folder does not need it.
+        from elastic_trainer.state.s3 import S3Store
 
         return S3Store(url)
     if "://" in url:
@@ -102,7 +100,7 @@ def open_store(url: str) -> Store:
 
 
 def checked(name: str) -> str:
-    """Return the name if it is one. Raises ValueError when it could lead out of the store."""
+    """Return the name. Raises ValueError if it could lead out of the store."""
     if not is_name(name):
         raise ValueError(f"{name!r} is no name of an object in a store")
     return name
@@ -114,22 +112,20 @@ def is_name(name: str) -> bool:
 
 
 def prove_put_if_absent(store: Store) -> None:
-    """Prove that the store keeps the first of two that put the same name. Raises StoreRefused when
-    it does not."""
+    """Prove that the store keeps the first of two objects that are put under one name. Raises
+    StoreRefused if it does not."""
     name = f"probe/{secrets.token_hex(16)}"
-    # Says False when its answer was lost and it was tried again.
+    # The result is not used: it is False if the answer was lost and the put was tried again.
     store.put_if_absent(name, b"first")
     seen = [store.get(name), store.put_if_absent(name, b"second"), store.get(name)]
-    # Who may not delete can keep checkpoints: each says that its rubbish stays.
+    # Checkpoints work without the permission to delete. Each then emits state.rubbish_kept.
     with suppress(StoreUnavailable):
         store.delete([name])
     if seen != [b"first", False, b"first"]:
         raise StoreRefused(
             f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could "
-            f"write over "
-            f"each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use another "
-            f"endpoint."
-        )
+            f"write over each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use "
+            f"another endpoint.")
 
 
 class FolderStore:
@@ -140,11 +136,11 @@ class FolderStore:
         self._was_there = root.is_dir()
 
     def _failed(self, what: str, error: OSError) -> StoreUnavailable:
-        """Return what a fault of the file system's is to those who use the store."""
-        said = f"{self.root} did not {what}: {error}"
-        remedy = NEVER_MENDED.get(error.errno or 0)
-        return StoreRefused(f"{said}. {remedy}, or set --store to another place."
-                            ) if remedy else StoreUnavailable(said)
+        """Return the store's error for one of the file system."""
+        fact = f"{self.root} did not {what}: {error}"
+        if remedy := NEVER_MENDED.get(error.errno or 0):
+            return StoreRefused(f"{fact}. {remedy}, or set --store to another place.")
+        return StoreUnavailable(fact)
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name. Raises
@@ -159,8 +155,8 @@ class FolderStore:
         except FileExistsError:
             return False
 
-    def _write(self, name: str, body: memoryview | bytes, publish: Callable[[Path, Path],
-                                                                            None]) -> None:
+    def _write(self, name: str, body: memoryview | bytes,
+               publish: Callable[[Path, Path], None]) -> None:
         path = self.root / checked(name)
         temporary = self.root / TEMPORARIES / secrets.token_hex(12)
         try:
@@ -192,7 +188,7 @@ class FolderStore:
     def get(self, name: str, most: int | None = None) -> bytes:
         """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
         with self._reading(name) as path, open(path, "rb") as file:
-            # Python makes memory for all that is asked for, and then gives back what is too much.
+            # Python allocates as much as is asked for, so a large `most` would cost memory.
             return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size))
 
     def get_into(self, name: str, out: memoryview) -> bool:
@@ -206,7 +202,7 @@ class FolderStore:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[Path]:
-        """Say what goes wrong on the way, and give the path."""
+        """Yield the path of an object, and map errors of the file system."""
         path = self.root / checked(name)
         try:
             yield path
@@ -214,7 +210,7 @@ class FolderStore:
             if not self.root.is_dir():
                 raise StoreUnavailable(
                     f"{self.root} is gone, or is not mounted on this host") from error
-            if self._is_listed(path):  # NFS remembers for a while that a name was not there
+            if self._is_listed(path):  # NFS caches for a while that a name was not there
                 raise StoreUnavailable(f"{self.root} lists {name}, but cannot open it") from error
             raise
         except IsADirectoryError as error:
@@ -233,7 +229,7 @@ class FolderStore:
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
         def failed(error: OSError) -> None:
-            # Os.walk would take an unreadable folder for an empty one.
+            # os.walk would take an unreadable folder for an empty one.
             if not isinstance(error, FileNotFoundError):
                 raise self._failed(f"list {prefix}", error) from error
 
@@ -241,13 +237,13 @@ class FolderStore:
             raise StoreUnavailable(f"{self.root} is gone")
         walk = os.walk(self.root / checked(prefix), onerror=failed)
         inside = ((Path(folder).relative_to(self.root), names) for folder, _, names in walk)
-        # A Path each took 5 times as long.
+        # A Path for each name took 5 times as long.
         found = (f"{folder}/{name}" for folder, names in inside for name in names)
         return sorted(found) if limit is None else heapq.nsmallest(limit, found)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is not there is no error. What writers left when they died goes
-        after a day."""
+        """Remove objects; one that is not there is no error. Temporaries of writers that died are
+        removed after a day."""
         try:
             for name in names:
                 path = self.root / checked(name)

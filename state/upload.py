@@ -6,7 +6,7 @@ What always holds:
 1. The name of a part holds its lineage, its step and the SHA-256 of its bytes, so a name never gets
    other bytes. A part that the newest published checkpoint has too is not sent again: the record
    names the old one.
-2. One share is in flight at most, in the memory of one share. `is_busy` says whether a thread can
+2. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
    still read that memory, also for a share that was dropped.
 3. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
    vote informs the other workers, and a stall is emitted once.

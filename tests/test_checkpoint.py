@@ -105,7 +105,7 @@ class Fleet:
                 state.commit(8, 1)
 
     def publish(self, count: int) -> None:
-        """Train a step and publish it, so many times."""
+        """Train a step and publish it, `count` times."""
         for _ in range(count):
             self.train()
             self.checkpoint()
@@ -132,7 +132,7 @@ class Fleet:
 
 
 def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let a share that does not move be given up so soon."""
+    """Let a share that does not move be given up after this time."""
     for module in ("upload", "publish", "checkpoints"):
         monkeypatch.setattr(f"elastic_trainer.state.{module}.UPLOAD_S", seconds)
 
@@ -179,7 +179,7 @@ def test_the_parts_are_the_same_when_the_world_is_another(tmp_path: Path) -> Non
 
 
 def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
-    """Disjoint shares, together all parts; nobody copies or writes another's."""
+    """The shares are disjoint and hold all parts. No worker copies or writes a part of another."""
     fleet = Fleet(tmp_path, 4)
     fleet.restore()
     for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
@@ -197,8 +197,8 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
 def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch,
                                                       by: str) -> None:
-    """At the next vote, where all have; some time after the copy if there is none; at once if
-    somebody waits for it."""
+    """It begins at the next vote; a while after the copy if there is no vote; at once if a worker
+    waits for it."""
     monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S",
                         0.2 if by == "time" else 600.0)
     fleet = Fleet(tmp_path)
@@ -220,11 +220,11 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
-def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path,
+def test_an_upload_rests_until_a_worker_waits_for_it(tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch,
                                                      by: str) -> None:
-    """A rest is over at once when the share is wanted, or not wanted any more. Nobody rests after
-    the last part."""
+    """A rest ends at once when a worker waits for the share, or when the share is dropped. No
+    uploader rests after its last part."""
     rested = list[float]()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
@@ -255,9 +255,10 @@ def test_an_upload_rests_until_somebody_waits_for_it(tmp_path: Path,
     assert len(rested) == len(share.done) - (by != "drop")
 
 
-def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several uploaders one may rest while another sends the last part: it does not hold up
-    the next checkpoint."""
+def test_no_uploader_rests_when_the_share_is_up(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several uploaders may rest while another one sends the last part. Its rest does not
+    delay the next checkpoint."""
     rests = list[float]()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
                         lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
@@ -276,7 +277,7 @@ def test_nobody_rests_when_the_share_is_up(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> None:
-    """Not the first, when nothing is saved yet, nor one after a failure: they do not rest."""
+    """The first upload, and one after a failure, do not rest."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     planned = []
@@ -312,7 +313,8 @@ def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> 
        cores=st.integers(1, 64))
 def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: float,
                                        cores: int) -> None:
-    """Where cores are short. And bounded, so that a share is never taken for one that hangs."""
+    """It rests only if cores are short, and for a bounded time, so that a share is never taken for
+    one that hangs."""
     rest = rest_s(part_s, ahead_s, load, cores)
     assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, ahead_s)
     assert (rest > 0) == (load > cores and part_s > 0 and ahead_s > 0)
@@ -322,7 +324,7 @@ def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: floa
 @pytest.mark.parametrize("load", ["short", "enough", "unknown"])
 def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     load: str) -> None:
-    """And nothing is lost where the machine does not say how loaded it is."""
+    """If the machine does not report its load, no upload rests."""
     def loads() -> tuple[float, float, float]:
         if load == "unknown":
             raise OSError("Load averages are unobtainable")
@@ -346,7 +348,7 @@ def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch:
 
 
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:
-    """The snapshot is a copy: what changes after the pause is not in the checkpoint."""
+    """The snapshot is a copy: changes after the pause are not in the checkpoint."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -366,7 +368,7 @@ def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path)
 
 @pytest.mark.parametrize("keep_every", [0, 4])
 def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
-    """Retention deletes parts that no kept record names, and no record."""
+    """Retention deletes the parts that no kept record names, and no record."""
     fleet = Fleet(tmp_path, 2, Plan(part_bytes=300, keep_last=2, keep_every=keep_every), steps=0)
     fleet.restore()
     for _ in range(9):
@@ -400,8 +402,8 @@ def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
 
 
 def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Path) -> None:
-    """Rank 0 dies before its record: the next checkpoint of those who stay is whole, and not thrown
-    away."""
+    """Rank 0 dies before its record is put. The next checkpoint of the others is whole, and no part
+    of it is deleted."""
     plan = Plan(part_bytes=64, keep_last=1)
     fleet = Fleet(tmp_path, 3, plan, steps=0, optimizer="SGD", width=64)
     fleet.restore()
@@ -457,7 +459,7 @@ def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) 
 
 
 def test_what_a_dead_worker_left_is_collected_later(tmp_path: Path) -> None:
-    """Parts without a record are no checkpoint, and go with the next one's retention."""
+    """Parts without a record are no checkpoint. The next checkpoint deletes them."""
     fleet = Fleet(tmp_path, 3, Plan(part_bytes=300, keep_last=1))
     fleet.restore()
     fleet.checkpoint(without=2)
@@ -476,7 +478,7 @@ def part_of_step(root: Path, step: int) -> Path:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "folder", "record"])
 def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str,
                                                                  readers: int) -> None:
-    """All workers pass over the same checkpoint, say so, and the run can publish earlier steps
+    """All workers pass over the same checkpoint and log it. The run can publish earlier steps
     again."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
@@ -507,10 +509,10 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
 
 
 @pytest.mark.parametrize("readers", [1, 2])
-def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(
+def test_no_worker_has_values_when_the_damaged_ones_could_not_be_dropped(
         tmp_path: Path, readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store fails between the two: they restore once more, and publish under their own lineage,
-    not the old one."""
+    """The store fails in between. The workers restore once more, and publish in their own
+    lineage."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.publish(2)
@@ -541,7 +543,8 @@ def test_nobody_has_values_when_the_damaged_ones_could_not_be_let_go(
 @pytest.mark.parametrize("all_records", [False, True])
 def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(
         tmp_path: Path, readers: int, all_records: bool) -> None:
-    """The takeover before it names no checkpoint: said, with a remedy, by each attempt anew."""
+    """The takeover before it names no checkpoint. Each attempt raises the same error, with a
+    remedy."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
@@ -569,7 +572,7 @@ def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: 
 
 
 class ManyFaults(FolderStore):
-    """A folder whose operations fail as the test says."""
+    """A folder in which the operations that the test names fail."""
 
     failing: set[str] = set()
 
@@ -602,7 +605,7 @@ class ManyFaults(FolderStore):
 @pytest.mark.parametrize("where", ["put", "record", "lost answer"])
 def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is said and raises nothing; the next one stands."""
+    """The failure is logged and raises nothing. The next checkpoint is published."""
     fleet = Fleet(tmp_path, 2, store=ManyFaults)
     fleet.restore()
     monkeypatch.setattr(ManyFaults, "failing", {where})
@@ -622,7 +625,7 @@ def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str,
 
 def test_an_older_one_is_never_taken_because_the_store_was_slow(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not reached is not damaged: the restore fails, and is tried again."""
+    """A store that does not answer is no damage: the restore fails, and is tried again."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
@@ -637,8 +640,8 @@ def test_an_older_one_is_never_taken_because_the_store_was_slow(
 
 def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later attempt asks again, and says so; the first one stops at once: there it is the user's
-    mistake."""
+    """A later attempt retries, and logs it. The first attempt stops at once: there it is a mistake
+    of the user."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
@@ -654,8 +657,8 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
 
 def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One flipped bit between two workers is no damage of the checkpoint, and nobody goes on with
-    it."""
+    """One bit that is flipped between two workers is no damage of the checkpoint. No worker
+    continues with it."""
     fleet = Fleet(tmp_path, plan=Plan(part_bytes=5000), width=2000)
     fleet.restore()
     fleet.checkpoint()
@@ -680,8 +683,8 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
 
 
 def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
-    """It is read again: what was acknowledged is not passed over because of one flipped bit on the
-    way."""
+    """It is read again. One bit that is flipped on the way does not cost an acknowledged
+    checkpoint."""
     class OneFlip(FolderStore):
         flips = 1
 
@@ -730,7 +733,7 @@ class Hanging(FolderStore):
 
 
 class Slow(FolderStore):
-    """A folder whose every part takes as long as the test says."""
+    """A folder in which each part waits for a turn that the test gives."""
 
     turns: threading.Semaphore
 
@@ -741,7 +744,7 @@ class Slow(FolderStore):
 
 def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the state: each part that came up begins the time anew."""
+    """The time begins anew with each part that was uploaded, for a state of any size."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
     hang_after(monkeypatch, 30.0)
     fleet = Fleet(tmp_path, store=Slow)
@@ -771,10 +774,10 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
     Slow.turns.release(1000)
 
 
-def test_a_share_that_does_not_move_is_told_once(tmp_path: Path,
+def test_a_share_that_does_not_move_is_logged_once(tmp_path: Path,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before it is given up: the host that does not reach the store is named while it does
-    not."""
+    """This is long before it is given up. The event names the host that does not reach the store
+    while it can still be mended."""
     monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
@@ -789,14 +792,15 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path,
             worker.upload.part_bytes = 64 << 20
             share.moved -= 6.0
         worker.upload.part_bytes = SMALL.part_bytes
-        if number:  # nobody asks for progress when all wait for the last checkpoint
+        if number:  # no worker asks for progress when all wait for the last checkpoint
             waiting = threading.Thread(target=worker.wait)
             waiting.start()
-            wait_for("word", lambda: len(fleet.events.facts("state.upload_stalled")) == 2, 60)
+            wait_for("stall", lambda: len(fleet.events.facts("state.upload_stalled")) == 2, 60)
         for _ in range(2):
             assert ticked(worker) == (False, False)
-        *_, told = fleet.events.facts("state.upload_stalled")
-        assert told["still_s"] >= 6.0 and told["what"] == f"{share.parts} of its {share.parts} parts"
+        *_, stall = fleet.events.facts("state.upload_stalled")
+        assert stall["still_s"] >= 6.0
+        assert stall["what"] == f"{share.parts} of its {share.parts} parts"
         Slow.turns.release(1000)
         wait_for("share", lambda: ticked(worker) == (True, False), 60)
         share.moved -= 6.0
@@ -809,8 +813,8 @@ def test_a_share_that_does_not_move_is_told_once(tmp_path: Path,
 
 
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
-    """A dropped checkpoint's upload may hang, and go on from the same memory: the next one says so,
-    and begins nothing."""
+    """The upload of a dropped checkpoint may hang, and continue from the same memory. The next
+    checkpoint fails with that reason, and begins no upload."""
     is_in, go = threading.Event(), threading.Event()
 
     class HangingPart(FolderStore):
@@ -844,7 +848,8 @@ def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> Non
 
 def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said, the next checkpoint stands, and a record that comes late stands nowhere."""
+    """The failure is logged, the next checkpoint is published, and a record that arrives late is
+    ignored."""
     fleet = Fleet(tmp_path, store=Hanging)
     fleet.restore()
     (worker,), (state,), (store,) = fleet.workers, fleet.states, fleet.stores
@@ -880,7 +885,8 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
 
 def test_a_snapshot_waits_for_each_device_that_it_copies_from(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only for the current one: pinned memory that is still written to would go up half old."""
+    """It waits not only for the current device: else an upload would read memory that is still
+    written to."""
     class OnDevice(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
         device = property(
@@ -903,8 +909,8 @@ def test_a_snapshot_waits_for_each_device_that_it_copies_from(
 
 
 def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None:
-    """Its disk is not mounted, wholly or to the place of the folder: unknown, so the restore is
-    tried again."""
+    """Its disk is not mounted, or not at the folder. That is unknown, not damage: the restore fails
+    and is tried again."""
     fleet = Fleet(tmp_path / "shared")
     fleet.restore()
     fleet.checkpoint()
@@ -920,8 +926,8 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize("what", ["part", "record"])
 def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(
         tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a network disk that remembers that it was not there: nobody lets the newest checkpoint
-    go for that."""
+    """A network disk can cache that a name was not there. No worker passes over the newest
+    checkpoint for that."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.publish(2)
@@ -960,7 +966,7 @@ def test_an_old_record_that_cannot_be_read_holds_up_no_later_one(tmp_path: Path)
 
 
 class Extra:
-    """What a user registers: it keeps what the test says."""
+    """What a user registers. It keeps the values that the test gives."""
 
     def __init__(self, **kept: Any):
         self.kept = kept
@@ -1071,8 +1077,8 @@ def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None
 
 
 def test_all_refuse_when_the_job_of_one_worker_is_another(tmp_path: Path) -> None:
-    """Nobody waits for ever for one whose model is of another shape, and nobody goes on without
-    it."""
+    """No worker waits for ever for a worker whose model has another shape, and none continues
+    without it."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     for _ in range(2):
@@ -1101,7 +1107,7 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("where", ["packed", "thread"])
 def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory, no thread: said through the vote, on all workers alike."""
+    """There is no memory, or no thread. The vote reports the failure on all workers."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     with monkeypatch.context() as patch:
@@ -1120,7 +1126,8 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
 
 def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts are up; said as any failure, and the next one stands."""
+    """All parts are in the store. It is logged as any failure, and the next checkpoint is
+    published."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -1142,7 +1149,7 @@ def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
 
 
 def test_a_zombie_of_an_older_attempt_is_fenced(tmp_path: Path) -> None:
-    """It learns so when it publishes, its record does not stand, and it is told to stop."""
+    """It notices that when it publishes. Its record is not stored, and it stops."""
     old = Fleet(tmp_path)
     old.restore()
     old.checkpoint()
@@ -1174,8 +1181,8 @@ def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path
 
 
 def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -> None:
-    """One that had lost its way to the driver wrote what it held; those who go on try again at
-    once, and it stands."""
+    """A worker that had lost the driver published what it held. The others try again at their next
+    step."""
     fleet = Fleet(tmp_path, 3)
     fleet.restore()
     fleet.checkpoint()
@@ -1209,7 +1216,8 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
 
 
 def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
-    """Neither when memory is made, nor when the checkpoint is: that one says so."""
+    """It raises neither when memory is made, nor when the checkpoint is. That checkpoint fails with
+    the reason."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -1240,8 +1248,8 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
-    """It drops what the world had in flight, never waits, tries again after a failure, and has an
-    end."""
+    """It drops the share that the world had in flight, never waits, retries after a failure, and
+    ends with a checkpoint."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     alone, state = fleet.workers[0], fleet.states[0]
@@ -1259,7 +1267,7 @@ def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> 
 
 
 def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
-    """A publisher that comes after finds the step published and adds nothing."""
+    """A later publisher finds the step published and adds nothing."""
     fleet = Fleet(tmp_path, 2)
     fleet.restore()
     fleet.workers[0].write_alone(fleet.states[0])
@@ -1300,7 +1308,7 @@ class Careless(FolderStore):
 
 
 def test_a_store_is_refused_when_it_ignores_the_condition(tmp_path: Path) -> None:
-    """Said at the start, with the endpoints that are known for it."""
+    """The error comes at the start, and names endpoints that are known for it."""
     with pytest.raises(StoreRefused, match="rclone"):
         prove_put_if_absent(Careless(tmp_path))
     prove_put_if_absent(FolderStore(tmp_path))
@@ -1324,7 +1332,7 @@ def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: d
 
 
 def test_rubbish_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
-    """What may be an upload in flight is never collected."""
+    """A part that may belong to an upload in flight is never collected."""
     store = FolderStore(tmp_path)
     for name in ("parts/000000000001-000000000005/a.bin", "parts/000000000001-000000000006/b.bin",
                  "parts/000000000002-000000000001/c.bin", "parts/odd/d.bin"):
@@ -1405,8 +1413,8 @@ def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
 def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence,
                                           pause_s: float, lost: int, failures: int,
                                           due_s: int) -> None:
-    """By the user's interval or by what it costs and how often all was lost; sooner after a
-    failure, and not at once."""
+    """It is due by the interval of the user, or by its cost and the rate of losses; sooner after a
+    failure."""
     now = [1000.0]
     monkeypatch.setattr("elastic_trainer.training.timing.time",
                         SimpleNamespace(monotonic=lambda: now[0]))
@@ -1425,8 +1433,8 @@ def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every
 
 
 def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
-    """Also the one that never came to say how it ended; not one that was stopped, finished, or
-    never did a step."""
+    """This holds for an attempt without an end in the log, too; not for one that was stopped,
+    finished, or never trained."""
     reached = {"time": 1.0, "event": "driver.step_reached", "checkpoint": 0}
     events = [reached | {"attempt": attempt, "steps": attempt} for attempt in (1, 1, 2, 3, 4)
               ] + [{"time": 1.0, "event": "attempt.ended", "attempt": attempt, "verdict": verdict}
@@ -1454,7 +1462,7 @@ def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None
 
 @pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%"])
 def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
-    """With what works instead."""
+    """The error names what works."""
     with pytest.raises(ValueError, match="auto"):
         Cadence.parse(text)
 
@@ -1474,8 +1482,8 @@ def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last
 @given(st.lists(st.integers(1, 60), min_size=1), st.integers(1, 3), st.integers(1, 100))
 def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: int,
                                                 after: int) -> None:
-    """From the first that is so old on there is one to go back to, at most as old as two rounds and
-    a pause."""
+    """From the first one that is old enough on, there is one to go back to. It is at most as old as
+    two rounds and two checkpoints."""
     kept, step, published = set[int](), 0, list[int]()
     for pause in pauses:
         step += pause
@@ -1488,7 +1496,7 @@ def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: in
 
 
 def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
-    """The newest of the others is, also when the checkpoint after it is on its way."""
+    """The newest of the others is restored, also when the checkpoint after it is on its way."""
     fleet = Fleet(tmp_path, 2, steps=0)
     fleet.restore()
     fleet.publish(3)
@@ -1501,7 +1509,7 @@ def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
 
 
 class LosesAnswers(FolderStore):
-    """Its put-if-absent of records stands, but nobody hears so."""
+    """Its put-if-absent of records takes effect, but the answer is lost."""
 
     is_deaf = False
 

@@ -1,25 +1,24 @@
 """The protocol of checkpoints under crashes, zombies, lost and late answers: thousands of seeded
 interleavings.
 
-A simulated store and some attempts that run as threads, of which exactly one moves at a time; the
-seed decides who, who crashes and which answers are lost. After every single effect on the store the
-laws are checked:
+There are a simulated store and some attempts that run as threads. Exactly one thread moves at a
+time. The seed decides which thread moves, which one crashes and which answers are lost. After every
+effect on the store these laws are checked:
 
-1. whatever the newest record names is whole (its parts are there, with the right bytes), and so is
-   all that it keeps;
-2. the lineage never forks: each checkpoint was trained from the one before it in the log (or from a
-   kept one that is restored), and steps of a lineage grow;
-3. no acknowledged checkpoint is lost: its record was the newest when it was put, so nobody else was
-   told the same of another one at its number; and it stands, with the same bytes, while the newest
+1. The parts that the newest record names, and those that it keeps, are there with the right bytes.
+2. The lineage never forks: each checkpoint was trained from the one before it in the log, or from a
+   kept one that was restored. The steps of a lineage grow.
+3. No acknowledged checkpoint is lost. Its record was the newest when it was put, so no other writer
+   got the same answer for its number. The record is stored, with the same bytes, while the newest
    record keeps it. Records that the newest does not keep are deleted as soon as that is allowed
-   (RECENT = 0), and a deletion may land late;
-4. nobody is fenced when there is nobody else;
-5. a checkpoint that has not failed is published, or a later one of its lineage is;
-6. whoever restores gets the newest checkpoint that stood when it took over, so every acknowledged
-   one of then or one that was made from it; and at last one does so alone, without faults, and
-   publishes each of its steps.
+   (RECENT = 0), and a deletion may arrive late.
+4. No writer is fenced if there is no other writer.
+5. A checkpoint that has not failed is published, or a later one of its lineage is.
+6. A restore gets the newest checkpoint that was stored when it took over. So it gets every
+   checkpoint that was acknowledged then, or one that was made from it. At the end one attempt
+   restores alone, without faults, and publishes each of its steps.
 
-Then the protocol is broken in nine ways, and the same test must see each of them.
+Then the protocol is broken in nine ways, and the same test has to find each of them.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def closed() -> threading.Lock:
 
 
 class World:
-    """The scheduler: one thread moves at a time, and the seed says which."""
+    """The scheduler: one thread moves at a time, and the seed decides which."""
 
     def __init__(self, seed: int):
         self.chance = random.Random(seed)
@@ -323,7 +322,7 @@ class SimulatedStore:
 
 
 class State:
-    """What an attempt trains: its content says which history made it."""
+    """What an attempt trains. Its content names the history that made it."""
 
     def __init__(self) -> None:
         self.content, self.committed, self.lineage = "", 0, 0
@@ -435,7 +434,7 @@ def attempt(world: World, name: str) -> None:
         publish(me, draft, world, name)
         if me.known.fenced:
             if first_actor_alone and world.actors_ever == 1:
-                raise LawBroken("fenced although nobody else was there")
+                raise LawBroken("fenced although there was no other writer")
             return
 
 
@@ -454,17 +453,12 @@ def collected(me: Checkpoints, share: Share, lineage: int) -> Draft:
                    key=lambda p: p.index)
     me.known.take(parts, share.step)
     me.upload.share = None
-    return Draft(step=share.step,
-                 lineage=lineage,
-                 header=share.snapshot.header,
-                 parts=parts,
-                 started=0.0,
-                 pause_s=0.0,
-                 total_bytes=share.snapshot.total_bytes)
+    return Draft(step=share.step, lineage=lineage, header=share.snapshot.header, parts=parts,
+                 started=0.0, pause_s=0.0, total_bytes=share.snapshot.total_bytes)
 
 
 def publish(me: Checkpoints, draft: Draft, world: World, name: str) -> None:
-    """Publish in this thread, with the same code; what it says must be so."""
+    """Publish in this thread, with the same code, and check what it reports."""
     failures = me.known.failures
     me.publisher.publish(draft)
     if me.known.failures > failures or me.known.fenced:
@@ -550,7 +544,7 @@ def unconditional(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def without_reading_back(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take a refusal for a stranger's record, without a look."""
+    """Take each refusal for the record of another writer, without reading it."""
     def _put(self: CommitLog, mine: Record) -> bool:
         won = self.store.put_if_absent(commit_log_module._name(mine.sequence), mine.to_bytes())
         if won:
@@ -558,7 +552,7 @@ def without_reading_back(patch: pytest.MonkeyPatch) -> Iterator[None]:
         return won
 
     def _settled(self: CommitLog, sequence: int) -> Record:
-        return Record(sequence=sequence, kind="unknown", lineage=-1, step=-1, writer="a stranger")
+        return Record(sequence=sequence, kind="unknown", lineage=-1, step=-1, writer="another")
 
     patch.setattr(CommitLog, "_put", _put)
     patch.setattr(CommitLog, "_settled", _settled)

@@ -41,8 +41,8 @@ def test_nothing_is_set_where_the_bits_do_not_hang_on_it(device: str, reduce: st
 
 
 def test_a_gpu_computes_the_same_bits_twice_under_exact() -> None:
-    """As torch's notes on reproducibility say, without TF32, and without filling new memory for
-    nobody."""
+    """The settings are those of torch's notes on reproducibility, without TF32, and without filling
+    new memory."""
     assert required("cuda", "exact", DEFAULT) == EXACT
     assert required("cuda", "exact", EXACT) == EXACT
 

@@ -233,7 +233,7 @@ def test_a_hook_sees_the_gradient_of_one_shard_when_it_changes_it(act: Any, redu
 
 def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `ring` the network is faster than a hook that nobody has seen in the warm-up."""
+    """Under `ring` a hook that the warm-up has not seen comes after the network has begun."""
     # The last gradients wait for the pass to end.
     monkeypatch.setattr("elastic_trainer.training.ring.BUCKET_BYTES", 64)
 
@@ -417,7 +417,8 @@ def test_a_newcomer_trains_what_the_others_train_when_it_has_received_the_state(
 
 def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_after_a_thaw(
 ) -> None:
-    """Its reduced gradient has the layout of that step, and says which parameters had none."""
+    """The reduced gradient has the layout of that step, and the counts say which parameters had
+    none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
         trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact", False)
         trainer.do(trainer.warm_up.run(is_exact=True))
@@ -483,7 +484,7 @@ def test_the_user_is_told_when_two_shards_of_a_step_train_different_parameters()
 @pytest.mark.parametrize("where", ["after_step", "loss"])
 def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training(
         where: str) -> None:
-    """A newcomer builds its optimizer as the script does at the start, so nobody could join or
+    """A newcomer builds its optimizer as the script does at the start, so no worker could join or
     resume."""
     model = deep()
     optimizer = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)

@@ -963,7 +963,7 @@ def test_a_large_world_has_fewer_heartbeats_and_as_much_patience(size: int, hold
         for n in range(size)
     }
     assert membership.hold_s() == hold_s
-    limit_s = membership.limits.silence_s - membership.limits.beat_s + hold_s
+    limit_s = membership.limits.silence_s - membership.limits.heartbeat_s + hold_s
     assert not any(
         isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))
     assert len([action for action in membership.decide(limit_s + 0.01)

@@ -34,7 +34,7 @@ from elastic_trainer.world.reach import (
 
 RUN_KEY = b"the key of this run"
 KEY = worker_key(RUN_KEY, "a/0/1")
-LIMITS = Limits(beat_s=0.02, silence_s=120.0, driver_lost_s=60.0)
+LIMITS = Limits(heartbeat_s=0.02, silence_s=120.0, driver_lost_s=60.0)
 SOON_LOST = replace(LIMITS, driver_lost_s=0.3)
 DEADLINE_S = 60.0
 GRAVES: list[socket.socket] = []
@@ -303,7 +303,7 @@ def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> 
 
 def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
     """A driver that takes words and never answers is lost, too."""
-    limits = Limits(beat_s=0.02, driver_lost_s=1.0)
+    limits = Limits(heartbeat_s=0.02, driver_lost_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}",
                         key=KEY,
@@ -656,11 +656,12 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
         Launch.from_environment({"ELASTIC_TRAINER_REDUCE": "mean"})
 
 
-@pytest.mark.parametrize("limits", ["beat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
+@pytest.mark.parametrize("limits",
+                         ["heartbeat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
 def test_the_user_is_told_when_heartbeats_are_too_rare_for_their_limits(limits: str) -> None:
     """A worker would take its driver for lost, or be taken for frozen, between two heartbeats."""
     with pytest.raises(ConfigError,
-                       match="beat_s is .* Set beat_s to at most .* in ELASTIC_TRAINER_LIMITS"):
+                       match="heartbeat_s is .* In ELASTIC_TRAINER_LIMITS set heartbeat_s to at most"):
         Limits.from_environment({"ELASTIC_TRAINER_LIMITS": limits})
 
 

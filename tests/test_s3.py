@@ -147,8 +147,8 @@ READING = [
 @pytest.mark.parametrize(("kind", "method", "where"), WRITING)
 def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, url: str, kind: str,
                                                            method: str, where: str) -> None:
-    """The world's faults are tried again within bounds, and a lost answer is settled by the
-    record's nonce."""
+    """Faults of the network are retried within bounds, and a lost answer is settled by the
+    nonce."""
     writers = fleet(url)
     writers.restore()
     fault = proxy.fault(kind, method=method, contains=where, times=2)
@@ -162,8 +162,8 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
 @pytest.mark.parametrize(("kind", "method", "where"), READING)
 def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, kind: str,
                                                   method: str, where: str) -> None:
-    """Truncated, wrong or refused answers are asked for again; the newest checkpoint is the one
-    that comes back."""
+    """Truncated, wrong or refused answers are requested again. The newest checkpoint is
+    restored."""
     writers = fleet(url)
     writers.restore()
     writers.publish(2)
@@ -176,8 +176,8 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
 @pytest.mark.parametrize("where", ["/parts/", "/log/"])
 def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
         proxy: FaultyProxy, url: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A balancer says 404 for good: that is unknown and not gone. The restore fails, and lets go of
-    nothing."""
+    """A load balancer answers 404 for good. That is unknown, not gone: the restore fails, and no
+    checkpoint is passed over."""
     writers = fleet(url)
     writers.restore()
     writers.publish(2)
@@ -195,7 +195,7 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
 @pytest.mark.parametrize("kind", ["slow_down", "reset"])
 def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str,
                                                       kind: str) -> None:
-    """It is tried again, as any request is."""
+    """A deletion is retried as any request is."""
     writers = fleet(url, plan=Plan(part_bytes=100, keep_last=1))
     writers.restore()
     writers.checkpoint()
@@ -206,8 +206,8 @@ def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: s
 
 
 def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) -> None:
-    """Whoever has read a part hands it on to the others: the store sends the state once, not once
-    to each worker."""
+    """The worker that has read a part hands it on to the others, so the store sends the state
+    once."""
     writers = fleet(url)
     writers.restore()
     writers.checkpoint()
@@ -222,8 +222,8 @@ def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) 
 @pytest.mark.parametrize("kind", ["forbidden", "no_bucket", "slow_down", "skewed"])
 def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str, kind: str,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permission lost, bucket gone, throttled for good: said, with the reason; the next checkpoint
-    stands."""
+    """Permission is lost, the bucket is gone, or requests are throttled for good. The failure is
+    logged with the reason, and the next checkpoint stands when the store is back."""
     writers = fleet(url)
     writers.restore()
     proxy.fault(kind, method="PUT", times=10**6)
@@ -243,7 +243,7 @@ def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str
                           ("skewed", "clock")])  # the last one passes: no StoreRefused
 def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: FaultyProxy, url: str,
                                                                     kind: str, remedy: str) -> None:
-    """With the remedy, and without trying again what no try will mend."""
+    """The error has the remedy. A fault that no retry mends is not retried."""
     fault = proxy.fault(kind, times=10**6)
     with pytest.raises(StoreUnavailable, match=remedy) as told:
         prove_put_if_absent(open_store(url))
@@ -417,8 +417,8 @@ def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatc
                                                   ("RequestTimeTooSkewed", False)])
 def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str,
                                    is_refused: bool) -> None:
-    """A clock is set again and credentials are renewed: nobody gives a run up for them. All are
-    said with a remedy."""
+    """A clock is set and credentials are renewed while the run waits, so the run does not end. All
+    errors have a remedy."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
     store = S3Store("s3://bucket/prefix")
@@ -438,10 +438,9 @@ def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str,
                           ("AccessControlListNotSupported", 400, True),
                           ("KMS.NotFoundException", 400, True), ("BadDigest", 400, False),
                           ("SlowDown", 503, False)])
-def test_what_no_other_try_can_mend_is_refused_with_the_server_s_own_words(
+def test_what_no_retry_can_mend_is_refused_with_the_servers_own_error(
         monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_refused: bool) -> None:
-    """So that a run does not start, and rent machines, with a store that will never take
-    anything."""
+    """So no run starts, and rents machines, with a store that will never take a checkpoint."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
@@ -477,7 +476,7 @@ def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -
 def test_an_object_is_read_into_memory_of_its_length_only(monkeypatch: pytest.MonkeyPatch,
                                                           sent: bytes, is_whole: bool,
                                                           says_its_length: bool) -> None:
-    """Also from a gateway that sends it in chunks and never says how long it is."""
+    """This holds for a gateway that sends it in chunks without its length, too."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
     store, out = S3Store("s3://bucket/prefix"), bytearray(10)

@@ -260,7 +260,7 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"drop_last": True, "dataset_size": 7
           }, "drop_last is True and dataset_size 7 is less than global_batch 8"),
@@ -269,9 +269,9 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
         ({"min_shard_samples": 0}, "min_shard_samples is 0"),
     ],
 )
-def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, said):
+def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, message):
     """No step would be left, or a full batch's shards would be too small themselves."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Schedule(**({"dataset_size": 22, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0}
                     | changes))
 
@@ -342,15 +342,14 @@ def test_the_key_is_named_when_a_number_is_wrong(key, value):
 
 @given(small_schedules(), some.integers(0, 1000), some.integers(1, 60))
 def test_digests_of_owners_total_the_batch_when_the_world_has_any_size(schedule, step, size):
-    """What the ranks' digests add up to is the batch's digest, for every world size (law 2)."""
+    """The digests of the ranks add up to the batch's digest, for every world size (law 2)."""
     owned = [owned_shards(rank, size, schedule.shards) for rank in range(size)]
     parts = [schedule.shard_samples(step, shard) for shards in owned for shard in shards]
     assert sum(samples_digest(part) for part in parts) == schedule.batch_digest(step)
 
 
 def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
-    """Any one sample missing, counted twice, or replaced by a neighbour or a stranger changes the
-    digest."""
+    """One sample that is missing, counted twice, or replaced by another one changes the digest."""
     batch = BILLION.shard_samples(1000, 3)
     whole = samples_digest(batch)
     for i in range(batch.size):
@@ -364,7 +363,7 @@ def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
 
 
 def test_the_digest_is_the_same_when_the_order_changes():
-    """A digest says which samples counted, not in which order; of none it is 0."""
+    """A digest depends on the samples that counted, not on their order. Of no samples it is 0."""
     batch = BILLION.shard_samples(1000, 3)
     assert samples_digest(batch[::-1]) == samples_digest(batch)
     assert samples_digest(batch[:0]) == 0

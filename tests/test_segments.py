@@ -83,7 +83,7 @@ def test_what_is_written_after_another_line_was_seen_stands_behind_it(tmp_path: 
 
 
 def test_one_of_many_threads_seals(tmp_path: Path) -> None:
-    """They share one writer, and none of them writes to a file that another one has closed."""
+    """They share one writer, and no thread writes to a file that another one has closed."""
     events = Events(tmp_path, segment_bytes=2000)
     threads = [
         threading.Thread(target=lambda: [events.emit("said") for _ in range(300)]) for _ in range(8)
@@ -112,8 +112,8 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
 
 
 class OldAnswers:
-    """A host's NFS client: it answers by what it knew of the newest segment until it opens the
-    folder (nfs(5), CTO)."""
+    """A host with an NFS client. It answers from its cache of the newest segment until it opens the
+    file."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
         self.newest, self.known = run_dir / "events.jsonl", (run_dir / "events.jsonl").stat()
@@ -186,7 +186,8 @@ def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_pa
 @pytest.mark.parametrize("segment_bytes", [200, 1500])
 def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
                                                          segment_bytes: int) -> None:
-    """Verify, report and the supervisor: a run with kills, a start from a checkpoint and an end."""
+    """Verify, report and the supervisor read a run with kills, a start from a checkpoint and an
+    end."""
     story = Story()
     story.start(4)
     story.train(4)
@@ -210,7 +211,8 @@ def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
 
 
 def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_path: Path) -> None:
-    """Also one of another process, by what was saved; the lines before are not needed any more."""
+    """This holds for a follower in another process, too, by what was saved. It does not need the
+    lines before."""
     events = Events(tmp_path, segment_bytes=300)
     for steps in range(1, 51):
         events.emit("driver.step_reached", attempt=1, steps=steps, checkpoint=0)
@@ -226,7 +228,7 @@ def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_pat
 
 @pytest.mark.parametrize("harm", ["torn", "of another format", "of another log", "beyond the log"])
 def test_a_follower_reads_all_when_what_was_saved_cannot_be_used(tmp_path: Path, harm: str) -> None:
-    """It is only a short cut."""
+    """What was saved only saves time."""
     events = Events(tmp_path)
     events.emit("attempt.started", attempt=7)
     Follower(tmp_path).read()

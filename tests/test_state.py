@@ -91,8 +91,8 @@ def test_the_weights_stay_until_all_bytes_have_come() -> None:
 
 
 def test_refuses_another_models_values_before_there_is_a_byte() -> None:
-    """Nobody reads gigabytes to learn that they do not fit; nobody makes room for what a header
-    only claims."""
+    """No worker reads gigabytes that do not fit, or makes room for bytes that only the header
+    claims."""
     packed = trained(3).packed()
     with pytest.raises(LayoutError, match="in this model"):
         trained(0, width=9).room(packed.header, packed.payload_bytes)

@@ -98,7 +98,7 @@ POINTS = {
 @pytest.mark.parametrize("point", POINTS)
 def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path,
                                                         twin_of: Twin, point: str) -> None:
-    """No step is lost, and a later checkpoint stands, published by whoever is rank 0 then."""
+    """No step is lost, and a later checkpoint is published by the worker that is rank 0 then."""
     contains, nth, victim, then = POINTS[point]
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
         killer = Killer(cluster, proxy, contains=contains, nth=nth, victim=victim, then=then)
@@ -113,8 +113,8 @@ def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_
 @pytest.mark.parametrize("then", ["drop", "lose_answer"])
 def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(
         proxy: FaultyProxy, tmp_path: Path, twin_of: Twin, then: str) -> None:
-    """Everybody and the driver are killed during the put of the second record: it stands or not,
-    and is used or not."""
+    """All workers and the driver are killed while the second record is put. The record may be
+    stored or not, and the restore may use it or not."""
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
         killer = Killer(cluster, proxy, contains="/log/", nth=3, victim="everyone", then=then)
         assert killer.fired.wait(120), cluster.story()
@@ -128,7 +128,8 @@ def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(
 
 def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path,
                                                   twin_of: Twin) -> None:
-    """The failures are said, the steps go on, and when the store is back a checkpoint stands."""
+    """The failures are logged and the steps go on. When the store is back a checkpoint is
+    published."""
     job = ("--steps", "120", "--part-bytes", "65536", "--step-s", "0.25", "--checkpoint-every", "5")
     with Cluster(tmp_path, job=job, options=store(tmp_path)) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
@@ -145,7 +146,7 @@ def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: 
 
 def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy,
                                                               tmp_path: Path) -> None:
-    """A clear error at once, before any worker is."""
+    """The error comes at once, before any worker starts."""
     proxy.fault("no_bucket", times=10**6)
     with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
         assert cluster.wait() == 2
@@ -155,8 +156,8 @@ def test_the_run_is_not_started_when_its_store_cannot_be_used(proxy: FaultyProxy
 
 def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyProxy,
                                                                 tmp_path: Path) -> None:
-    """A second coordinator with a diary of its own: the first one's fleet is fenced, and says so
-    instead of fighting."""
+    """There is a second coordinator with an event log of its own. The fleet of the first one is
+    fenced: it stops, and logs why."""
     job = ("--steps", "2000", *JOB[2:])
     with Cluster(tmp_path / "first", job=job, options=store(tmp_path)) as first:
         first.wait_for("checkpoint", lambda: first.events("state.checkpoint_published"))
@@ -172,8 +173,8 @@ def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyPro
 
 
 def test_a_laptop_gets_an_s3_server_of_its_own(tmp_path: Path, twin_of: Twin) -> None:
-    """`--store s3`: started with the run, on loopback, and resumed from after everyone was
-    killed."""
+    """`--store s3` starts it with the run, on loopback. The run resumes from it after all workers
+    were killed."""
     with Cluster(tmp_path, job=JOB, options=["--store", "s3"]) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()

@@ -1,1 +1,1 @@
-"""Hold the runnable examples: each builds a model and a dataset and hands them to train()."""
+"""Examples that run: each builds a model and a dataset, and gives them to train()."""

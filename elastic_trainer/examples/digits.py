@@ -2,11 +2,11 @@
 
     ./horovodrun_elastic.sh -- python -m elastic_trainer.examples.digits
 
-Read main() first. BatchNorm's running statistics are part of what must survive a change of the
-fleet. Expected: test accuracy 0.97 or better, in about half a minute.
+Read main() first. The running statistics of BatchNorm have to survive a change of the fleet, too.
+Expected: a test accuracy of 0.97 or better, in about half a minute.
 
-Source: the images come with scikit-learn, sklearn.datasets.load_digits: 1797 of 8 x 8 pixels, 0 to
-16.
+Source: the images are in scikit-learn, sklearn.datasets.load_digits: 1797 images of 8 x 8 pixels
+with values from 0 to 16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import cosine, train
 
-TEST_EVERY = 5  # each fifth image is held out: the same split everywhere, with no random numbers
+TEST_EVERY = 5
+"""Every fifth image is held out: the same split on every machine, without random numbers."""
 
 
 def main() -> None:
@@ -31,9 +32,7 @@ def main() -> None:
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     result = train(
         model,
-        torch.optim.SGD(model.parameters(),
-                        lr=options.learning_rate,
-                        momentum=0.9,
+        torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9,
                         weight_decay=5e-4),
         training,
         loss=digit_loss,
@@ -54,24 +53,16 @@ def parse_options() -> argparse.Namespace:
         description="Train a convolutional net to read scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images")
     parser.add_argument("--steps", type=int, help="optimizer updates, to end before --epochs do")
-    parser.add_argument("--global-batch",
-                        type=int,
-                        default=64,
+    parser.add_argument("--global-batch", type=int, default=64,
                         help="images per step, over all workers")
-    parser.add_argument("--shards",
-                        type=int,
-                        default=8,
-                        help="parts of the global batch: the most workers")
-    parser.add_argument("--learning-rate",
-                        type=float,
-                        default=0.1,
-                        help="the highest, after the warm-up")
-    parser.add_argument("--seed",
-                        type=int,
-                        default=0,
-                        help="of the weights and the order of the samples")
+    parser.add_argument("--shards", type=int, default=8,
+                        help="parts of the global batch: the largest number of workers")
+    parser.add_argument("--learning-rate", type=float, default=0.1,
+                        help="the highest one, after the warm-up")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="for the weights and the order of the samples")
     parser.add_argument("--checkpoint-every", default="auto",
-                        help='steps (50), seconds ("30s"), "auto" or "0.5%%" of the time')
+                        help='steps (50), seconds ("30s"), "auto", or share of the time ("0.5%%")')
     return parser.parse_args()
 
 
@@ -106,7 +97,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
-    """Return the part of the images that the model reads right."""
+    """Return the share of the images that the model reads correctly."""
     images, labels = dataset.tensors
     model.eval()
     with torch.no_grad():

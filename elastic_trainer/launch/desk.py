@@ -172,8 +172,8 @@ class MessageDesk:
 
     def _log_oddities(self, worker: Worker, silent_s: float, heartbeat: Heartbeat) -> None:
         """Log what costs nothing yet: a connection with gaps, a wrong clock."""
-        limits = self.membership.limits
-        allowed_s = max(HEARD_AGAIN_S, 4 * limits.beat_s) + self.membership.hold_s() - limits.beat_s
+        every_s = self.membership.limits.heartbeat_s
+        allowed_s = max(HEARD_AGAIN_S, 4 * every_s) + self.membership.hold_s() - every_s
         if silent_s > allowed_s:
             self.events.emit("driver.worker_heard_again", worker=worker.name,
                              silent_s=round(silent_s, 2))

@@ -20,7 +20,7 @@ MAX_FAILED_JOINS = 2
 """A newcomer is evicted after this many generations that ended, without a death, before the
 newcomer had received the state."""
 FREQUENT_HEARTBEATS = 16
-"""The largest world in which workers send a heartbeat every `beat_s`, see `hold_s`."""
+"""The largest world in which workers send a heartbeat every `heartbeat_s`, see `hold_s`."""
 HEARTBEATS_EACH_S = 48.0
 """The number of heartbeats per second that all workers of a larger world send together. One costs
 the driver 0.4 ms of a core (measured)."""
@@ -32,9 +32,9 @@ def hold_s(limits: Limits, workers: int) -> float:
     The worker sends its next heartbeat after the answer. A worker waits for an answer half of
     `silence_s` or of `driver_lost_s`, so the result is well below both.
     """
-    longest_s = max(limits.beat_s, min(limits.silence_s / 4, limits.driver_lost_s / 3))
+    longest_s = max(limits.heartbeat_s, min(limits.silence_s / 4, limits.driver_lost_s / 3))
     shared_s = (workers - FREQUENT_HEARTBEATS) / HEARTBEATS_EACH_S
-    return min(longest_s, max(limits.beat_s, shared_s))
+    return min(longest_s, max(limits.heartbeat_s, shared_s))
 
 
 def silence_s(limits: Limits, workers: int) -> float:
@@ -42,7 +42,7 @@ def silence_s(limits: Limits, workers: int) -> float:
 
     Heartbeats in a large world may be lost for as many seconds as in a small one.
     """
-    return limits.silence_s + hold_s(limits, workers) - limits.beat_s
+    return limits.silence_s + hold_s(limits, workers) - limits.heartbeat_s
 
 
 def strike(roster: Roster, worker: Worker, reason: str, now: float) -> Stop:

@@ -1,19 +1,16 @@
-"""What the same bits twice need: torch's settings for a GPU under `exact`, and MKL's kernels on a
-CPU.
+"""Settings of torch with which a computation gives the same bits twice, on a GPU and on a CPU.
 
-device and reducer → here → torch (loop.py)
+device and reducer → here → torch
 
 What always holds:
 1. On a CPU, and under `ring`, no setting is changed.
-2. A setting of the user's own that contradicts `exact` is a ConfigError, never overwritten without
-   a word.
-3. TF32 is off, because it rounds a product to 10 bits on GPUs that have it, and GPUs that do not
-   have it give other bits. PyTorch has it on for cuDNN unless it is told otherwise.
+2. If a setting of the user contradicts `exact`, a ConfigError is raised. It is never overwritten.
+3. TF32 is off. It rounds a product to 10 bits on GPUs that have it, and GPUs that do not have it
+   give other bits. By default PyTorch uses it in cuDNN.
 
 What it does not do: make the bits equal on different kinds of GPU, or with different versions of
-CUDA, cuDNN and torch. An operation that has no deterministic form raises (torch names it). Custom
-kernels, and cuBLAS handles that were made before `train()` (by a product of matrices on the GPU),
-are not seen. Not run on a GPU so far.
+CUDA, cuDNN and torch. An operation without a deterministic form raises (torch names it). Custom
+kernels are not checked, nor are cuBLAS handles that a product of matrices made before `train()`.
 
 Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, torch/utils/deterministic.py and
 torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's
@@ -42,13 +39,13 @@ VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp
 
 
 def choose_kernels() -> None:
-    """Let MKL choose its kernel for each vector function, in one thread. Takes some milliseconds
-    the first time.
+    """Let MKL choose its kernel for each vector function, in one thread. This takes some
+    milliseconds the first time.
 
-    MKL chooses when a function is called first. If several threads of torch call it first at the
-    same time, one of them may get a less exact kernel, for that call alone. Then the first step of
-    a process has other bits than the same step anywhere else. Measured with torch 2.13 (MKL 2024.2)
-    and 2 threads on 2 cores: in one process of six, the first function that it called.
+    MKL chooses at the first call of a function. If several threads of torch make that call at the
+    same time, one of them may get a less exact kernel, for that call only. Then the first step of a
+    process has other bits than the same step in another process. Measured with torch 2.13 (MKL
+    2024.2) and 2 threads on 2 cores: one process of six, at the first function that it called.
     """
     for dtype in (torch.float32, torch.float64):
         # Torch gives fewer than 2,048 numbers to one thread.
@@ -64,17 +61,17 @@ class Settings:
     is_deterministic: bool
     """torch.use_deterministic_algorithms"""
     warns_only: bool
-    """Its warn_only: an operation without a deterministic form is told, and runs."""
+    """Its warn_only: an operation without a deterministic form logs a warning, and runs."""
     tunes_convolutions: bool
-    """torch.backends.cudnn.benchmark: the fastest algorithm is chosen by trial, each time perhaps
-    another."""
+    """torch.backends.cudnn.benchmark: the fastest algorithm is chosen by trial, and each trial can
+    choose another one."""
     has_deterministic_convolutions: bool
     """torch.backends.cudnn.deterministic"""
     has_tf32_products: bool
     has_tf32_convolutions: bool
     fills_memory: bool
-    """torch.utils.deterministic.fill_uninitialized_memory: each new tensor is filled with NaN, at a
-    cost."""
+    """torch.utils.deterministic.fill_uninitialized_memory: each new tensor is filled with NaN,
+    which takes time."""
     workspace: str | None
     """The environment's CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it makes its first
     handle."""
@@ -84,8 +81,8 @@ def required(device_type: str, reduce: str, now: Settings) -> Settings | None:
     """Return the settings that `exact` needs on this kind of device; None if nothing is to be
     changed.
 
-    Raises ConfigError for what the user has set to the contrary. A value that is torch's default is
-    nobody's wish.
+    Raises ConfigError if the user has set one of them to the contrary. A value that is torch's
+    default is not taken as set.
     """
     if device_type != "cuda" or reduce != "exact":
         return None
@@ -101,8 +98,7 @@ def required(device_type: str, reduce: str, now: Settings) -> Settings | None:
         if is_set:
             raise ConfigError(
                 f'{fact}, but with reduce="exact" the bits must not depend on the GPU or on '
-                f'chance. '
-                f'{remedy[0].upper()}{remedy[1:]}, or use reduce="ring".')
+                f'chance. {remedy[0].upper()}{remedy[1:]}, or use reduce="ring".')
     return Settings(is_deterministic=True,
                     warns_only=now.is_deterministic and now.warns_only,
                     tunes_convolutions=False,
@@ -114,8 +110,10 @@ def required(device_type: str, reduce: str, now: Settings) -> Settings | None:
 
 
 def current(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return torch's settings as they are. Reads the newer names: torch refuses the older ones once
-    both were used."""
+    """Return torch's settings as they are.
+
+    It reads the newer names: torch refuses the older ones once both were used.
+    """
     backends: Any = torch.backends  # torch makes some of these names when it is imported
     memory: Any = torch.utils.deterministic
     return Settings(is_deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -59,7 +59,8 @@ class Layout:
 
 def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statistics: int,
              tally: int) -> Layout:
-    """Return the layout for these parameters of the model, and so many elements of the rest."""
+    """Return the layout for these parameters of the model, with this number of elements for the
+    statistics and for the tally."""
     members = [number for number, is_trained in enumerate(trained) if is_trained]
     statistics_start = 1 + len(parameters)
     early_stop = statistics_start + statistics

@@ -6,7 +6,7 @@ What always holds:
 1. The buffers are cut into buckets. A bucket is sent when autograd has completed its gradients, in
    the last shard of this worker.
 2. The first bucket holds what is known before the backward pass. It has the same length on all
-   workers, and says whether the other buckets have.
+   workers, and shows whether the other buckets have.
 3. The bits depend on the world size. They are the same on all workers.
 """
 

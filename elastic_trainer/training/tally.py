@@ -1,17 +1,16 @@
-"""Sums over the shards of a step that are the same number in every world: what was counted, what
-was logged.
+"""What the shards of a step have counted and logged: sums that are the same in every world.
 
-step.backward(loss, count=…), step.log(acc=(hits, n)) → here → a part of the flat buffer → reducer →
-here → step.metrics
+step.backward(loss, count=…), step.log(acc=(hits, n)) → here → flat buffer → reducer → here →
+step.metrics
 
 What always holds:
-1. The sums are exact, so their order does not matter: a number is a whole multiple of 2^-64, cut
+1. The sums are exact, so their order does not matter. A number is a whole multiple of 2^-64, cut
    into limbs of 8 bits, and each limb is an element of the flat buffer. 32-bit floats add whole
-   numbers exactly up to 2^24, so 2^16 workers may add theirs.
-2. The sums travel with the gradients, at no collective of their own. So a worker that holds a
-   step's gradient holds them too, and can finish the step by itself.
-3. The layout is fixed in the warm-up, by the names that the user's code logs there. All workers
-   then have the same one.
+   numbers exactly up to 2^24, so 2^16 workers may add their limbs.
+2. The sums travel with the gradients, without a collective of their own. So a worker that holds the
+   gradient of a step holds its sums, too, and can finish the step alone.
+3. The layout is fixed in the warm-up, by the names that the user's code logs there. So all workers
+   have the same layout.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ import torch
 FRACTION_BITS = 64
 LIMB_BITS, LIMBS = 8, 16
 LARGEST = 2.0 ** (LIMB_BITS * LIMBS - FRACTION_BITS - 1)
-"""A number must be smaller."""
+"""Each number must be smaller than this one."""
 PARTS = 2 * LIMBS + 1
 """Elements of one entry: two numbers, and how many of them were not finite."""
 COUNT = "count"
 """The entry of what was counted: the total, and the number of shards that were counted."""
-Pair = tuple[int, int]
-"""A sum and its weight, as multiples of 2^-64."""
 
 
 class Tally:
@@ -48,13 +45,13 @@ class Tally:
 
     def lay_out(self) -> bool:
         """Give each name that was added a place, for the rest of this process; returns whether
-        there is any."""
+        there is one."""
         self.names = sorted(self._sums)
         self.clear()
         return bool(self.names)
 
     def clear(self) -> None:
-        """Forget what was added: the shards are run again, or those of the next step are."""
+        """Forget what was added, before the shards of a step are run."""
         self._sums = {}
 
     def add(self, name: str, total: Any, weight: Any) -> None:
@@ -94,28 +91,21 @@ def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 def pair_of(name: str, value: Any) -> tuple[Any, Any]:
     """Return a pair of numbers that was given to step.log. Raises TypeError, ValueError."""
-    if not (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(_is_number(part) for part in value)
-    ):
+    is_sequence = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_sequence or not all(_is_number(part) for part in value):
         raise TypeError(
             f"step.log got {name}={value!r}. Give a sum and its number of items: {name}=(hits, n). "
-            "The "
-            f"result is the sum of the first by the sum of the second, over all shards."
-        )
+            "The result is the sum of the first by the sum of the second, over all shards.")
     for part in value:
         number = float(part)
         if math.isfinite(number) and abs(number) >= LARGEST:
-            raise ValueError(
-                f"step.log got {name}={value!r}, which is too large. Use numbers under "
-                f"{LARGEST:.1e}."
-            )
+            raise ValueError(f"step.log got {name}={value!r}, which is too large. Use numbers "
+                             f"under {LARGEST:.1e}.")
     return value[0], value[1]
 
 
 def require_count(count: Any) -> None:
-    """Raise TypeError for what is no count of items."""
+    """Raise TypeError unless a value is a count of items."""
     if not _is_number(count) or not 0 <= float(count) < LARGEST:
         raise TypeError(
             f"backward got count={count!r}. Give the number of items that the loss is the sum over."

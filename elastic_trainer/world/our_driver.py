@@ -131,7 +131,7 @@ class OurDriver:
 
     def _ask(self, client: DriverClient, seen: str) -> News:
         """Send a heartbeat and wait for news. Raises DriverUnreachable."""
-        news = exchange(client, self._next_heartbeat(hold_s=self.limits.beat_s, seen=seen))
+        news = exchange(client, self._next_heartbeat(hold_s=self.limits.heartbeat_s, seen=seen))
         self._heard_at = time.monotonic()
         return news
 
@@ -149,7 +149,7 @@ class OurDriver:
                 self._is_lost = time.monotonic() - self._heard_at > self.limits.driver_lost_s
                 if self._is_lost and self._reports.phase == "finished":
                     return
-                time.sleep(self.limits.beat_s / 5)
+                time.sleep(self.limits.heartbeat_s / 5)
                 continue
             self._news, self._is_lost, version = news, False, news.version
             if self._reports.phase == "training" and self.is_broken():

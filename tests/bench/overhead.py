@@ -1,17 +1,16 @@
-"""What elasticity costs when nothing happens: our loop against plain DistributedDataParallel, 2
-workers, same batch.
+"""What elasticity costs without faults: our loop against plain DistributedDataParallel.
 
     .venv/bin/python tests/bench/overhead.py [--steps 40] [--rounds 3]
 
-Both train the demo model with a global batch of 32, one thread a worker, over Gloo. The arms take
-turns; a ratio is our samples/s over theirs (medians over all steps). Our driver gives its workers
-settings of glibc's allocator (elastic_trainer/config.py, ALLOCATOR), which speed DDP up too: the
-ratios `_same_allocator` are against DDP with them. With --shards 2 each worker does its half of the
-batch in one piece, as DDP does; the ratios with 8 shards (the demo's; up to 8 workers could share
-them) stand beside. The demo calls train(). `exact_loop` is `exact` with a loop of one's own over a
-Trainer (jobs/gpt_loop.py); ratio_loop_to_train is its samples/s over those of `exact`.
+2 workers train the demo model with a global batch of 32, with one thread each, over Gloo. The
+variants take turns. A ratio is our samples/s over those of DDP (medians over all steps). Our driver
+gives its workers settings of glibc's allocator (elastic_trainer/config.py, ALLOCATOR), which speed
+DDP up, too: the ratios `_same_allocator` are against DDP with these settings. With --shards 2 each
+worker does its half of the batch in one piece, as DDP does. The ratios with 8 shards, as the demo
+has them for up to 8 workers, are given, too. The demo calls train(). `exact_loop` is `exact` with a
+loop over a Trainer (jobs/gpt_loop.py); ratio_loop_to_train is its samples/s over those of `exact`.
 
-Last line: one JSON object with ratio_ring, ratio_exact, ratio_loop_to_train,
+The last line is one JSON object with ratio_ring, ratio_exact, ratio_loop_to_train,
 ratio_ring_same_allocator, ratio_exact_same_allocator.
 """
 

@@ -1,17 +1,18 @@
-"""Run: .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
+"""How long, and with how much memory, a worker finds its next samples, at a start and a resize.
 
-What this measures: the seconds and the memory it takes to know which samples come next, for a
-worker that starts and then lives through one resize. Ours is at a billion samples, the peer at 10
-million.
-- ours: construct the Schedule, then the samples of all shards of a step in mid-epoch (the resize:
-  nothing is rebuilt) and of the epoch's last
-- peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half the epoch, one reset()
+    .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
+
+Ours has a billion samples, the peer 10 million.
+- ours: construct the Schedule, then the samples of all shards of a step in the middle of an epoch
+  (a resize rebuilds nothing), and of its last step
+- peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half an epoch, one reset(),
   as a resize makes it (0.28.1 makes two), and start to iterate
 
-Where it stands: schedule, Horovod's sampler → here → stdout. Each arm is a fresh process with one
-repetition, cold, as at a real start. Time starts after the imports. Memory is the growth of the
-process's peak since then (VmHWM less the VmRSS before, so what the imports had let go again counts
-too).
+schedule, Horovod's sampler → here → stdout
+
+Each of the two is a new process with one repetition, cold, as at a real start. Time starts after
+the imports. Memory is the growth of the process's peak since then: VmHWM less the VmRSS of before.
+Memory that the imports have freed counts, too.
 """
 
 import json
