@@ -113,7 +113,7 @@ def test_late_lines_of_a_sealed_segment_are_read(tmp_path: Path) -> None:
 
 class OldAnswers:
     """A host with an NFS client. It answers from its cache of the newest segment until it opens the
-    file."""
+    folder (nfs(5), close-to-open)."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
         self.newest, self.known = run_dir / "events.jsonl", (run_dir / "events.jsonl").stat()
