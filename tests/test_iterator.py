@@ -1,5 +1,5 @@
-"""What the user's loop sees at its edges: before it has joined, in its last step, in a finished run,
-and with several optimizers."""
+"""What the user's loop sees at its edges: before it has joined, in its last step, in a finished
+run, and with several optimizers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_the_number_of_a_step_raises_where_it_is_not_known(name: str) -> None:
 
 
 def test_a_batch_that_is_only_tried_does_not_stop_the_run(run_dir: Path) -> None:
-    """A condition may hold for the weights that a newcomer was built with, and not for the run's."""
+    """A condition may hold for the weights with which a newcomer was built, and not for the
+    run's."""
     trained(built(), max_steps=3, run_dir=run_dir, checkpoint_every=1)
     model = built()
     trainer = trainer_of(model)
@@ -171,7 +172,8 @@ def test_an_error_of_the_second_phase_ends_the_run_in_its_first_step(
 
 
 def of_both(made: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
-    return {"d": StepLR(made["d"], 2, 0.5), "g": torch.optim.lr_scheduler.ExponentialLR(made["g"], 0.9)}
+    return {"d": StepLR(made["d"], 2, 0.5),
+            "g": torch.optim.lr_scheduler.ExponentialLR(made["g"], 0.9)}
 
 
 def test_each_optimizer_has_a_torch_scheduler_of_its_own(run_dir: Path,
@@ -243,7 +245,8 @@ def test_the_user_is_told_when_the_schedulers_do_not_fit(schedule: Callable[[Any
 
 
 def test_other_schedulers_are_refused_when_the_run_goes_on(run_dir: Path) -> None:
-    """By their classes and names; other settings of the same ones are logged, and the run's hold."""
+    """By their classes and names. Other settings of the same ones are logged, and the run's
+    hold."""
     def run(until: int, ears: Ears, **schedulers: Callable[[Any], Any]) -> None:
         model = Pair()
         made = optimizers(model)

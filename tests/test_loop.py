@@ -633,7 +633,8 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     def work(rank: int, trainer: Trainer) -> None:
         try:
             ended[rank] = trainer.run()
-        except (LossNotFinite, Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree, SystemExit) as error:
+        except (LossNotFinite, Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree,
+                SystemExit) as error:
             ended[rank] = error
         except BaseException as error:
             broken.append(error)

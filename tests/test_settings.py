@@ -128,8 +128,8 @@ def test_the_user_is_told_when_no_checkpoint_can_be_written(
     trained(built(), checkpoint_every=1, keep_last=5, listeners=[ears])
     assert [facts["option"]
             for facts in ears.facts("job.option_ignored")] == ["checkpoint_every", "keep_last"]
-    assert "checkpoint_every 1 has no effect: nothing is written without run_dir" in capsys.readouterr(
-    ).err
+    told = "checkpoint_every 1 has no effect: nothing is written without run_dir"
+    assert told in capsys.readouterr().err
 
 
 def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:

@@ -816,7 +816,8 @@ from elastic_trainer import Trainer
 model = torch.nn.Linear(2, 1)
 data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
 def train():
-    for step in Trainer(model, torch.optim.SGD(model.parameters(), 0.1), data, global_batch=8, shards=2,
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in Trainer(model, optimizer, data, global_batch=8, shards=2,
                         until="2 epochs", run_dir=sys.argv[1], progress=False):
         for x, y in step:
             step.backward((model(x) - y).square().mean())

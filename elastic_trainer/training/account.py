@@ -1,4 +1,4 @@
-"""What a worker logs of the run, and says to a person: the job, its steps, and which settings hold.
+"""What a worker logs of the run: the job, its steps, and which settings hold.
 
 loop → here → event log; on rank 0 also one sentence on stderr for each remark
 """
@@ -27,12 +27,12 @@ from elastic_trainer.world.arithmetic import (
 from elastic_trainer.world.collectives import World
 
 FINISHED_EARLY_FILE = "finished_early.json"
-"""Says, in the folder of a run, that the user's code has finished it, after how many steps of how
-many."""
+"""The file in the folder of a run that the user's code has finished early. It has the numbers of
+steps done and planned."""
 
 
 class Account:
-    """One worker's account of the run. `world` says which rank it has now."""
+    """One worker's account of the run."""
 
     def __init__(self, job: Job, state: LiveState, launch: Launch, events: Events, reduce: str):
         self.job, self.state, self.launch, self.events = job, state, launch, events
@@ -46,14 +46,14 @@ class Account:
         return self.job.schedule.steps
 
     def remark(self, remark: Remark, rank: int) -> None:
-        """Log what holds, and say it to a person; by rank 0 alone."""
+        """Log a remark, and write its sentence to stderr; by rank 0 alone."""
         if rank == 0:
             self.events.emit(remark.event, **remark.facts)
             print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
 
     def begin(self, rank: int) -> None:
         """Begin the account of an attempt."""
-        if rank == 0 and not self.launch.driver:  # this life begins, and no launcher logs that
+        if rank == 0 and not self.launch.driver:  # no launcher logs this attempt
             self.events.emit("run.started", options={})
             self.events.emit("attempt.started")
         for remark in self.job.remarks:
@@ -109,7 +109,7 @@ class Account:
         """Log that a run goes on with other arithmetic than its checkpoint was computed with: this
         is allowed, but the bits are not the same any more."""
         writers = None
-        # Others may have written these words. They are no reason to stop.
+        # Another version may have written these facts. They are no reason to stop.
         with suppress(LookupError, TypeError, ValueError, AttributeError):
             writers = Arithmetic.from_dict(facts.get("arithmetic"))
         if mine and writers and computes_otherwise(mine, writers):
@@ -119,7 +119,7 @@ class Account:
                 other="the checkpoint's writers", refused=False, meaning=advice(False, differ))
 
     def finished_early(self, world: World, mine: str | None) -> None:
-        """Log why the run has fewer steps than planned, as the first worker that asked says.
+        """Log why the run has fewer steps than planned: the reason of the first worker that asked.
 
         All workers call it. Network: one exchange of the reasons.
         """
@@ -137,10 +137,10 @@ class Account:
 
 
 def is_finished(run_dir: Path | None, steps: int) -> bool:
-    """Return whether the folder of a run says that it is finished, with these steps planned.
+    """Return whether the run of this folder is finished, with these steps planned.
 
-    Then the loop hands out no shard to be tried: the user's code would run behind a step that is
-    none.
+    Then the loop yields no shard to be tried. Otherwise the user's code would run behind a step
+    that does not exist.
     """
     if run_dir is None:
         return False

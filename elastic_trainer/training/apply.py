@@ -4,9 +4,8 @@ reduced gradients and statistics (flat buffers) → here → weights, optimizer,
 a finished step
 
 What always holds:
-1. Nothing has changed before `apply`, and after it everything has. So a step is finished or was not
-   there.
-2. What draws random numbers in here draws the same on every worker.
+1. `apply` changes everything that outlives the step. Before it nothing has changed.
+2. Code that draws random numbers here draws the same ones on every worker.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from elastic_trainer.world.collectives import World
 
 
 class StepEnd:
-    """What is done with a step whose gradient every worker holds."""
+    """The end of a step whose gradient every worker holds."""
 
     def __init__(self, job: Job, state: LiveState, flat: Flat, events: Events):
         self.job, self.state, self.flat, self.events = job, state, flat, events
@@ -52,17 +51,14 @@ class StepEnd:
             self.state.restore()
             raise RuntimeError(
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
-                f"{step}, of "
-                f"which the mean over the shards is not exact. Keep it in a float buffer, or "
-                "change it in "
-                f"after_step."
-            )
+                f"{step}, so its mean over the shards is not exact. Keep it in a float buffer, or "
+                f"change it in after_step.")
         self._require_count(step)
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
             return
         mine = not_finite(shards.losses)
-        is_first = step == 0 or math.isfinite(self.state.loss)  # of many
+        is_first = step == 0 or math.isfinite(self.state.loss)  # of several in a row
         if mine and (on_nan != "continue" or is_first):
             self.events.emit(
                 "worker.loss_not_finite",
@@ -91,18 +87,15 @@ class StepEnd:
         self.state.restore()
         raise RuntimeError(
             f"{count[1]:.0f} of {run:.0f} shards of step {step} gave a count, and the counts add "
-            f"up to {count[0]:g}. Call "
-            f"backward(loss_sum, count=n) for each batch, with n > 0 in one of them, or "
-            "backward(loss) for each."
-        )
+            f"up to {count[0]:g}. Call backward(loss_sum, count=n) for each batch, with n > 0 in "
+            f"one of them, or backward(loss) for each.")
 
     @torch.no_grad()
     def apply(self, samples: int, digest: int, clock_ms: int = 0, finishes: int = 0) -> None:
         """Change everything that outlives the step. The prepared gradient is in the flat
         buffers."""
         job, state = self.job, self.state
-        # What draws random numbers here (stochastic rounding, after_step) draws the same on every
-        # worker.
+        # Stochastic rounding and after_step draw the same random numbers on every worker.
         phase = state.phase
         seed_everything(seed_of(job.schedule, state.committed, job.schedule.shards, phase))
         state.is_applying = True

@@ -4,9 +4,9 @@ the user's dataset and collate → here → the user's loss (loop.py)
 
 What always holds:
 1. A container keeps its type. One in which nothing has to move is handed on as it is.
-2. A tensor is never left on another device in silence: what cannot be moved is a ConfigError that
-   names its type.
-3. What a dataset raises keeps its type and traceback, and says which sample was read.
+2. A tensor is never left on another device in silence: an object that cannot be moved is a
+   ConfigError that names its type.
+3. An exception of the dataset keeps its type and traceback, and gets the number of the sample.
 
 What it does not do: read ahead, or look into types that no rule below knows (they may have a method
 `to(device)`).
@@ -29,9 +29,9 @@ from torch.utils.data import TensorDataset, default_collate
 from elastic_trainer.config import ConfigError
 
 MOST_NAMED = 20
-"""Of more samples than this, an error names the first ones and counts the others."""
+"""The largest number of samples that an error names. It counts the others."""
 DEEPEST = 4
-"""How many objects inside each other are searched for tensors that cannot be moved."""
+"""The depth of nested objects up to which tensors that cannot be moved are searched."""
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), numpy.ndarray, numpy.generic,
           type)
 
@@ -74,7 +74,7 @@ def _naming(done: str, numbers: list[int]) -> Iterator[None]:
 
 
 class Note(Exception):
-    """What add_note says where exceptions have no notes."""
+    """The note of an exception, where exceptions have no notes (Python 3.10)."""
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -170,11 +170,9 @@ def _rebuilt(make: Callable[[Any], Any], values: Any, batch: Any, device: torch.
 def _stuck(batch: Any, device: torch.device) -> ConfigError:
     kind = type(batch).__qualname__
     return ConfigError(
-        f"a batch holds a {kind} with tensors that are not on {device}, and nothing says how to "
-        f"move them. "
-        f"Give {kind} a method to(device), or let collate return tensors in dicts, lists or "
-        f"dataclasses."
-    )
+        f"a batch holds a {kind} with tensors that are not on {device}, and it has no method to "
+        f"move them. Give {kind} a method to(device), or let collate return tensors in dicts, "
+        f"lists or dataclasses.")
 
 
 def _is_elsewhere(value: Any, device: torch.device, deepest: int = DEEPEST) -> bool:

@@ -152,7 +152,7 @@ def is_leave_unsaved(leaves: bool, *, heard_step: int, newest_step: int, is_trie
 
     Losses come in groups. While the host is there, its share of the bytes is uploaded too, and the
     checkpoint is published sooner than without it. Rank 0 tries it once (`is_tried`). The other
-    workers wait until they hear that it is published.
+    workers wait until a vote reports that it is published.
     """
     return leaves and newest_step < heard_step and not is_tried
 
@@ -187,9 +187,9 @@ class Checkpointing:
         self.launch, self.events = launch, events
         self.timing = Timing(checkpoints.plan.every if checkpoints else Cadence(), launch, events)
         self._leave_heard: int | None = None
-        """How many steps were finished when this worker heard that a host of this world leaves."""
+        """The number of finished steps when this worker learned that a host leaves this world."""
         self._is_leave_tried = False
-        """This worker is rank 0, and has begun a checkpoint since."""
+        """True if this worker is rank 0 and has begun a checkpoint since."""
         self._has_room = False
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
-"""What ends a worker: the user's own exception, a peer's, or a fault of its machine.
+"""How a worker ends: by the user's exception, by a peer's, or by a fault of its machine.
 
 exception → here → the vote, the driver, the exit code
 
-The user's own exception ends the run on all ranks, with its traceback, and is never retried. A
-fault of the machine costs this worker alone: the others do its part of the step again.
+The user's own exception ends the run on all ranks, with its traceback, and is never retried. After
+a fault of the machine only this worker leaves: the others do its part of the step again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class UserExited(RuntimeError):
 
 
 def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
-    """Return what of this machine has failed, if an exception says so and others can go on; else
-    ""."""
+    """Return which part of this machine has failed, if an exception shows that and other workers
+    can go on; else ""."""
     is_others = isinstance(error, (PeerFailed, ConfigError))
     if is_others or size == 1 or not driver.takes_machine_faults():
         return ""

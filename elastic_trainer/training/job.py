@@ -5,7 +5,7 @@ options of train() and Trainer, launcher's environment → here → loop, world,
 What always holds:
 1. A mistake of the user's is a ConfigError before any machine does work. It names the key and a
    value that works.
-2. Where the user and the launcher ask for different things, a remark says which holds.
+2. Where the user and the launcher give different options, a remark names the one that holds.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Job:
     scheduler: LRScheduler | None = None
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
-    """What a loss that is not finite does to its step: one of losses.ON_NAN."""
+    """The policy for a loss that is not finite: one of losses.ON_NAN."""
     remarks: tuple[Remark, ...] = ()
-    """What a person is told at the start of each attempt."""
+    """Remarks for a person, logged at the start of each attempt."""
 
 
 def checked(
@@ -131,9 +131,7 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
     if not trained or others:
         raise ConfigError(
             f"the optimizer holds {len(others)} parameters that are not the model's, and the model "
-            "has "
-            f"{len(trained)} that can be trained. Build the optimizer from model.parameters()."
-        )
+            f"has {len(trained)} that can be trained. Build the optimizer from model.parameters().")
     for one in members_of(optimizer):
         if why := refusal(model, one):
             raise ConfigError(why)
@@ -203,7 +201,7 @@ def settled(launch: Launch, options: Options, device: torch.device) -> Placement
 
 
 def describe(job: Job) -> dict[str, Any]:
-    """Return what a checkpoint's record says of the job, for people."""
+    """Return the description of the job in a checkpoint's record, for people."""
     schedule = job.schedule
     return {
         "schedule": {
@@ -235,8 +233,8 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
-    """Return how many samples a shard of this model needs, as far as its modules say, and a full
-    batch's shards have.
+    """Return the number of samples that a shard of this model needs, as far as its modules show it.
+    It is at most the number that the shards of a full batch have.
 
     In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py,
     _verify_batch_size).
@@ -252,7 +250,7 @@ def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> in
 
 
 def cut_of(schedule: Schedule) -> dict[str, Any]:
-    """Return what the state's identity says of short last batches: nothing where they are as in
-    version 0.1."""
+    """Return the part of the state's identity that describes short last batches. It is empty where
+    they are as in version 0.1."""
     dropped = {"drop_last": True} if schedule.dropped_samples else {}
     return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})

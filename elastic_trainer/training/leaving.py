@@ -10,12 +10,12 @@ What always holds:
    the run too: after CAUGHT_S, or at the end of the process. The other workers cannot go on without
    this one.
 3. After `break` or `return` the run ends on all workers, is not finished, and can be resumed. A
-   person is told so at once.
+   line on stderr reports it at once.
 
-How the two are told apart: `for` drops its iterator in both cases. For `break` and `return` the
-instruction that drops it is POP_TOP (POP_ITER since Python 3.14). An exception drops it at the
-instruction that raised. The exception itself cannot be seen at that moment: CPython hides it while
-a generator is closed (Objects/genobject.c, _PyGen_Finalize).
+How an exception is distinguished from `break` and `return`: `for` drops its iterator in all cases.
+For `break` and `return` the instruction that drops it is POP_TOP (POP_ITER since Python 3.14). An
+exception drops it at the instruction that raised. The exception itself cannot be seen at that
+moment: CPython hides it while a generator is closed (Objects/genobject.c, _PyGen_Finalize).
 
 What it does not do: catch anything. Under pytest, or in a notebook, an exception goes where it
 always goes.
@@ -34,7 +34,7 @@ from elastic_trainer.config import EXIT_USER_ERROR
 from elastic_trainer.training.worker import Worker
 
 CAUGHT_S = 2.0
-"""The time in which an exception that has left the loop must reach the end of the script."""
+"""The number of seconds in which an exception that has left the loop must leave the script."""
 DROPS = ("POP_TOP", "POP_ITER")
 """The instructions with which `break` and `return` drop the iterator of a `for`."""
 

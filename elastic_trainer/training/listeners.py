@@ -1,12 +1,12 @@
-"""Let the user's listeners hear a worker's events, and let nothing that they raise end the run.
+"""Call the user's listeners with a worker's events, and let no exception of theirs end the run.
 
 events → here → the user's listener (train(listeners=…))
 
 What always holds:
-1. A listener that raises stays called: a metrics server that was away for a minute loses a minute.
-2. Its exception is told with its traceback, on stderr and as `worker.listener_failed`: the 1st,
-   10th, 100th … time, so that one that always fails does not fill the event log.
-3. Passed on are: exceptions that say that the world is broken (a listener may use Horovod's
+1. A listener that raises is called again at the next event.
+2. Its exception is logged with its traceback, on stderr and as `worker.listener_failed`: the 1st,
+   10th, 100th … time. So a listener that always fails does not fill the event log.
+3. These exceptions pass: those of a broken world (a listener may use Horovod's
    collectives), and what is no `Exception` (sys.exit(), Ctrl-C).
 """
 
@@ -40,14 +40,13 @@ class Guarded:
         except Exception:
             self.failures += 1
             if str(self.failures).rstrip("0") == "1":
-                self._tell(event, traceback.format_exc())
+                self._log(event, traceback.format_exc())
 
-    def _tell(self, event: str, error: str) -> None:
+    def _log(self, event: str, error: str) -> None:
         name = getattr(self.listener, "__qualname__", type(self.listener).__qualname__)
         print(
             f"elastic-trainer: the listener {name} raised at {event} (failure {self.failures}). "
-            f"The run goes on, and "
-            f"the listener is called again.\n{error}",
+            f"The run goes on, and the listener is called again.\n{error}",
             file=sys.stderr)
         self.events.emit("worker.listener_failed",
                          listener=name,

@@ -1,13 +1,11 @@
-"""A loss that is not finite: which shards and samples it came from, and what train(on_nan=…) does
-then.
+"""A loss that is not finite: its shards and samples, and what train(on_nan=…) does then.
 
 reduced loss → here → the step is refused (raise), left out (skip), or done all the same (continue)
 
 What always holds:
 1. The decision rests on the reduced loss, which all workers hold, and is made before anything is
-   applied: all do the same. Only the loss counts; gradients that overflow are a scaler's daily
-   work.
-2. The worker that ran a shard knows its loss, and tells which samples it was.
+   applied: all do the same. Only the loss counts. A scaler handles gradients that overflow.
+2. The worker that ran a shard knows its loss, and logs the samples of the shard.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from elastic_trainer.config import ConfigError
 
 ON_NAN = ("raise", "skip", "continue")
 MAX_NAMED_SAMPLES = 64
-"""Of a shard's samples, so many are named in the event."""
-MAX_TOLD = 8
-"""So many shards, and so many samples of each, are named in the error."""
+"""The largest number of samples of a shard that the event names."""
+MAX_IN_ERROR = 8
+"""The largest number of shards, and of samples of each, that the error names."""
 
 
 class LossNotFinite(ArithmeticError):
@@ -47,8 +45,7 @@ def require_scalar(loss: Any) -> torch.Tensor:
         loss, torch.Tensor) else f"{type(loss).__name__}"
     raise TypeError(
         f"loss(model, batch) returned {kind}. Return the mean over the batch's samples: a tensor "
-        f"of one value."
-    )
+        f"of one value.")
 
 
 def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:
@@ -59,15 +56,15 @@ def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict
 
 
 def verdict(step: int, loss: float, shards: Mapping[int, list[int]]) -> str:
-    """Say to a person where the loss of a step stopped being finite, and what can be done."""
-    told = [
-        f"shard {shard} (samples {', '.join(map(str, samples[:MAX_TOLD]))}"
-        f"{', …' * (len(samples) > MAX_TOLD)})"
-        for shard, samples in sorted(shards.items())[:MAX_TOLD]
+    """Return the error for a loss that is not finite: its shards and samples, and the remedy."""
+    named = [
+        f"shard {shard} (samples {', '.join(map(str, samples[:MAX_IN_ERROR]))}"
+        f"{', …' * (len(samples) > MAX_IN_ERROR)})"
+        for shard, samples in sorted(shards.items())[:MAX_IN_ERROR]
     ]
-    more = f" and {len(shards) - MAX_TOLD} more shards" if len(shards) > MAX_TOLD else ""
-    where = f"in {', '.join(told)}{more}" if told else "only in the mean over the shards"
+    more = f" and {len(shards) - MAX_IN_ERROR} more shards" if len(shards) > MAX_IN_ERROR else ""
+    where = f"in {', '.join(named)}{more}" if named else "only in the mean over the shards"
     return (
         f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. "
-        f"Look at these "
-        f"samples and at the learning rate, or use train(on_nan=\"skip\") to leave such steps out.")
+        f"Look at these samples and at the learning rate, or use on_nan=\"skip\" to leave such "
+        f"steps out.")

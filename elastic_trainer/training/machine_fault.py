@@ -1,12 +1,12 @@
-"""Whether an exception is the machine's fault: then it costs that worker, and not the run.
+"""Find out whether an exception is the machine's fault. Then only its worker leaves.
 
 exception that user code has raised → here → loop: vote it as the user's error, or leave as a dead
 worker does
 
-Not decided here: whether the same part of the same step fails on another host too. Then it is the
-user's error (membership.py). What is left out on purpose: out of memory on a GPU (the model's size,
-mostly), errors of a network connection (the other end's), an illegal access or a failed assertion
-on a GPU (the code's).
+What it does not do: find out whether the same shard of the same step fails on another host too.
+Then it is the user's error (membership.py). These are no faults of the machine here: out of memory
+on a GPU (mostly the model is too large), errors of a network connection (the other end may have
+failed), an illegal access or a failed assertion on a GPU (mostly the code's).
 
 Source: cudaError_t in the CUDA runtime API's reference, whose texts PyTorch's errors carry;
 torch/utils/data/_utils and torch/csrc/DataLoader.cpp for loaders; c10/core/impl/alloc_cpu.cpp for
@@ -24,24 +24,23 @@ ERRNOS = frozenset({
     errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS, errno.ENXIO,
     errno.ENODEV, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG
 })
-"""A disk or a network disk that fails, is full or was remounted read-only, and memory that is used
-up."""
+"""Errors of a local or network disk that fails, is full or was remounted read-only, and of memory
+that is used up."""
 TEXTS = {
-    "a loader process was "
-    "killed": r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
+    "a loader process was killed":
+        r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
     "ENOMEM": r"can't allocate memory",
-    "a GPU has "
-    "failed": r"uncorrectable (ECC|NVLink) error|hardware stack error|over nvlink or a hardware "
-              r"error"
-    r"|busy or unavailable|no CUDA-capable device is detected|system not yet initialized"
-    r"|GPU is lost|fallen off the bus",
+    "a GPU has failed":
+        r"uncorrectable (ECC|NVLink) error|hardware stack error|over nvlink or a hardware error"
+        r"|busy or unavailable|no CUDA-capable device is detected|system not yet initialized"
+        r"|GPU is lost|fallen off the bus",
 }
-"""What torch's errors say that are no OSError."""
+"""Patterns in the texts of torch's errors that are no OSError."""
 
 
 def machine_fault(error: BaseException) -> str:
-    """Return in a few words what of the machine has failed, if an exception, or what it came from,
-    says so; else ""."""
+    """Return which part of the machine has failed, if an exception, or one that it came from, shows
+    that; else ""."""
     return next(filter(None, map(_kind, _chain(error))), "")
 
 

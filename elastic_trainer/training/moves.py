@@ -21,7 +21,7 @@ from elastic_trainer.training.tally import COUNT, Tally, pair_of, require_count
 from elastic_trainer.world.collectives import PeersLost
 
 OF_THE_LOOP = (HorovodInternalError, PeersLost, GradientsWritten)
-"""Exceptions that are no error of the user's code: the loop handles them."""
+"""Exceptions that the loop handles: they are no error of the user's code."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Shard:
     ):
         self.name, self.batch, self._backward, self._tally = name, batch, backward, tally
         self.advice = advice
-        """What a person should know if the user's code fails on this shard."""
+        """A remedy for a person if the user's code fails on this shard."""
         self.is_trial = False
-        """True for a shard of the warm-up, which says what will be logged."""
+        """True for the first shard of the warm-up: it decides which names are logged."""
         self.is_done = False
         self.error: BaseException | None = None
         """What the user's code, or the backward pass, has raised."""
@@ -108,8 +108,8 @@ class Shard:
             what = f"{name} was logged" if name != COUNT else "backward() got a count"
             raise RuntimeError(
                 f"{what} in {self.name}, but the first batch logged {known}. That batch decides "
-                f"what is sent. Log the same names for each batch, in all phases, with (0, 0) where "
-                f"there is nothing to log.")
+                f"what is sent. Log the same names for each batch, in all phases, with (0, 0) "
+                f"where there is nothing to log.")
         self._tally.add(name, total, weight)
 
     def fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""What train() was asked for: refused where it cannot be, said where one option holds over another.
+"""Check the options of train(), and remark on those that another option overrides.
 
 train()'s options → here → one line on stderr and one event each, by rank 0 (loop.py)
 
@@ -24,7 +24,7 @@ from elastic_trainer.training.several import Schedulers, Several, kind_of
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence for a person, and the event that tells a program the same."""
+    """A sentence for a person, and the event that has the same facts for a program."""
 
     event: str
     sentence: str
@@ -32,7 +32,7 @@ class Remark:
 
 
 def remarks_on_length(schedule: Numbers) -> list[Remark]:
-    """Say which of `epochs` and `max_steps` ends the run, where `max_steps` cannot be reached."""
+    """Remark that `epochs` ends the run before `max_steps`."""
     if schedule.max_steps is None or schedule.max_steps <= schedule.steps:
         return []
     facts = {"max_steps": schedule.max_steps, "epochs": schedule.epochs, "steps": schedule.steps}
@@ -46,7 +46,7 @@ def remarks_on_length(schedule: Numbers) -> list[Remark]:
 
 
 def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
-    """Say how many samples `drop_last` leaves out."""
+    """Remark on the samples that `drop_last` leaves out."""
     if not (dropped := schedule.dropped_samples):
         return []
     return [
@@ -95,8 +95,8 @@ def _schedulers_of(schedule: Schedule | None,
             if not isinstance(scheduler, LRScheduler):
                 raise ConfigError(
                     f"the schedule of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
-                    f"schedulers. Use one function of the step for all optimizers, or an LRScheduler "
-                    f"for each.")
+                    f"schedulers. Use one function of the step for all optimizers, or an "
+                    f"LRScheduler for each.")
         return dict(schedule)
     if not isinstance(schedule, LRScheduler):
         if schedule is not None and not callable(schedule):
@@ -144,12 +144,12 @@ def _require_usable(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, st
             f"steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
 
 
-# --- what a run that is gone on with was asked for before -----------------------------------------
+# --- what a resumed run was built with before -----------------------------------------
 
 PROGRESS_KEYS = {
     "last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"
 }
-"""What a torch scheduler's state has beside its settings; so has each key that begins with "_"."""
+"""The keys of a torch scheduler's state that are no settings, besides those that begin with "_"."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
@@ -183,7 +183,8 @@ def settings_of(
 
 
 def settle(run: dict[str, Any], given: dict[str, Any]) -> tuple[list[Remark], dict[str, Any]]:
-    """Say where a run's settings differ from those now given, and return those that hold."""
+    """Return remarks on the settings of a run that differ from those now given, and the settings
+    that hold."""
     holds = {**given, **{key: value for key, value in run.items() if key.startswith(RUN_HOLDS)}}
     remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given")
                for key in sorted(run.keys() & given.keys()) if run[key] != given[key]]
@@ -191,7 +192,7 @@ def settle(run: dict[str, Any], given: dict[str, Any]) -> tuple[list[Remark], di
 
 
 def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
-    """Say that a function of the step gives another rate for a step that is done."""
+    """Remark that a function of the step gives another rate for a step that is done."""
     return [] if used == now or used != used else [
         _differs(f"schedule (the rate of step {step})", used, now, "given")
     ]
@@ -246,7 +247,7 @@ def remarks_on_launcher(
     launcher_store: str,
     launcher_reduce: str | None,
 ) -> list[Remark]:
-    """Say which of train()'s options and the launcher's holds, where both are given and differ."""
+    """Remark on options that both train() and the launcher have, with different values."""
     remarks = []
     if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
         remarks.append(
@@ -265,7 +266,7 @@ def remarks_on_launcher(
 
 def remarks_on_effect(has_place: bool, device: str, cpu_threads: int,
                       checkpoints: dict[str, Any]) -> list[Remark]:
-    """Say which options do nothing here; `checkpoints` are those that are not the defaults."""
+    """Remark on options without effect; `checkpoints` are those that are not the defaults."""
     remarks = []
     if not has_place:
         remarks += [
@@ -280,15 +281,15 @@ def remarks_on_effect(has_place: bool, device: str, cpu_threads: int,
 
 
 def remarks_on_workers(size: int, shards: int) -> list[Remark]:
-    """Say how many workers have nothing to do, because each takes whole shards."""
+    """Remark that some workers compute nothing, because each takes whole shards."""
     if size <= shards:
         return []
     return [
         Remark(
             "job.workers_idle",
             f"the world has {size} workers, but a batch has {shards} shards, so {size - shards} "
-            f"workers compute "
-            f"nothing. Use shards={size} or more (for a new run), or fewer workers.",
+            f"workers compute nothing. Use shards={size} or more (for a new run), or fewer "
+            f"workers.",
             {"size": size, "shards": shards, "idle": size - shards})
     ]
 

@@ -1,8 +1,7 @@
-"""Several optimizers by name, each with a phase of its own in every step (a GAN's discriminator and
-generator).
+"""Several optimizers by name: each has a phase of its own in every step (as a GAN has).
 
-Trainer(optimizer={"d": …, "g": …}) → here → one set of groups and one state, for what keeps,
-compares and sends them
+Trainer(optimizer={"d": …, "g": …}) → here → one set of groups and one state, which are kept,
+compared and sent as those of one optimizer
 
 A step has one phase for each optimizer, in the order of their names in the dict. A phase is a step
 in small: shards → reduce → vote → apply, of this optimizer alone. What always holds:
@@ -13,6 +12,8 @@ in small: shards → reduce → vote → apply, of this optimizer alone. What al
    the number of the phase. It skips the phases that are done: their loops have no batches for it.
 3. A checkpoint is made at the end of a step only, and the world changes as planned at the end of a
    step only.
+4. The warm-up tries the first phase only. To try the next one, the user's code between the phases
+   would run for a step that does not exist. So an error of a later phase ends the run in step 0.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ reducer
 What always holds:
 1. Each shard starts with the buffers, modes and extra state of the step's begin, and with its own
    random seed.
-2. What the user's code raises is kept for the vote: all workers stop at the same point. What its
-   machine has caused is raised at once: the others do the step again without this worker.
+2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
+   that the machine has caused is raised at once: the others do the step again without this worker.
 3. If the user's code writes to `.grad`, this worker runs its shards again, each with gradients of
    its own. Nothing of them had left this worker.
 """
@@ -171,8 +171,7 @@ class Shards:
                 raise
             raise RuntimeError(
                 f"a hook has changed .grad during the backward pass of step {step}, after a part "
-                "of it "
-                f'was sent. Let it do so from the first batch on, or use reduce="exact".'
+                f'of it was sent. Let it do so from the first batch on, or use reduce="exact".'
             ) from error
         self.state.model_buffers.adopt()
         if self.state.extra_state.modules and shard == self.job.schedule.first_shard(step):
@@ -192,11 +191,8 @@ class Shards:
             ]
             raise RuntimeError(
                 f"requires_grad of {some(names)} differs between two shards of step "
-                f"{self.state.committed}, "
-                f"so the gradient would depend on the number of workers. Change it in after_step, "
-                "or in "
-                f"loss by what the step's number says."
-            )
+                f"{self.state.committed}, so the gradient would depend on the number of workers. "
+                f"Change it in after_step, or in loss as a function of the step's number.")
         self.reducer.lay_out(trained)
 
     def reduce(self, world: World) -> None:
@@ -224,19 +220,16 @@ class Shards:
         if differ := {name for name in everything if any(name not in names for names in trained)}:
             return (
                 f"requires_grad of {some(sorted(differ))} differs between workers in step "
-                f"{self.state.committed}. "
-                f"Change it in after_step, or in loss by what the step's number says."
-            )
+                f"{self.state.committed}. Change it in after_step, or in loss as a function of the "
+                f"step's number.")
         return (
             f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
-            "same names on each "
-            f"worker, from the first batch on."
-        )
+            f"same names on each worker, from the first batch on.")
 
     def raise_if_failed(self, failed_rank: int, world: World) -> None:
-        """Raise what the user's code has raised, on all workers, if a vote says that it has.
+        """Raise an exception of the user's code on all workers, if a vote has reported one.
 
-        `failed_rank` is the first worker on which it has; -1: none.
+        `failed_rank` is the first worker whose code has raised; -1: none.
         """
         if failed_rank < 0:
             return

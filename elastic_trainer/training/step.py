@@ -171,7 +171,8 @@ class Step:
             shard.log(name, value)
 
     @property
-    def advice(self) -> str:  # no docstring: it is not for the user
+    def advice(self) -> str:
+        """A remedy for a person if the user's code has failed on the batch in hand."""
         return self._shard.advice if self._shard else ""
 
     def _in_hand(self, what: str) -> Shard:
@@ -212,18 +213,18 @@ class Step:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def end(self) -> RuntimeError | None:  # no docstring: it is not for the user
-        # The loop asks for the next step. Returns the misuse if an inner loop did not run to its
-        # end.
+    def end(self) -> RuntimeError | None:
+        """End this step: the loop asks for the next one. Return the misuse if an inner loop did not
+        run to its end."""
         stage, self._stage = self._stage, "over"
         if stage == "finished":
             return None
         is_left = self._done < len(self._entered)
         of = f"the phase {self._phases[self._done]!r} of " if len(self._phases) > 1 else ""
         return RuntimeError(
-            f"the inner loop of {of}step {self._number} was {'left early' if is_left else 'not run'}"
-            f", so samples would be lost. Run `for batch in step` to its end: it ends when the "
-            f"step is finished on every worker.")
+            f"the inner loop of {of}step {self._number} was "
+            f"{'left early' if is_left else 'not run'}, so samples would be lost. Run `for batch "
+            f"in step` to its end: it ends when the step is finished on every worker.")
 
     def _finished(self, what: str) -> Loop:
         """Return the loop, which knows what a finished step has found."""

@@ -24,7 +24,8 @@ class Successor:
         self.state, self.flat, self.reducer, self.behind = state, flat, reducer, behind
 
     def leave(self) -> int | None:
-        """Write the live state, and return the descriptor of its memory; None if it is half changed."""
+        """Write the live state, and return the descriptor of its memory; None if it is half
+        changed."""
         if self.behind.is_running:
             return None
         gradients = ({str(kind).removeprefix("torch."): sums

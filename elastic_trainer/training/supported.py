@@ -1,4 +1,4 @@
-"""What of a model and an optimizer cannot be trained here: said at the start, with names.
+"""Find what of a model and an optimizer cannot be trained here, and name it at the start.
 
 model, optimizer → here → ConfigError (loop.py); buffers before and after a forward pass → here → an
 error with names
@@ -18,10 +18,9 @@ from torch.nn.parameter import is_lazy
 
 BUFFERS_STAY = (
     "A buffer keeps its name, shape and type during training. Register it in __init__ with its "
-    "largest "
-    "size, or keep it in a plain attribute if it is no part of the state.")
+    "largest size, or keep it in a plain attribute if it is no part of the state.")
 MOST_NAMES = 8
-"""A message names so many parameters or buffers."""
+"""The largest number of parameters or buffers that a message names."""
 
 
 def some(names: Iterable[str]) -> str:
@@ -36,10 +35,8 @@ def parameters_stay(names: Iterable[str]) -> str:
     changed."""
     return (
         f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. "
-        f"Workers compute different "
-        f"shards, so their weights would differ. train() steps the optimizer; change weights in "
-        f"after_step(step), and "
-        f"leave max_norm of embeddings out.")
+        f"Workers compute different shards, so their weights would differ. train() steps the "
+        f"optimizer. Change weights in after_step(step), and leave max_norm of embeddings out.")
 
 
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -49,8 +46,7 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     if lazy := [name for name, tensor in (parameters | buffers).items() if is_lazy(tensor)]:
         return (
             f"{some(lazy)} of the model are not initialized (lazy modules), so they have no "
-            f"shape. Run one batch "
-            f"through the model before you build the optimizer.")
+            f"shape. Run one batch through the model before you build the optimizer.")
     if found := [name for name, p in parameters.items() if p.layout != torch.strided]:
         return f"the parameters {some(found)} are sparse. Use dense parameters."
     if found := [name for name, p in parameters.items() if p.is_complex()]:
@@ -59,29 +55,29 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     if found := [name for name, b in buffers.items() if b.layout != torch.strided]:
         return (
             f"the buffers {some(found)} are sparse. Keep their indices and values as dense "
-            f"buffers, or as plain "
-            f"attributes if they never change.")
+            f"buffers, or as plain attributes if they never change.")
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and embeddings with sparse=False."
+        return (f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and "
+                f"embeddings with sparse=False.")
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         return (
             f"the optimizer {kind} has a state_dict of its own, so it keeps values that a "
-            f"checkpoint and a newcomer "
-            f"would lack. Use an optimizer that keeps all of them in its state and param_groups.")
+            f"checkpoint and a newcomer would lack. Use an optimizer that keeps "
+            f"all of them in its state and param_groups.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (
             f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but "
-            f"a step here is one "
-            f"gradient of all workers. Use an optimizer whose step needs no closure.")
+            f"a step here is one gradient of all workers. Use an optimizer whose step "
+            f"needs no closure.")
     return None
 
 
 def moved_buffers(before: Mapping[str, torch.Tensor],
                   after: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Say which buffers are new, gone, or have another shape or type than before a forward pass, by
-    name."""
+    """Return the buffers that are new, gone, or have another shape or type than before a forward
+    pass, by name."""
     found = {name: f"{name} (new)" for name in after if name not in before}
     for name, was in before.items():
         now = after.get(name)

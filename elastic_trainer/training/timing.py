@@ -33,8 +33,8 @@ def is_checkpoint_due(every: Cadence, *, step: int, begun_step: int, waited_s: f
                       interval_s: float, failures: int) -> bool:
     """Return whether a checkpoint after `step` is due.
 
-    `begun_step` and `waited_s` say when the last one was begun, `failures` how many have failed
-    since the last one that did not.
+    The last one was begun at `begun_step`, `waited_s` seconds ago. `failures` have failed since the
+    last one that did not.
     """
     if failures:
         return waited_s >= min(LONGEST_RETRY_S, 2.0 ** min(failures, 6))

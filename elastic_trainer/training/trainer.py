@@ -149,8 +149,8 @@ class Trainer:
     def result(self) -> Result:
         """The result of the finished run, the same on every worker."""
         if self._result is None:
-            raise RuntimeError(
-                "the run is not finished, so it has no result. Read trainer.result behind the loop.")
+            raise RuntimeError("the run is not finished, so it has no result. Read trainer.result "
+                               "behind the loop.")
         return self._result
 
     # --- the loop ---------------------------------------------------------------------------------

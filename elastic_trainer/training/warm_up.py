@@ -1,15 +1,15 @@
-"""The warm-up: what is slow the first time is done before a worker stands ready, and nothing of it
-remains.
+"""The warm-up: a worker tries some shards before it stands ready, and nothing of that remains.
 
 job → here (one shard twice, the smallest shard once) → how this worker computes, how long a shard
 takes
 
 What always holds:
-1. Weights, buffers, gradients and random numbers are afterwards as they were. Buffers that the
-   first forward pass makes are kept, if a second pass leaves them alone.
-2. It runs the user's code as a step does, so it finds out whether that code writes to `.grad`, to
-   parameters or to what cannot be kept.
-3. Two runs of one shard give the same bits, or the worker does not say how it computes.
+1. Weights, buffers, gradients and random numbers are afterwards as before. Buffers that the first
+   forward pass makes are kept, if a second pass does not change them.
+2. It runs the user's code as a step does. So it finds out whether that code writes to `.grad`, to
+   parameters, or to buffers that cannot be kept.
+3. If two runs of one shard give different bits, the worker reports no result of its arithmetic.
+4. With several optimizers it tries the first phase only (several.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ gradient)."""
 
 @dataclass(frozen=True)
 class Warm:
-    """What the warm-up has found."""
+    """The findings of the warm-up."""
 
     arithmetic: Arithmetic
     shard_s: float
@@ -146,7 +146,7 @@ class WarmUp:
         constant: Sequence[str] = (),
         advice: str = "",
     ) -> Trial:
-        """Run a shard of which nothing remains but what it says of the user's code: whether that
+        """Run a shard of which nothing remains but a fact of the user's code: whether that
         writes to `.grad`.
 
         Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.

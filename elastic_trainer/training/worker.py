@@ -133,7 +133,7 @@ class Worker:
         )
 
     def _take_place(self) -> str:
-        """Read what the launcher says, and open the event log; returns the reducer."""
+        """Read the launcher's options, and open the event log; returns the reducer."""
         launch = Launch.from_environment()
         os.environ["ELASTIC_TRAINER_SLOT"] = str(
             launch.slot
@@ -181,7 +181,7 @@ class Worker:
                 events=self.events,
             )
         self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
-        # Before this worker stood ready the driver does not know it: its exit code says it.
+        # The driver learns of a worker that never stood ready by its exit code.
         self.driver.fail(text)
         self.events.flush()
 
