@@ -93,15 +93,9 @@ def checked(
     if min_samples is None:
         min_samples = fewest_samples(model, options.global_batch, options.shards)
     numbers = Schedule(
-        dataset_size=len(dataset),
-        global_batch=options.global_batch,
-        shards=options.shards,
-        epochs=options.epochs,
-        seed=options.seed,
-        max_steps=options.max_steps,
-        drop_last=options.drop_last,
-        min_shard_samples=min_samples,
-    )
+        dataset_size=len(dataset), global_batch=options.global_batch, shards=options.shards,
+        epochs=options.epochs, seed=options.seed, max_steps=options.max_steps,
+        drop_last=options.drop_last, min_shard_samples=min_samples)
     scheduler, rate = split_schedule(options.schedule, optimizer, numbers.steps)
     return Job(
         model=model,
@@ -187,9 +181,7 @@ def settled(launch: Launch, options: Options, device: torch.device) -> Placement
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:
         launch = replace(launch, store=store)
-    if (
-        launch.run_dir and not launch.driver
-    ):  # no launcher counts: each life is an attempt of its own
+    if launch.run_dir and not launch.driver:  # no launcher counts: each process is an attempt
         launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
     remarks += remarks_on_effect(
         bool(launch.run_dir or launch.store),

@@ -11,6 +11,7 @@ import platform
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,9 @@ def program(device: torch.device) -> int:
 
     a, b, weight, image = drawn(129, 257), drawn(257, 65), drawn(8, 3, 3, 3), drawn(2, 3, 17, 17)
     product = F.layer_norm(a @ b, (65,))
-    loss = torch.softmax(product, 1).square().sum() + torch.tanh(F.conv2d(image,
-                                                                          weight)).exp().mean()
-    loss.backward()
+    convolved = torch.tanh(F.conv2d(image, weight))
+    loss = torch.softmax(product, 1).square().sum() + convolved.exp().mean()
+    torch.autograd.backward(loss)
     return fingerprint([loss, product, *(tensor.grad for tensor in (a, b, weight, image))])
 
 
@@ -41,8 +42,9 @@ def facts(device: torch.device) -> tuple[tuple[str, str], ...]:
         "torch": torch.__version__, "blas": blas(), "threads": str(torch.get_num_threads())
     }
     if device.type == "cuda":
+        cudnn: Any = torch.backends.cudnn  # torch has no types for it
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
-                  "cudnn": str(torch.backends.cudnn.version())}
+                  "cudnn": str(cudnn.version())}
     return tuple(sorted(found.items()))
 
 

@@ -30,9 +30,8 @@ from elastic_trainer.config import ConfigError
 class Several(torch.optim.Optimizer):
     """The optimizers of all phases, as one."""
 
-    def __init__(
-        self, members: Mapping[str, torch.optim.Optimizer]
-    ):  # Optimizer.__init__ makes groups: ours are theirs
+    def __init__(self, members: Mapping[str, torch.optim.Optimizer]):
+        # Not Optimizer.__init__, which makes groups: these are those of the members.
         self.members = dict(members)
         self.state = States(self.members.values())  # type: ignore[assignment]
 
@@ -60,9 +59,8 @@ class Several(torch.optim.Optimizer):
 class Schedulers(LRScheduler):
     """The torch schedulers of several optimizers, as one: each is stepped once for each step."""
 
-    def __init__(
-        self, members: Mapping[str, LRScheduler]
-    ):  # LRScheduler.__init__ sets rates: theirs are set
+    def __init__(self, members: Mapping[str, LRScheduler]):
+        # Not LRScheduler.__init__, which sets rates: the members have set them.
         self.members = dict(members)
 
     @property
@@ -176,6 +174,5 @@ def as_one(optimizers: Mapping[str, torch.optim.Optimizer]) -> Several:
             if (other := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
                     f"parameter {number} of the optimizer {name!r} is in the optimizer {other!r} "
-                    f"too, so two phases "
-                    f"would move it. Give each parameter to one of them.")
+                    f"too, so two phases would move it. Give each parameter to one of them.")
     return Several(optimizers)

@@ -74,9 +74,8 @@ class Shards:
         self.flat.statistics.find_marks(self.state.buffers_before())
         try:
             return (yield from self._run(step, world, error))
-        except (
-            GradientsWritten
-        ):  # nothing has left this worker: its shards are run again, each by itself
+        except GradientsWritten:
+            # Nothing has left this worker: its shards are run again, each by itself.
             self.flat.gradients.isolates = True
             return (yield from self._run(step, world, error))
 

@@ -114,6 +114,7 @@ class Trainer:
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
         progress: bool = True,
     ):
+        # More than 40 lines: each option has its name in the signature, for editors and help().
         epochs, max_steps = length_of(until)
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,

@@ -176,9 +176,8 @@ class WarmUp:
         ]:
             raise ConfigError(
                 f"the buffers {some(changed)} are made in the first forward pass and changed by "
-                "the second, "
-                f"so their first values would be those of the warm-up. Register them in __init__."
-            )
+                f"the second, so their first values would be those of the warm-up. Register them "
+                f"in __init__.")
 
     def _try_backward(
         self, indices: numpy.ndarray, check_buffers: Callable[[], None], advice: str
@@ -222,7 +221,8 @@ class WarmUp:
         self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any, _: Any
     ) -> None:
         flat = self.flat
-        losses.append(require_scalar(loss))
+        scalar: Any = require_scalar(loss)  # torch has no types for its backward()
+        losses.append(scalar)
         flat.gradients.check_untouched()
         if not flat.gradients.isolates and not all(
             bool((gradient == 1).all()) for gradient in flat.sums.gradients
@@ -233,7 +233,7 @@ class WarmUp:
             self.reducer.lay_out(trained)
         for tensor in flat.sums.values():
             tensor.zero_()  # else the sums keep few bits of a small gradient
-        losses[0].backward()
+        scalar.backward()
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
         """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by

@@ -100,16 +100,9 @@ class Worker:
         try:
             is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)
             with shown(self.events) if is_shown else nullcontext():
-                self.loop = Loop(
-                    self.job,
-                    self.launch,
-                    self.driver,
-                    self.events,
-                    reduce,
-                    self.options.compress,
-                    self.options.plan(),
-                    lambda: self.finish_reason,
-                )
+                self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
+                                 self.options.compress, self.options.plan(),
+                                 lambda: self.finish_reason)
                 return (yield from self.loop.moves())
         except (KeyboardInterrupt, GeneratorExit):
             raise
@@ -119,14 +112,12 @@ class Worker:
         finally:
             self.events.flush()
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
-                report.write_result(
-                    self.launch.run_dir
-                )  # of what there is, when it has not finished
+                # The result of what there is, if the run has not finished.
+                report.write_result(self.launch.run_dir)
 
     def _rehearse(self) -> Generator[Move, None, None]:
-        if (
-            self.job.device.type == "cuda"
-        ):  # no reducer is known yet, and cuBLAS reads this at its first product
+        if self.job.device.type == "cuda":
+            # No reducer is known yet, and cuBLAS reads this at its first product.
             os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
         yield from rehearse(
             self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", False).warm_up
@@ -135,14 +126,12 @@ class Worker:
     def _take_place(self) -> str:
         """Read the launcher's options, and open the event log; returns the reducer."""
         launch = Launch.from_environment()
-        os.environ["ELASTIC_TRAINER_SLOT"] = str(
-            launch.slot
-        )  # Horovod's own variable changes with every generation
+        # Horovod's own variable changes with every generation.
+        os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)
         if launch.horovod:
             outlive_readers()
-            if (
-                not faulthandler.is_enabled()
-            ):  # plain horovodrun: our driver has it on from the first import
+            # Under plain horovodrun. Our driver enables it before the first import.
+            if not faulthandler.is_enabled():
                 faulthandler.enable()
         placement = settled(launch, self.options, self.job.device)
         launch = placement.launch
@@ -210,12 +199,9 @@ class Worker:
 
     def drop_step(self) -> None:
         """Put back what the step in flight has changed: the user's loop was left in it."""
-        if (
-            self.loop
-            and self.loop.state.is_in_flight
-            and not self.loop.state.is_applying
-        ):
-            self.loop.state.restore()
+        state = self.loop.state if self.loop else None
+        if state and state.is_in_flight and not state.is_applying:
+            state.restore()
 
 
 def opened(
