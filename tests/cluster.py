@@ -3,7 +3,7 @@ go.
 
 Hosts are loopback addresses (127.0.0.1, 127.0.0.2, …): each a host of its own to horovodrun,
 without root or ssh. Nothing here sleeps and hopes: everything waits for an event in the run's
-diary, with a deadline.
+event log, with a deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
 DEADLINE_S = 150.0
 POLL_S = 0.02
 PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
-"""For so long a healthy worker may be silent in a test, because its machine stalls. A bench
+"""The time for which a healthy worker may be silent in a test, because its machine stalls. A bench
 measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
 
@@ -206,7 +206,7 @@ class Cluster:
     # --- what a test sees -------------------------------------------------------------------------
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the diary, or its events of one name. Reads only what is new: the tests share the
+        """Return the events, or those of one name. Reads only what is new: the tests share the
         cores."""
         path = self.run_dir / EVENTS_FILE
         if path.exists() and path.stat().st_size > self._read_to:
@@ -245,7 +245,7 @@ class Cluster:
             if e["size"] == size and e["generation"] > after])[-1])
 
     def wait_until_fired(self, count: int | None = None) -> None:
-        """Wait until the plan's faults (or so many of them) have fired."""
+        """Wait until the plan's faults (or `count` of them) have fired."""
         self.wait_for(
             "fault", lambda: len(self.fired()) >= (len(self.plan.faults)
                                                    if count is None else count))
@@ -270,16 +270,12 @@ class Cluster:
 
     def story(self) -> str:
         """Return what a person needs to see when a test fails."""
-        told = [
-            json.dumps({k: v
-                        for k, v in e.items() if k not in ("run", "time")})[:300]
-            for e in self.events() if e["event"] != "worker.step_committed"
-        ]
+        events = [{name: value for name, value in event.items() if name not in ("run", "time")}
+                  for event in self.events() if event["event"] != "worker.step_committed"]
         log = self.folder / "output.log"
-        return "\n".join([
-            "the story:", *told[-40:], "the output:",
-            *(log.read_text(errors="replace").splitlines()[-30:] if log.exists() else [])
-        ])
+        output = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return "\n".join(["the events:", *(json.dumps(event)[:300] for event in events[-40:]),
+                          "the output:", *output[-30:]])
 
     def malformed(self) -> list[str]:
         """Return the flaws of the run's events, and the driver's reasons to refuse what workers

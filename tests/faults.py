@@ -4,8 +4,8 @@
     at="step.prepared", step=12)
 
 A plan travels to the workers as JSON; there it listens to the engine's own events
-(`train(listeners=[…])`). Every fault fires once in the whole run, whoever asks, and leaves a file
-behind that says so: tests assert that it did.
+(`train(listeners=[…])`). Every fault fires once in the whole run, on whichever worker, and leaves a
+file: tests assert that it fired.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Plan:
         return self.add("kill", **where)
 
     def freeze(self, **where: Any) -> Plan:
-        """SIGSTOP: the process is there, holds its sockets, and says nothing."""
+        """SIGSTOP: the process exists, holds its sockets, and sends nothing."""
         return self.add("freeze", **where)
 
     def to_json(self) -> str:
@@ -69,7 +69,7 @@ class Plan:
 
 
 class Injector:
-    """In the worker: listens, and does to this process what the plan says."""
+    """In the worker: listens, and injects the plan's faults into this process."""
 
     def __init__(self, plan: str, folder: Path):
         self.faults, self.folder = json.loads(plan), folder

@@ -5,7 +5,7 @@ answers, wrong bytes.
         proxy.fault("lose_answer", method="PUT", contains="/log/", times=2)
 
 Requests pass through unchanged (the Host header is signed). `on_request` sees each one before it is
-forwarded and may hold it, drop it or kill somebody first.
+forwarded and may hold it, drop it or kill a worker first.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FaultyProxy:
             return self._reset(request)
         body = request.rfile.read(length)
         if len(body) < length:
-            return None  # whoever sent it is dead
+            return None  # its sender is dead
         kind = self.on_request(method, path) or kind
         if kind in ("drop", "reset"):
             return self._reset(request)

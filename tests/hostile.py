@@ -48,7 +48,7 @@ class Line:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     heard: Heard
-    """What honest ends have said, of one kind."""
+    """Messages of one kind that honest ends have sent."""
     chance: random.Random
 
     async def send(self, data: bytes) -> None:
@@ -57,15 +57,15 @@ class Line:
         await self.writer.drain()
 
     async def answers(self, limit_s: float = HOLD_S) -> bytes:
-        """Return what the other end says until it closes, or until the time is over."""
-        said = b""
+        """Return what the other end sends until it closes, or until the time is over."""
+        received = b""
         with suppress(OSError, asyncio.TimeoutError):
             async def listen() -> None:
-                nonlocal said
+                nonlocal received
                 while data := await self.reader.read(4096):
-                    said = (said + data)[:65536]
+                    received = (received + data)[:65536]
             await asyncio.wait_for(listen(), limit_s)
-        return said
+        return received
 
 
 async def idle(line: Line) -> bytes:
@@ -88,9 +88,9 @@ async def trickling(line: Line) -> bytes:
 async def oversized(line: Line) -> bytes:
     """Send bodies and heads that are too long, for as long as they are taken."""
     length = line.chance.choice([4097, 1 << 20, (1 << 20) + 1, 10**9, 10**18])
-    word = line.chance.choice([b"POST /word", b"PUT /global/0", b"GET /health"])
-    head = line.chance.choice([b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (word, length),
-                               b"%s HTTP/1.1\r\nX-Long: " % word, b"A"])
+    request = line.chance.choice([b"POST /word", b"PUT /global/0", b"GET /health"])
+    head = line.chance.choice([b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (request, length),
+                               b"%s HTTP/1.1\r\nX-Long: " % request, b"A"])
     listening = asyncio.create_task(line.answers())
     await line.send(head)
     for _ in range(OVERSIZED_BYTES // len(PIECE)):
@@ -102,7 +102,7 @@ async def oversized(line: Line) -> bytes:
 
 
 async def replayed(line: Line) -> bytes:
-    """Say what an honest client has said."""
+    """Repeat what an honest client has sent."""
     if line.heard:
         await line.send(line.chance.choice(line.heard)[0])
     return await line.answers()
@@ -132,8 +132,8 @@ async def rubbish(line: Line) -> bytes:
 async def pickled(line: Line) -> bytes:
     """Say what ends the process that unpickles it."""
     body = pickle.dumps(Deadly())
-    word = line.chance.choice([b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"])
-    await line.send(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (word, len(body), body))
+    request = line.chance.choice([b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"])
+    await line.send(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (request, len(body), body))
     return await line.answers()
 
 
@@ -141,9 +141,9 @@ async def forged(line: Line) -> bytes:
     """Say what a worker might, with a signature of no key."""
     body = json.dumps({"worker": "h1/0", "count": 10**9, "phase": "finished", "generation": 1,
                        "step": 10**9, "hold_s": 1e9, "seen": ""}).encode()
-    word = line.chance.choice([b"POST /word", b"PUT /global/at-once-4-0",
+    request = line.chance.choice([b"POST /word", b"PUT /global/at-once-4-0",
                                b"DELETE /global/at-once-4-0", b"GET /health"])
-    rows = (b"%s HTTP/1.1" % word, b"Content-Length: %d" % len(body), b"X-Elastic-Worker: h1/0",
+    rows = (b"%s HTTP/1.1" % request, b"Content-Length: %d" % len(body), b"X-Elastic-Worker: h1/0",
             b"X-Elastic-Nonce: 0000000000000000-1", b"X-Elastic-Signature: " + b"0" * 64)
     await line.send(b"\r\n".join(rows) + b"\r\n\r\n" + body)
     return await line.answers()
@@ -263,8 +263,8 @@ class Attacker:
             self.connected[name] += 1
             kinds = self.kinds.get(role, self.all_kinds)
             line = Line(reader, writer, self.chance.choice(kinds), self.chance)
-            said = await asyncio.wait_for(WAYS[way](line), 2 * HOLD_S)
-            self.consents[name] += said.startswith((b"HTTP/1.0 200", b"HTTP/1.1 200"))
+            received = await asyncio.wait_for(WAYS[way](line), 2 * HOLD_S)
+            self.consents[name] += received.startswith((b"HTTP/1.0 200", b"HTTP/1.1 200"))
         except (OSError, asyncio.TimeoutError) as error:
             if not writer:  # else it was refused later, which is what is to be
                 self.errors[f"{name} {error!r}"] += 1
@@ -284,5 +284,5 @@ class Attacker:
 
 
 if __name__ == "__main__":
-    os.nice(19)  # a stranger does not sit on the cores of its victims; this one does
+    os.nice(19)  # a real attacker has its own cores; this one shares those of its victims
     asyncio.run(Attacker(json.loads(Path(sys.argv[1]).read_text())).run())

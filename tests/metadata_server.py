@@ -19,7 +19,7 @@ class MetadataServer:
         self.is_hung = threading.Event()
         self.broken_status = 0
         self.odd_token = b""
-        """What a captive portal says in place of a token."""
+        """What a captive portal answers instead of a token."""
         service = self
 
         class Handler(BaseHTTPRequestHandler):

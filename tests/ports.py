@@ -11,7 +11,7 @@ FIRST, LAST = 20000, 32000
 
 
 def free_port() -> int:
-    """Return a port that nobody has, and that nobody is given who asks for any.
+    """Return a port that is free, and that the kernel gives to no process that asks for any port.
 
     Else a listener of Gloo's, in a cluster beside this test, may be given the port that we ask: it
     takes whoever connects first for its peer, and that cluster's init fails (seen about once in 600

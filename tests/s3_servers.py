@@ -27,7 +27,7 @@ START_S = 90.0
 
 
 class Unavailable(Exception):
-    """The server can't be had on this machine; the text says why."""
+    """The server is not available on this machine; the text has the reason."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Machines are checked before they enter: a worker that computes other bits than the world is told
-apart."""
+"""The arithmetic of a worker is checked before it enters: one that computes other bits than the
+world is refused, or logged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path,
 def test_a_fixed_program_has_the_same_bits_each_time() -> None:
     """And changes none of the user's random numbers; the description names what the bits depend
     on."""
-    choose_kernels()  # as whoever imports `train` does
+    choose_kernels()  # as an import of `train` does
     torch.manual_seed(1)
     before = torch.get_rng_state()
     assert probe.program(torch.device("cpu")) == probe.program(torch.device("cpu"))
@@ -65,7 +65,7 @@ def test_a_fixed_program_has_the_same_bits_each_time() -> None:
 
 
 def test_what_differs_is_named_with_both_values() -> None:
-    """And the advice says what else it may be where no name differs."""
+    """If no name differs, the advice names other causes."""
     one = Arithmetic(1, 2, 3, (("cpu", "EPYC"), ("torch", "2.13")))
     other = Arithmetic(1, 2, 4, (("cpu", "Xeon"), ("torch", "2.13")))
     assert computes_otherwise(one, other) and not computes_otherwise(one, one)

@@ -54,7 +54,7 @@ class Movable:
 
 
 class Frozen(Mapping):  # type: ignore[type-arg]
-    """A mapping that nobody changes."""
+    """A mapping that cannot be changed."""
 
     def __init__(self, values: dict[str, Any]):
         self._values = values
@@ -156,7 +156,7 @@ def test_a_batch_is_handed_on_as_it_is_when_nothing_has_to_move() -> None:
 
 
 class Stuck:
-    """Nothing says how to move it."""
+    """An object without a way to move it to a device."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -195,7 +195,7 @@ class Picky:
         return torch.tensor(float(number))
 
 
-def said(*arguments: Any) -> str:
+def message_of(*arguments: Any) -> str:
     with pytest.raises(KeyError, match="as planned") as raised:
         fetch(*arguments)
     assert isinstance(raised.value.__cause__, OSError)
@@ -206,13 +206,14 @@ def test_the_sample_is_named_when_a_dataset_raises() -> None:
     """The exception keeps its type, cause and traceback; of samples that were read at once all are
     named."""
     numbers = numpy.array([3, 17, 5])
-    assert "sample 17 of the dataset: dataset[17] raised this" in said(
+    assert "sample 17 of the dataset: dataset[17] raised this" in message_of(
         Picky(), numbers, default_collate)
-    assert "read the samples 3, 17, 5 of the dataset" in said(Picky(many=True), numbers,
+    assert "read the samples 3, 17, 5 of the dataset" in message_of(Picky(many=True), numbers,
                                                               default_collate)
     subset = Subset(Picky(), range(100))  # type: ignore[arg-type]
-    assert "the samples 10, 11, " in said(subset, numpy.arange(10, 60), default_collate)
-    assert "29 and 30 more of the dataset" in said(subset, numpy.arange(10, 60), default_collate)
+    assert "the samples 10, 11, " in message_of(subset, numpy.arange(10, 60), default_collate)
+    assert "29 and 30 more of the dataset" in message_of(subset, numpy.arange(10, 60),
+                                                         default_collate)
 
 
 def test_the_samples_are_named_when_collate_raises() -> None:

@@ -332,11 +332,11 @@ def test_what_aws_says_reaches_the_terminal_without_control_characters(
 ) -> None:
     """Endpoints can be anybody's (AWS_ENDPOINT_URL), and a tag or an image's name is free text."""
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asdict(WISH))))
-    told = [checks.lacks("image", "It is \x1b[2J\x1b]0;gone\x07.", "Run \r this.")]
-    monkeypatch.setattr(account_module, "findings", lambda wish: told)
+    found = [checks.lacks("image", "It is \x1b[2J\x1b]0;gone\x07.", "Run \r this.")]
+    monkeypatch.setattr(account_module, "findings", lambda wish: found)
     assert account_module.run() == 1
-    said = capsys.readouterr().out
-    assert "It is \\x1b[2J\\x1b]0;gone\\x07." in said and "Run \\r this." in said
+    output = capsys.readouterr().out
+    assert "It is \\x1b[2J\\x1b]0;gone\\x07." in output and "Run \\r this." in output
 
 
 def test_the_readme_lists_what_the_checks_must_be_allowed() -> None:
@@ -480,41 +480,44 @@ def person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Person]:
 
 def test_a_new_account_sees_all_that_it_lacks_and_a_complete_one_may_apply(person: Person) -> None:
     """By the script, with terraform's defaults; the exit code says which. Nothing is rented."""
-    status, said = person.check()
-    assert status == 1 and "3 checks have failed" in said, said
-    assert "There is no bucket checked-1" in said and "deploy/push.sh checked-1 gpt-1" in said
+    status, output = person.check()
+    assert status == 1 and "3 checks have failed" in output, output
+    assert "There is no bucket checked-1" in output and "deploy/push.sh checked-1 gpt-1" in output
     assert (
-        f"FAILED  quota of workers: The quota {STANDARD}" in said
-        and "is 5 vCPUs in us-east-1" in said
+        f"FAILED  quota of workers: The quota {STANDARD}" in output
+        and "is 5 vCPUs in us-east-1" in output
     )
     assert (
-        "ok      credentials: account 123456789012" in said and "ok      region: us-east-1" in said
+        "ok      credentials: account 123456789012" in output
+        and "ok      region: us-east-1" in output
     )
     person.client("s3").create_bucket(Bucket="checked-1")
     person.client("s3").put_object(Bucket="checked-1", Key="gpt-1/code.tar.gz", Body=b"code")
     person.applied[STANDARD] = 32.0
-    status, said = person.check()
-    assert (status, "FAILED" in said) == (0, False), said
+    status, output = person.check()
+    assert (status, "FAILED" in output) == (0, False), output
     assert not person.client("ec2").describe_instances()["Reservations"]
 
 
 def test_another_wish_is_checked_as_it_is_said(person: Person) -> None:
     """Variables of the file and of the command line; GPUs; a wrong zone; a wrong image."""
     person.applied[STANDARD] = 32.0
-    status, said = person.check("-var", "workers=5")
-    assert status == 1 and "5 machines of 8 vCPUs need 40" in said and "set workers = 4 " in said
-    status, said = person.check(instance_types=["g4dn.xlarge"])
-    assert status == 1 and f"{GPU} (All G and VT Spot Instance Requests) is 0 vCPUs" in said
-    status, said = person.check(zones=["us-east-1z"])
-    assert status == 1 and "names us-east-1z" in said
-    status, said = person.check(image_id="ami-00000000000000000")
-    assert status == 1 and "no image ami-00000000000000000" in said
+    status, output = person.check("-var", "workers=5")
+    assert status == 1 and "5 machines of 8 vCPUs need 40" in output
+    assert "set workers = 4 " in output
+    status, output = person.check(instance_types=["g4dn.xlarge"])
+    assert status == 1 and f"{GPU} (All G and VT Spot Instance Requests) is 0 vCPUs" in output
+    status, output = person.check(zones=["us-east-1z"])
+    assert status == 1 and "names us-east-1z" in output
+    status, output = person.check(image_id="ami-00000000000000000")
+    assert status == 1 and "no image ami-00000000000000000" in output
 
 
 def test_variables_that_terraform_refuses_are_said_in_terraform_s_words(person: Person) -> None:
     """Before anything is asked of AWS; a file that is not there has an exit code of its own."""
-    status, said = person.check(workers=0)
-    assert status == 1 and "workers must be a whole number" in said and "credentials" not in said
+    status, output = person.check(workers=0)
+    assert status == 1 and "workers must be a whole number" in output
+    assert "credentials" not in output
     done = subprocess.run([CHECK, "no-such.tfvars"], env=person.env, capture_output=True, text=True)
     assert done.returncode == 2 and "no file no-such.tfvars" in done.stderr
     assert subprocess.run([CHECK], env=person.env, capture_output=True).returncode == 2

@@ -1,5 +1,5 @@
-"""The diary of hosts that do not share the folder of runs: complete on the supervisor's disk,
-whoever dies."""
+"""The event log of hosts that do not share the folder of runs is complete on the supervisor's disk
+after each death."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Office:
                              worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0))
 
-    def answer(self, words: dict[str, Any], address: str) -> dict[str, Any]:
-        self.desk.take(words)
+    def answer(self, message: dict[str, Any], address: str) -> dict[str, Any]:
+        self.desk.take(message)
         if self.lose:
             self.lose -= 1
             raise OSError("the answer is lost, as planned")
@@ -95,10 +95,10 @@ def test_a_line_is_taken_only_when_those_before_it_have_arrived() -> None:
     office, held = Office(), threading.Event()
     answer, arrived = office.server.answer, threading.Event()
 
-    def hold(words: dict[str, Any], address: str) -> dict[str, Any]:
+    def hold(message: dict[str, Any], address: str) -> dict[str, Any]:
         arrived.set()
         assert held.wait(DEADLINE_S)
-        return answer(words, address)
+        return answer(message, address)
 
     office.server.answer = hold
     courier, taken = Courier(office.launch), threading.Event()
@@ -130,7 +130,7 @@ def test_a_line_is_taken_only_when_those_before_it_have_arrived() -> None:
     line("run.started")
 ])
 def test_a_worker_writes_of_itself_only(bad: str) -> None:
-    """The supervisor acts on what the diary says of hosts, pids and attempts: no worker's key is
+    """The supervisor acts on the log's hosts, pids and attempts: no worker's key is
     enough for that."""
     lines: list[str] = []
     desk = Desk(lines.append, attempt=1)
@@ -152,20 +152,20 @@ def test_a_worker_cannot_silence_its_neighbour() -> None:
     assert lines == [neighbours["line"], own["line"]]
 
 
-@pytest.mark.parametrize(("there", "told", "shared"), [("x", "x", True), ("y", "x", False),
+@pytest.mark.parametrize(("there", "given", "shared"), [("x", "x", True), ("y", "x", False),
                                                        (None, "x", False), (None, "", True)])
 def test_a_host_shares_the_folder_if_it_sees_what_the_supervisor_wrote(
-        tmp_path: Path, there: str | None, told: str, shared: bool) -> None:
-    """Another disk has no run id, or that of another life; where nobody says one there is no
+        tmp_path: Path, there: str | None, given: str, shared: bool) -> None:
+    """Another disk has no run id, or an older one; where no launcher names one there is no
     supervisor."""
     if there is not None:
         new_run_id(tmp_path, there)
-    assert shares_runs(Launch(run_dir=tmp_path, run_id=told)) is shared
+    assert shares_runs(Launch(run_dir=tmp_path, run_id=given)) is shared
 
 
 def test_loses_nothing_when_no_host_shares_the_folder_and_rank_0_is_killed(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
-    """Workers whose folder of runs is another disk: diary and result are whole on the
+    """Workers whose folder of runs is another disk: event log and result are whole on the
     supervisor's."""
     elsewhere, few = tmp_path / "elsewhere", ("--steps", "40")
     plan = Plan().kill(host="127.0.0.1", at="step.applied", step=12)
@@ -179,7 +179,8 @@ def test_loses_nothing_when_no_host_shares_the_folder_and_rank_0_is_killed(
 
 
 def test_a_host_that_shares_nothing_needs_a_store(tmp_path: Path) -> None:
-    """Checkpoints on a disk that vanishes with its host are none: said at once, with the option."""
+    """Checkpoints on a disk that vanishes with its host are refused at the start. The message names
+    the option."""
     command = ["env", f"ELASTIC_TRAINER_RUN_DIR={tmp_path / 'elsewhere'}", *JOB, "--steps", "40"]
     with Cluster(tmp_path, command=command, hosts=1, min_workers=1) as cluster:
         assert cluster.wait() != 0

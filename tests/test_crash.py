@@ -1,4 +1,4 @@
-"""What faulthandler tells of a death, read back."""
+"""The place of a crash is read from faulthandler's dump."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def waits():
 waits()"""
 
 
-def said(code: str) -> list[str]:
+def dump_of(code: str) -> list[str]:
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code],
                           capture_output=True,
                           text=True)
@@ -33,7 +33,7 @@ def said(code: str) -> list[str]:
 
 def test_the_place_is_the_newest_frame_of_the_thread_that_died() -> None:
     """And who called it, up to three."""
-    place = place_of(["a line", "", *said(IN_PYTHON)])
+    place = place_of(["a line", "", *dump_of(IN_PYTHON)])
     assert place.startswith(
         "string_at (") and "called by inner (<string>:4), called by outer (<string>:5)" in place
     assert place.count("called by") == 2
@@ -41,7 +41,7 @@ def test_the_place_is_the_newest_frame_of_the_thread_that_died() -> None:
 
 def test_the_place_is_the_main_threads_when_a_thread_without_python_died() -> None:
     """As when Gloo's thread dies, and the main thread waits in `hvd.init()`."""
-    assert place_of(said(IN_C)).startswith("waits (<string>:")
+    assert place_of(dump_of(IN_C)).startswith("waits (<string>:")
 
 
 @pytest.mark.parametrize("lines",

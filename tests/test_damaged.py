@@ -330,7 +330,7 @@ def test_a_header_is_refused_when_it_describes_no_tensors(tensors: Any) -> None:
 
 
 def test_a_header_is_refused_when_no_machine_has_so_much_memory() -> None:
-    """It is not tried: torch would raise what nobody takes for damage."""
+    """It is not tried: torch's exception would not be taken for damage."""
     header = json.loads(WRITTEN.body["header"])
     header["tensors"][-1] = {"dtype": "float32", "shape": [2**50]}
     outlined = outline(json.dumps(header).encode())
@@ -438,7 +438,7 @@ def test_a_log_is_looked_through_whatever_is_listed(names: list[str]) -> None:
 
 
 def test_nothing_is_lost_when_a_forged_record_has_the_last_number(tmp_path: Path) -> None:
-    """The records behind it would have names that nobody takes for records."""
+    """The records behind it would have names that are not those of records."""
     for number in (LAST, LAST - 1, commit_log.FURTHEST + 1):
         FolderStore(tmp_path).put(commit_log._name(number), WRITTEN.to_bytes())
     fleet = Fleet(tmp_path)

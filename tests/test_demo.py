@@ -7,7 +7,8 @@ arithmetic (tests/test_faults.py holds that). So the example alone, without a la
 here.
 
 The processor, the build of torch and the standard library's source (which the demo reads) decide
-the bits, too. MADE_WITH names them. On another machine the test is skipped, and says what differs.
+the bits, too. MADE_WITH names them. On another machine the test is skipped, with the difference as
+the reason.
 """
 
 from __future__ import annotations

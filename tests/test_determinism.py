@@ -66,7 +66,7 @@ def test_the_users_own_setting_stays_where_it_does_not_contradict(changes: dict[
 ])
 def test_the_user_is_told_when_a_setting_contradicts_exact(changes: dict[str, Any],
                                                            message: str) -> None:
-    """It was somebody's wish, as torch's default is another."""
+    """The user has set it, because torch's default is another."""
     with pytest.raises(ConfigError, match=message):
         required("cuda", "exact", replace(DEFAULT, **changes))
 

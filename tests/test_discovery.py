@@ -1,4 +1,4 @@
-"""The script that horovodrun calls every second: what it prints, and when it says nothing."""
+"""The script that horovodrun calls every second: what it prints, and when it prints nothing."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_fails_and_prints_nothing_when_the_file_is_not_whole(
     """Also the lines that are right are kept back: half a list would send hosts away."""
     (tmp_path / "hosts").write_bytes(MALFORMED[kind])
     assert script.main(["hosts-file", str(tmp_path / "hosts")]) == 1
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert str(tmp_path / "hosts") in said.err
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert str(tmp_path / "hosts") in printed.err
 
 
 def test_fails_and_prints_nothing_when_the_file_is_a_folder(

@@ -53,7 +53,7 @@ def terminal() -> Console:
     return Console(file=io.StringIO(), width=500, force_terminal=True, legacy_windows=False)
 
 
-def said(console: Console) -> str:
+def written(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -73,13 +73,13 @@ def test_the_summary_shows_markup_and_control_characters_as_text(field: str) -> 
     training."""
     console = terminal()
     print_summary(summarize(eventful()) | {field: HOSTILE}, console)
-    assert_harmless(said(console), of_rich=True)
+    assert_harmless(written(console), of_rich=True)
 
 
 @pytest.mark.parametrize("field", ["name", "type", "state", "agent", "why"])
 def test_the_fleets_table_shows_them_as_text(field: str, capsys: pytest.CaptureFixture[str],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent's reason, a host's name and what the cloud reports are others' words."""
+    """An agent's reason, a host's name and the cloud's messages come from outside."""
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr("rich.console.Console.width", 500)
     print_hosts(
@@ -100,12 +100,12 @@ def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None
     status = fold(Status(run="x"), {"time": 1.0, **event})
     console = terminal()
     console.print(panel(status))
-    assert_harmless(said(console), of_rich=True)
+    assert_harmless(written(console), of_rich=True)
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, **event}) + "\n")
     watch = Watch(tmp_path, Console(file=io.StringIO(), width=100))
     watch.start()
     watch.stop()
-    assert_harmless(said(watch.console))
+    assert_harmless(written(watch.console))
     assert all(it.isprintable() for it in plain_line(status))
 
 
@@ -118,31 +118,31 @@ def test_watch_shows_the_beginning_of_an_endless_error() -> None:
 
 def test_verify_and_errors_are_shown_as_text(tmp_path: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
-    """What a line says is in the sentence that it violates; a path or an option may be anything."""
+    """A violation quotes its line; a path or an option may be any text."""
     events = [
         e | {"reduce": HOSTILE} if e["event"] == "job.described" and e["attempt"] == 2 else e
         for e in eventful()
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     assert main(["verify", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert all(it.isprintable() or it == "\n" for it in said) and "reduce" in said
+    written = capsys.readouterr().out
+    assert all(it.isprintable() or it == "\n" for it in written) and "reduce" in written
     assert main(["verify", str(tmp_path / HOSTILE.replace("\x00", "").replace("\ud800", ""))]) == 2
     assert all(it.isprintable() or it == "\n" for it in capsys.readouterr().err)
 
 
-def test_checkpoints_shows_a_stores_words_as_text(tmp_path: Path,
+def test_checkpoints_shows_the_texts_of_a_store_as_text(tmp_path: Path,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever can write into the store chooses names and records."""
+    """A writer of the store chooses names and records."""
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "\x1b[2J[bold]").write_bytes(b"{}")
     (tmp_path / f"log/{1:020d}.json").write_bytes(b'{"\x1b[2J": 1}')
     main(["checkpoints", "ls", str(tmp_path)])
-    told = capsys.readouterr()
-    assert all(it.isprintable() or it == "\n" for it in told.out + told.err)
+    captured = capsys.readouterr()
+    assert all(it.isprintable() or it == "\n" for it in captured.out + captured.err)
 
 
-def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drivers_last_message_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     """The traceback of a user's exception comes from a worker."""
     driver = MendedDriver(
         SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None), {},
@@ -153,7 +153,7 @@ def test_the_drivers_last_word_is_shown_as_text(capsys: pytest.CaptureFixture[st
 
 
 def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -> None:
-    """Another process of the user's may have written into output.log."""
+    """Another process of the user may have written into output.log."""
     code = ("import sys; from elastic_trainer.wire.plain import plain_output; "
             "from elastic_trainer.launch.run import last_printed; "
             "from pathlib import Path; print(*map(plain_output, last_printed(Path(sys.argv[1]))))")

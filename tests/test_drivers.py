@@ -56,16 +56,16 @@ def test_each_driver_answers_all_that_the_world_asks(driver: type[Any]) -> None:
 def test_only_our_driver_takes_what_plain_horovodrun_would_take_for_a_death() -> None:
     """A restart in place, or an exit for a machine's fault."""
     for driver, is_ours in ((OurDriver, True), (PlainDriver, False), (Alone, False)):
-        nobody = object.__new__(driver)
+        unmade = object.__new__(driver)
         assert {
-            nobody.revives_workers(),
-            nobody.takes_machine_faults(),
-            nobody.compares_arithmetic(),
-            nobody.counts_idle_generations()
+            unmade.revives_workers(),
+            unmade.takes_machine_faults(),
+            unmade.compares_arithmetic(),
+            unmade.counts_idle_generations()
         } == {is_ours}
-        assert nobody.drains_on_sigterm() == (driver is not Alone)
+        assert unmade.drains_on_sigterm() == (driver is not Alone)
 
 
 def test_a_worker_without_a_launcher_is_alone() -> None:
-    """The launch says which driver there is."""
+    """The launch determines the driver."""
     assert isinstance(driver_of(Launch()), Alone)

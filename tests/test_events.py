@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.observe.events import Events, read_events
 
@@ -26,25 +27,26 @@ events.emit("after", step=42)
 
 
 def test_a_full_disk_costs_the_lines_that_found_it_full(tmp_path: Path) -> None:
-    """The one that was cut is spoilt alone; what comes when there is room again stands whole; it is
-    said once."""
+    """Only the line that was cut is lost. Lines after the disk has room are whole. One message
+    reports the failure."""
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # Stdout may be a protocol.
+    # stdout may be a protocol
     assert done.stdout == "" and done.stderr.count("events.write_failed") == 1
-    told = read_events(tmp_path)
-    steps = [event["step"] for event in told if event["event"] == "worker.step_told"]
-    assert told[0]["event"] == "before" and 3 < len(steps) < 40 and steps == list(range(len(steps)))
-    assert [event["step"] for event in told if event["event"] == "after"] == [41, 42]
+    logged = read_events(tmp_path)
+    steps = [event["step"] for event in logged if event["event"] == "worker.step_told"]
+    assert logged[0]["event"] == "before"
+    assert 3 < len(steps) < 40 and steps == list(range(len(steps)))
+    assert [event["step"] for event in logged if event["event"] == "after"] == [41, 42]
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert len(lines) == len(told) + 1  # the torn one
+    assert len(lines) == len(logged) + 1  # the torn one
 
 
 def test_a_line_is_whole_in_the_event_log_before_its_listeners_hear_it(tmp_path: Path) -> None:
-    """They act on what stands there."""
-    events, heard = Events(tmp_path, attempt=3), list[object]()
+    """Listeners act on what the event log has."""
+    events, heard = Events(tmp_path, attempt=3), list[tuple[Any, Any]]()
     events.listeners.append(lambda event, facts: heard.append((read_events(tmp_path)[-1], facts)))
     events.emit("driver.worker_ready", worker="a/0/1", pid=1)
-    assert heard and heard[0][0] == heard[0][
-        1] and heard[0][1]["attempt"] == 3  # type: ignore[index]
+    ((logged, facts),) = heard
+    assert logged == facts and facts["attempt"] == 3

@@ -32,12 +32,12 @@ be silent."""
 
 
 def host(rank: int) -> str:
-    """The host that has this rank while nobody has left."""
+    """The host that has this rank while all workers are present."""
     return f"127.0.0.{rank + 1}"
 
 
 def shown(pid: int) -> str:
-    """What a worker says of itself as the name of its process, without the number of steps."""
+    """The process title of a worker, without the number of steps."""
     return Path(f"/proc/{pid}/comm").read_text().split()[0]
 
 
@@ -48,7 +48,7 @@ def stopped(events: list[dict[str, Any]]) -> list[str]:
 
 def index_of(story: list[str], event: str, count: int) -> int:
     """Where in the story an event is for the second (third, …) time."""
-    return [at for at, told in enumerate(story) if told == event][count - 1]
+    return [at for at, logged in enumerate(story) if logged == event][count - 1]
 
 
 @pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"),
@@ -89,11 +89,11 @@ def test_a_machine_that_fails_costs_its_worker_alone(tmp_path: Path, twin_of: Tw
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
-        [told] = cluster.events("worker.machine_failed")
+        [logged] = cluster.events("worker.machine_failed")
         [gone] = cluster.lost()
-    assert (told["host"], told["error"]) == (gone["host"], "EIO") == (host(2),
-                                                                      "EIO") and told["shard"] >= 0
-    assert "Input/output error, as planned" in told["text"] and gone["reason"] == "machine_failed"
+    assert (logged["host"], logged["error"]) == (gone["host"], "EIO") == (host(2), "EIO")
+    assert logged["shard"] >= 0
+    assert "Input/output error, as planned" in logged["text"] and gone["reason"] == "machine_failed"
     assert result["steps_redone"] <= 1
     assert result["attempts"] == 1
 
@@ -112,14 +112,13 @@ def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
     plan.add("io_error", at="data", first=first)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == EXIT_USER_ERROR
-        told = cluster.events("worker.machine_failed")
+        logged = cluster.events("worker.machine_failed")
         [ended] = cluster.events("attempt.ended")
-        said = (tmp_path / "output.log").read_text()
-    assert [(e["step"], e["shard"]) for e in told] == [(12, 5),
-                                                       (12, 5)] and len({e["host"]
-                                                                         for e in told}) == 2
+        output = (tmp_path / "output.log").read_text()
+    assert [(event["step"], event["shard"]) for event in logged] == [(12, 5), (12, 5)]
+    assert len({event["host"] for event in logged}) == 2
     assert ended["verdict"] == "user_error" and len(cluster.fired()) == 2
-    verdict = said[said.index("attempt user_error"):]
+    verdict = output[output.index("attempt user_error"):]
     assert "Shard 5 of step 12 fails with EIO on" in verdict and verdict.count(
         "Input/output error, as planned") >= 2
 
@@ -162,8 +161,8 @@ def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path,
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: int) -> None:
-    """SIGSTOP: sockets stay open and nothing is said; the beats' silence ends it (F3), nobody
-    else."""
+    """SIGSTOP: the sockets stay open without traffic. The missing heartbeats end that worker alone
+    (F3)."""
     with Cluster(tmp_path,
                  job=FEW,
                  plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
@@ -313,7 +312,7 @@ def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: 
     plan = Plan()
     for rank in (0, 1):
         plan.add("kill_together", host=host(rank), at="step.voted", step=12)
-        # Their successors: nobody is there to go on with.
+        # Their successors: no survivor holds the state.
         plan.add("hold", host=host(rank), at="boot", generation=1)
     with Cluster(tmp_path, job=SLOW, min_workers=3, plan=plan) as cluster:
         cluster.wait_for_step(3)
@@ -397,9 +396,9 @@ def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of:
 
 def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path,
                                                                   twin_of: Twin) -> None:
-    """Its host leaves the list between its word that it is ready and the step boundary at which it
-    would be let in."""
-    # Nobody gets to a boundary.
+    """Its host leaves the list after its message that it is ready, and before the step boundary at
+    which it would enter."""
+    # no worker gets to a boundary
     plan = Plan().add("hold", host=host(1), at="step.prepared", step=12)
     with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_until_fired()
@@ -495,8 +494,8 @@ def test_keeps_the_last_list_when_the_discovery_fails(tmp_path: Path, twin_of: T
 
 
 def test_keeps_the_last_list_when_the_discovery_hangs(tmp_path: Path, twin_of: Twin) -> None:
-    """What never answers is unknown too: it is told, a death is recovered from meanwhile, and the
-    next answer counts."""
+    """No answer is no empty answer: the failure is logged, a death is recovered from meanwhile, and
+    the next answer counts."""
     hangs, script = tmp_path / "hangs", tmp_path / "discovery.sh"
     script.write_text('if [ -e "$1" ]; then sleep 120 & echo $! >> "$1.pids"; wait; fi\ncat "$2"\n')
     discovery = f"sh {script} {hangs} {tmp_path / 'hosts'}"
@@ -615,8 +614,8 @@ def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Pat
 
 def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(
         tmp_path: Path, twin_of: Twin) -> None:
-    """SIGTERM to everybody: nobody may hold the state any more, so it is written down, and nothing
-    is done again."""
+    """SIGTERM to all workers: no worker may keep the state, so it is written to the store, and no
+    step is done again."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)
         cluster.signal_workers(cluster.all_hosts, signal.SIGTERM)
@@ -626,8 +625,8 @@ def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(
     assert result["steps_redone"] == 0
 
 
-def test_the_driver_takes_nobody_for_dead_when_it_thaws(tmp_path: Path, twin_of: Twin) -> None:
-    """It has heard nobody for longer than a worker may be silent: it was the one who stood still.
+def test_the_driver_takes_no_worker_for_dead_when_it_thaws(tmp_path: Path, twin_of: Twin) -> None:
+    """It got no heartbeat for longer than a worker may be silent: the driver itself stood still.
     All train on."""
     with Cluster(tmp_path, job=SLOW, limits="silence_s=8,gloo_s=16,driver_lost_s=60") as cluster:
         cluster.wait_for_step(7)
@@ -645,7 +644,7 @@ def test_the_driver_takes_nobody_for_dead_when_it_thaws(tmp_path: Path, twin_of:
 
 def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path,
                                                                  twin_of: Twin) -> None:
-    """Its workers have given it up, written their last step down and gone: it finds nobody, and no
+    """Its workers have given it up, written their last step and ended: it finds no worker, and no
     victim either."""
     with Cluster(tmp_path, job=SLOW) as cluster:
         cluster.wait_for_step(7)

@@ -23,7 +23,7 @@ SLOW = [*JOB, "--step-s", "0.1"]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """Return what the job says in the end when it is done alone: its words by name."""
+    """Return the last output of the job done alone, by name."""
     def run(*arguments: str) -> dict[str, str]:
         environ = {
             k: v

@@ -49,7 +49,7 @@ class Substitute:
         self.asked.append((what, value))
 
     def go_off(self) -> None:
-        """Do what AWS does when the coordinator has said nothing for LOST_S."""
+        """Do what AWS does after LOST_S without a request of the coordinator."""
         self.size, self.is_armed = 0, False
 
 
@@ -109,7 +109,7 @@ def test_the_wish_is_obeyed_in_the_end_when_asking_for_it_fails(here: Path) -> N
 
 
 def test_a_size_set_by_hand_stays_until_another_is_wished(here: Path) -> None:
-    """Also zero, by which somebody pauses; the next `apply` with another number counts."""
+    """Also zero, by which a person pauses the run; the next `apply` with another number counts."""
     group = Substitute()
     call(group, here)
     group.size = 0
@@ -127,7 +127,7 @@ def test_the_machines_come_back_with_a_coordinator_that_was_lost(here: Path) -> 
 
 
 def test_machines_of_which_none_works_for_an_hour_are_sent_away(here: Path) -> None:
-    """With an event that says where to look; they stay away until somebody wishes for another
+    """With an event that says where to look; they stay away until a person asks for another
     number."""
     group = Substitute()
     call(group, here)

@@ -72,16 +72,16 @@ NEWS = st.builds(News,
                  detail=TEXT)
 
 
-def through_json(words: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(words)))
+def through_json(message: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(message)))
 
 
 @given(HEARTBEATS)
 def test_the_driver_reads_the_heartbeat_that_a_worker_has_sent(heartbeat: Heartbeat) -> None:
     """Each field arrives as it was, and the check of what arrives finds no flaw."""
-    words = through_json({"worker": heartbeat.worker, **heartbeat.to_dict()})
-    assert Heartbeat.from_dict(words) == heartbeat
-    assert flaw_of_message(words) == ""
+    message = through_json({"worker": heartbeat.worker, **heartbeat.to_dict()})
+    assert Heartbeat.from_dict(message) == heartbeat
+    assert flaw_of_message(message) == ""
 
 
 @given(NEWS)
@@ -95,14 +95,14 @@ def test_a_worker_reads_the_answer_that_the_driver_has_sent(news: News) -> None:
 
 def test_the_driver_reads_a_heartbeat_of_version_0_1() -> None:
     """What its workers leave out has a default: no error, no arithmetic, tried no peer in vain."""
-    words = {"worker": "a/0/1", "count": 1, "phase": "training", "generation": 2}
-    assert Heartbeat.from_dict(words) == Heartbeat(worker="a/0/1",
+    message = {"worker": "a/0/1", "count": 1, "phase": "training", "generation": 2}
+    assert Heartbeat.from_dict(message) == Heartbeat(worker="a/0/1",
                                                     count=1,
                                                     phase="training",
                                                     generation=2)
-    assert Heartbeat.from_dict(words).unreachable == ()
+    assert Heartbeat.from_dict(message).unreachable == ()
     assert Heartbeat.from_dict(
-        words | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
+        message | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
 
 
 def test_a_worker_reads_an_answer_of_version_0_1() -> None:
@@ -112,10 +112,10 @@ def test_a_worker_reads_an_answer_of_version_0_1() -> None:
         "generation": 3, "rank": 1, "size": 2, "local_rank": 0, "local_size": 1,
         "address": "10.0.0.1", "port": 4711, "at_once": True
     }
-    words = {
+    message = {
         "place": place, "notice": "", "unwanted": False, "dead": [0], "reach": {}, "version": "x"
     }
-    assert News.from_dict(words) == News(version="x", dead=(0,), place=Seat(
+    assert News.from_dict(message) == News(version="x", dead=(0,), place=Seat(
         generation=3, rank=1, size=2, address="10.0.0.1", port=4711, at_once=True))
     assert News.from_dict({"offer": 7, "reach": {"b/0/2": ["10.0.0.2", 9]},
                             "version": "y"}) == News(version="y",

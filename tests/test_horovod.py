@@ -103,7 +103,7 @@ def test_an_exchange_that_was_half_done_ends_with_its_connections(tmp_path: Path
 
 
 def test_cycles_are_long_only_where_the_thread_wakes() -> None:
-    """A Horovod that somebody else has built delays each operation by half a cycle: there they
+    """A Horovod without our patches delays each operation by half a cycle: there they
     follow the step."""
     assert cycle_ms(0.3, wakes=True) == IDLE_CYCLE_MS
     assert [cycle_ms(step_s, wakes=False) for step_s in (0.001, 0.1, 10.0)] == [1.0, 2.0, 5.0]
@@ -119,9 +119,9 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("interface", "says"), [("lo", "size 1"),
+@pytest.mark.parametrize(("interface", "shown"), [("lo", "size 1"),
                                                  ("", "refused: Horovod initialization failed")])
-def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, says: str) -> None:
+def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, shown: str) -> None:
     """With the interface given, which session.py always does. Without it hvd.init() fails with the
     reason, and the process lives. (It died of SIGSEGV in a list that getaddrinfo had not
     filled.)"""
@@ -134,7 +134,7 @@ def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, s
         timeout=120)
     if done.returncode == 1 and "unshare" in done.stderr:
         pytest.skip(f"this machine gives no host name of one's own: {done.stderr}")
-    assert done.returncode == 0 and says in done.stdout, done.stderr
+    assert done.returncode == 0 and shown in done.stdout, done.stderr
     assert interface or "Unable to find address for nobody.invalid" in done.stderr
 
 
@@ -185,13 +185,13 @@ def test_each_member_puts_one_value_however_many_they_are(store: Rendezvous) -> 
 
 
 def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
-    """`hvd.init()` fails in each, as soon as the store says so. (It aborted the process, F1.)"""
+    """`hvd.init()` fails in each, as soon as the store reports it. (It aborted the process, F1.)"""
     members = [meeting(store, rank, 4) for rank in range(3)]
     wait_for("members", lambda: len(store.waiting) == 3, 60.0)
     store.abandon()
-    said = [member.communicate(timeout=120)[0] for member in members]
+    outputs = [member.communicate(timeout=120)[0] for member in members]
     assert all("not met:" in text and "A member of the world is gone" in text
-               for text in said), said
+               for text in outputs), outputs
     assert [member.returncode for member in members] == [0, 0, 0]
 
 
@@ -207,18 +207,18 @@ def connect_from(address: str, members: list[subprocess.Popen[str]]) -> list[soc
 
 
 def test_who_connects_while_a_world_forms_takes_no_members_place(store: Rendezvous) -> None:
-    """A stranger is first on each port on which a member waits for another one. (The member took
+    """An intruder is first on each port on which a member waits for another one. (The member took
     him for its peer, and the world did not form.)"""
     members = [meeting(store, rank, 4) for rank in range(3)]
     wait_for("members", lambda: len(store.waiting) == 3, 60.0)
-    strangers = connect_from("127.0.0.66", members)
-    strangers[0].sendall(bytes(48))
-    strangers[1].close()
+    intruders = connect_from("127.0.0.66", members)
+    intruders[0].sendall(bytes(48))
+    intruders[1].close()
     members.append(meeting(store, 3, 4))
     assert [member.communicate(timeout=120)[0].strip() for member in members] == ["met"] * 4
-    assert len(strangers) == 3 * 3
-    for stranger in strangers:
-        stranger.close()
+    assert len(intruders) == 3 * 3
+    for intruder in intruders:
+        intruder.close()
 
 
 @pytest.mark.parametrize(("size", "at_once", "load", "seconds"), [(4, True, 0.5, 10.0),

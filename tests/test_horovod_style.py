@@ -272,7 +272,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """
 
 
-@pytest.mark.parametrize(("code", "told"), [
+@pytest.mark.parametrize(("code", "message"), [
     ("ElasticState(model=model, optimizer=optimizer)", "hvd.init() has not been called"),
     ("hvd.join()", "hvd.join() cannot be used"),
     ("hvd.add_process_set([0])", "hvd.add_process_set() cannot be used"),
@@ -286,14 +286,14 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ("init_by_name()", "hvd.init was imported by name"),
     ("local_rank_by_name()", "Horovod has not been initialized"),
 ])
-def test_what_cannot_hold_is_refused(code: str, told: str) -> None:
+def test_what_cannot_hold_is_refused(code: str, message: str) -> None:
     """With the remedy; nothing that Horovod would do instead is done."""
     text = f"{BY_NAME}{BUILD}{code}"
     done = subprocess.run([sys.executable, "-c", text],
                           env=os.environ | {"ELASTIC_TRAINER_DRIVER": "127.0.0.1:1"},
                           capture_output=True,
                           text=True)
-    assert done.returncode != 0 and told in done.stderr, done.stderr
+    assert done.returncode != 0 and message in done.stderr, done.stderr
 
 
 def test_the_wrong_order_is_refused() -> None:

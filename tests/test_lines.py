@@ -22,15 +22,15 @@ def cut(data: bytes, lengths: list[int]) -> list[bytes]:
     return pieces
 
 
-def said(lines: Lines, pieces: list[bytes], *, clock_s: float = 0.0) -> list[bytes]:
+def passed_on(lines: Lines, pieces: list[bytes], *, clock_s: float = 0.0) -> list[bytes]:
     """Return all lines of an output that comes in pieces, one each `clock_s`."""
-    told, now = list[bytes](), 0.0
+    passed, now = list[bytes](), 0.0
     for piece in pieces:
         now += clock_s
         if (wait_s := lines.wait_s(now)) is not None and wait_s <= 0:
-            told += lines.show()
-        told += lines.take(piece, now)
-    return told + lines.close()
+            passed += lines.show()
+        passed += lines.take(piece, now)
+    return passed + lines.close()
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
@@ -46,36 +46,36 @@ def test_each_line_comes_whole_and_once_however_it_is_read(texts: list[bytes],
     expected = whole.split(b"\n")
     if not expected[-1].strip():
         expected.pop()
-    assert said(Lines(MARK, 5.0), cut(whole, lengths)) == expected
+    assert passed_on(Lines(MARK, 5.0), cut(whole, lengths)) == expected
 
 
 @pytest.mark.parametrize(
     "text", [b"x", b"\xc3\xa4\xe2\x86\x92", b"50%\r", b"\r", b"x\r ", b"\x1e", MARK[:5], b"\xff"])
 def test_memory_is_bounded_when_no_line_ever_ends(text: bytes) -> None:
     """A progress bar, a binary, an endless line."""
-    lines, told = Lines(MARK, 5.0), list[bytes]()
+    lines, passed = Lines(MARK, 5.0), list[bytes]()
     for _ in range(100):
-        told += lines.take(text * 5000, 0.0)
+        passed += lines.take(text * 5000, 0.0)
         assert lines.kept_bytes <= MAX_LINE_BYTES
-    assert all(len(line) <= MAX_LINE_BYTES for line in told)
+    assert all(len(line) <= MAX_LINE_BYTES for line in passed)
     if b"\r" not in text:
-        assert b"".join(told + lines.close()) == text * 500_000
+        assert b"".join(passed + lines.close()) == text * 500_000
         # No half character.
-        assert text in (b"\x1e", MARK[:5], b"\xff") or "".join(line.decode() for line in told)
+        assert text in (b"\x1e", MARK[:5], b"\xff") or "".join(line.decode() for line in passed)
 
 
 def test_of_updates_the_newest_is_told_at_a_bounded_rate_and_the_last_one_always() -> None:
     """tqdm begins each with a carriage return, others end them with it."""
     for form in (b"\r%3d%%", b"%3d%%\r"):
         updates = [form % number for number in range(101)]
-        told = said(Lines(MARK, 5.0), [*updates, b"\n", b"next\n"], clock_s=1.0)
-        numbers = [int(line.strip(b"\r %")) for line in told[:-1]]
-        assert numbers == sorted(set(numbers)) and numbers[-1] == 100 and told[-1] == b"next"
+        passed = passed_on(Lines(MARK, 5.0), [*updates, b"\n", b"next\n"], clock_s=1.0)
+        numbers = [int(line.strip(b"\r %")) for line in passed[:-1]]
+        assert numbers == sorted(set(numbers)) and numbers[-1] == 100 and passed[-1] == b"next"
         assert 101 // 7 <= len(numbers) <= 101 // 5 + 2
 
 
 def test_text_without_a_line_end_is_told_while_it_waits_for_one() -> None:
-    """A prompt, or dots: once, and the line that goes on is not told twice."""
+    """A prompt, or dots: once, and the line that continues is not shown twice."""
     lines = Lines(MARK, 5.0)
     assert lines.take(b"ready? ", 100.0) == [] and lines.wait_s(103.0) == 2.0
     assert lines.show() == [b"ready? "] and lines.wait_s(106.0) is None
@@ -94,11 +94,11 @@ def test_our_own_message_is_whole_whatever_stands_before_it(before: bytes,
     big = [length * 2000 for length in lengths]
     for clock_s in (0.0, 9.0):
         whole = before + MARK + b"-9\n"
-        told = said(Lines(MARK, 5.0), cut(whole[:-20], big) + [whole[-20:]], clock_s=clock_s)
-        assert told[-1].endswith(MARK + b"-9")
-        assert b"".join(told).strip(b"\r") == whole.strip().replace(b"\r", b"").strip(b"\r")
+        passed = passed_on(Lines(MARK, 5.0), cut(whole[:-20], big) + [whole[-20:]], clock_s=clock_s)
+        assert passed[-1].endswith(MARK + b"-9")
+        assert b"".join(passed).strip(b"\r") == whole.strip().replace(b"\r", b"").strip(b"\r")
 
 
 def test_a_line_that_ends_in_a_carriage_return_is_a_line() -> None:
     """As Windows has them."""
-    assert said(Lines(MARK, 5.0), [b"one\r\ntwo\r\n\r\n"]) == [b"one", b"two", b""]
+    assert passed_on(Lines(MARK, 5.0), [b"one\r\ntwo\r\n\r\n"]) == [b"one", b"two", b""]

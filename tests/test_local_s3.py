@@ -164,8 +164,8 @@ def test_another_user_finds_no_door(data: Path) -> None:
     }
     assert [where.ip for where in listening] == ["127.0.0.1"]
     assert not [
-        word
-        for word in server.cmdline() if secret in word or os.environ["AWS_ACCESS_KEY_ID"] in word
+        argument for argument in server.cmdline()
+        if secret in argument or os.environ["AWS_ACCESS_KEY_ID"] in argument
     ]
     assert not {"NOT_ITS_BUSINESS", "AWS_SESSION_TOKEN"} & server.environ().keys()
     assert "AWS_SESSION_TOKEN" not in os.environ
@@ -187,14 +187,14 @@ def test_another_user_finds_no_door(data: Path) -> None:
 def test_it_answers_while_strangers_hold_connections() -> None:
     """Idle ones, halves of a request, and a body that is announced and does not come."""
     address = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"])
-    words = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n",
+    requests = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n",
              b"PUT /x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
     held = [
         socket.create_connection((str(address.hostname), int(address.port or 0)), 10)
         for _ in range(90)
     ]
     for number, connection in enumerate(held):
-        connection.sendall(words[number % len(words)])
+        connection.sendall(requests[number % len(requests)])
     assert S3Store(STORE).get("object") == BODY
     for connection in held:
         connection.close()

@@ -68,7 +68,7 @@ def test_what_the_code_or_the_data_does_is_not(error: BaseException) -> None:
 
 
 def test_the_chain_ends_when_it_is_a_circle_or_was_cut() -> None:
-    """`raise … from None` says that what was handled does not matter."""
+    """`raise … from None` declares that the handled exception does not matter."""
     one, other = ValueError(1), ValueError(2)
     one.__context__, other.__context__ = other, one
     assert machine_fault(one) == ""

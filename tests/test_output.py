@@ -38,7 +38,7 @@ def test_a_worker_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 
 def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
-    """The run is not the worse for it: its exit code says how it ended."""
+    """The run does not fail by it: its exit code is that of the training."""
     code = "from elastic_trainer.host.output import outlive_readers\n" \
            "outlive_readers()\nfor i in range(9999): print(i)\nexit(3)"
     with open("/dev/full", "w") as full:
@@ -69,10 +69,10 @@ for thread in threads: thread.join()
 
 def test_lines_of_different_workers_stay_lines() -> None:
     """However many of them speak at once."""
-    told = subprocess.run([sys.executable, "-c", MANY_WORKERS],
+    done = subprocess.run([sys.executable, "-c", MANY_WORKERS],
                           capture_output=True,
                           text=True,
                           check=True)
-    assert sorted(told.stdout.splitlines()) == [
+    assert sorted(done.stdout.splitlines()) == [
         f"[host-{n}]<stdout>: a line" for n in range(4) for _ in range(500)
     ]

@@ -61,7 +61,7 @@ def test_what_was_done_of_a_step_that_broke_is_redoing() -> None:
 
 def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once, with all of its time, and none of it is told when no member has held the
+    """It is logged once, with all of its time, and not logged if no member has held the
     state."""
     now = [0.0]
     monkeypatch.setattr("elastic_trainer.world.pauses.time.monotonic", lambda: now[0])
@@ -97,7 +97,7 @@ def event(time: float, name: str, **facts: Any) -> dict[str, Any]:
 
 
 def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker() -> None:
-    """From 0.2 s after the last step: not from where the next generation says that it was left."""
+    """From 0.2 s after the last step, not from the time at which it was left."""
     def step(time: float, number: int, **more: Any) -> dict[str, Any]:
         return event(time,
                      "worker.step_committed",
@@ -111,7 +111,7 @@ def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker
         facts = {"generation": number, "size": 4, "step": at, "pause_s": pause_s}
         return event(time, "worker.generation_started", source="memory", **facts)
 
-    told = [
+    logged = [
         event(0.0, "run.started"),
         event(0.0, "attempt.started"),
         generation(1.0, 1, 0.0, 0),
@@ -123,7 +123,8 @@ def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker
     parts = {
         "noticing_s": 5.0, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.1, "redoing_s": 0.2
     }
-    whole = [*told, event(7.2, "worker.pause_ended", step=1, duration_s=5.8, **parts), step(7.2, 1),
+    ended = event(7.2, "worker.pause_ended", step=1, duration_s=5.8, **parts)
+    whole = [*logged, ended, step(7.2, 1),
              event(7.2, "run.finished", steps=2, samples=16, loss=1.0, weights_sha256="5a")]
     result = summarize(whole)
     assert result["pauses"] == [5.8] and result["books"]["pausing_s"] == 5.8

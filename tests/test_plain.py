@@ -52,11 +52,11 @@ def test_leaves_at_a_step_boundary_when_terminated_under_plain_horovodrun(
                           text=True,
                           timeout=200)
     assert (tmp_path / "fired-0").exists(), done.stdout
-    told = read_events(tmp_path / "run")
-    assert [e["worker"] for e in told if e["event"] == "worker.left"] == ["127.1"], done.stdout
-    assert not [e for e in told if e["event"] == "worker.generation_broken"], done.stdout
+    logged = read_events(tmp_path / "run")
+    assert [e["worker"] for e in logged if e["event"] == "worker.left"] == ["127.1"], done.stdout
+    assert not [e for e in logged if e["event"] == "worker.generation_broken"], done.stdout
     assert [
-        e["size"] for e in told if e["event"] == "worker.generation_started" and e["rank"] == 0
+        e["size"] for e in logged if e["event"] == "worker.generation_started" and e["rank"] == 0
     ] == [3, 2]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["weights_sha256"] == twin_of(*job), done.stdout
@@ -83,7 +83,7 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
         def start(*command: str) -> subprocess.Popen[bytes]:
             process = subprocess.Popen(command,
                                        env=env,
-                                       stdout=output,
+                                       stdout=log,
                                        stderr=subprocess.STDOUT,
                                        cwd=tmp_path)
             stack.callback(process.wait)
@@ -95,11 +95,11 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
                     e
                     for e in read_events(run) if e["event"] == event and facts.items() <= e.items()
             ]):
-                assert time.monotonic() < deadline and horovodrun.poll() is None, (event, said())
+                assert time.monotonic() < deadline and horovodrun.poll() is None, (event, output())
                 time.sleep(0.1)
             return found[-1]
 
-        def said() -> str:
+        def output() -> str:
             return (tmp_path / "output").read_text()
 
         def write_hosts(names: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
             (tmp_path / "new").rename(hosts)
 
         deadline = time.monotonic() + 400
-        output = stack.enter_context(open(tmp_path / "output", "w"))
+        log = stack.enter_context(open(tmp_path / "output", "w"))
         write_hosts(HOSTS)
         horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np",
                            "2", "--network-interfaces", "lo", "--host-discovery-script",
@@ -122,10 +122,10 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
         wait_for("worker.generation_started", size=4, generation=3)
         (tmp_path / "hurry").touch()
         horovodrun.wait(deadline - time.monotonic())
-    assert (tmp_path / "fired-0").exists(), said()
+    assert (tmp_path / "fired-0").exists(), output()
     result = json.loads((run / "result.json").read_text())
-    assert result["weights_sha256"] == twin_of(*STEPS), said()
-    assert said().count("weights " + result["weights_sha256"]) == 4, said()
+    assert result["weights_sha256"] == twin_of(*STEPS), output()
+    assert output().count("weights " + result["weights_sha256"]) == 4, output()
 
 
 @pytest.mark.usefixtures("turn")
@@ -166,8 +166,8 @@ def test_has_the_same_bits_when_a_bit_is_flipped_under_plain_horovodrun(
 
 
 @pytest.mark.usefixtures("turn")
-def test_other_arithmetic_is_told_under_plain_horovodrun(tmp_path: Path) -> None:
-    """Nobody can be refused there: the first rank tells who computes other bits, once a
+def test_other_arithmetic_is_logged_under_plain_horovodrun(tmp_path: Path) -> None:
+    """No worker can be refused there: rank 0 logs the hosts that compute other bits, once a
     generation."""
     run = tmp_path / "run"
     (tmp_path / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:2]))
@@ -184,7 +184,7 @@ def test_other_arithmetic_is_told_under_plain_horovodrun(tmp_path: Path) -> None
                           stderr=subprocess.STDOUT,
                           text=True,
                           timeout=400)
-    told = [e for e in read_events(run) if e["event"] == "worker.arithmetic_differs"]
-    assert len(told) == 1 and {told[0]["host"], told[0]["other_host"]} == set(
+    logged = [e for e in read_events(run) if e["event"] == "worker.arithmetic_differs"]
+    assert len(logged) == 1 and {logged[0]["host"], logged[0]["other_host"]} == set(
         HOSTS[:2]), done.stdout
     assert json.loads((run / "result.json").read_text())["finished"]

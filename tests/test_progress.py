@@ -65,15 +65,15 @@ def test_a_bar_is_shown_on_a_terminal_and_gone_before_a_traceback() -> None:
     done = run("raise", capture_output=False, stdout=slave, stderr=slave,
                env=env | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"})
     os.close(slave)
-    said = b""
+    received = b""
     while True:
         try:
             piece = os.read(master, 65536)
         except OSError:
             break
-        said += piece
+        received += piece
     os.close(master)
-    text = said.decode()
+    text = received.decode()
     assert done.returncode == 1
     assert "mine 4" in text and "5/10" in text and "samples/s" in text
     # The cursor is back.

@@ -246,7 +246,7 @@ def test_the_run_ends_when_a_scheduler_without_a_mark_is_stepped_behind_our_back
 @pytest.mark.parametrize("where", ["after_step", "loss"])
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_the_run_ends_when_the_users_code_sets_a_rate(where: str, rate: Any) -> None:
-    """At the first step that would use it, and nobody applies that step."""
+    """At the first step that would use it, and no worker applies that step."""
     model = built()
     optimizer = torch.optim.Adam(model.parameters(), lr=copy.deepcopy(rate))
     finished: list[int] = []
@@ -325,7 +325,7 @@ def test_the_user_is_told_at_the_start_when_a_scheduler_cannot_do_it() -> None:
 def test_the_user_is_told_when_a_run_is_resumed_with_another_kind_of_schedule(
     kinds: tuple[str | None, str | None], run_dir: Path
 ) -> None:
-    """Its state says nothing to the other one."""
+    """The other scheduler cannot use its state."""
     first, second = (kind and KINDS[kind] for kind in kinds)
     ours(first, momentum, max_steps=2)
     with pytest.raises(LayoutError, match="the schedule is"):

@@ -14,7 +14,7 @@ SLOW = ("--steps", "120", "--step-s", "0.15", "--checkpoint-every", "10")
 
 
 def host(rank: int) -> str:
-    """The host that has this rank while nobody has left."""
+    """The host that has this rank while all workers are present."""
     return f"127.0.0.{rank + 1}"
 
 
@@ -50,8 +50,8 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: 
 
 def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(
         tmp_path: Path, twin_of: Twin) -> None:
-    """Of two workers nobody knows who is right: both drop the state, and what was published since
-    is not restored."""
+    """Two workers have no majority: both drop the state, and no checkpoint since the flip
+    is restored."""
     plan = Plan().add("flip_weight", host=host(1), at="step.prepared", step=25)
     with Cluster(tmp_path, hosts=2, job=SLOW, plan=plan) as cluster:
         cluster.wait_until_fired()
@@ -65,7 +65,7 @@ def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(
 
 def test_the_result_is_the_majoritys_when_a_bit_is_flipped_after_the_last_vote(
         tmp_path: Path, twin_of: Twin) -> None:
-    """Everything is compared once more before the run says that it has finished."""
+    """The whole state is compared once more before the run finishes."""
     plan = Plan().add("flip_weight", host=host(0), at="step.applied", step=39)
     with Cluster(tmp_path, job=("--steps", "40"), plan=plan) as cluster:
         assert cluster.finish() == 0

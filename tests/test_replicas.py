@@ -162,6 +162,6 @@ def test_the_sums_say_whether_all_are_the_same(values: list[int], copies: int) -
                                                        ("aabc", (), (0, 1, 2, 3))])
 def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majority: Any,
                                                                odd: Any) -> None:
-    """Where no more than half are the same nobody knows who is right."""
+    """If no more than half hold the same bits, there is no majority."""
     found = judge([[("w", ord(one)), ("v", 1)] for one in held])
     assert (found.majority, found.odd, found.tensors) == (majority, odd, ("w",))

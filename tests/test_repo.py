@@ -174,7 +174,7 @@ print([t.name for t in threading.enumerate() if t is not threading.main_thread()
 
 
 def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
-    """No thread, no socket, no process, no signal handler, no variable, no file, no word."""
+    """No thread, socket, process, signal handler, variable or file is made, and no output."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"
     }
@@ -228,8 +228,8 @@ def our_files() -> list[Path]:
 
 
 def test_no_file_names_a_place_that_only_one_machine_has() -> None:
-    """Neither somebody's folders nor the host of a package index: pip's own configuration names
-    that."""
+    """Neither a developer's folders nor the host of a package index, which pip's own configuration
+    names."""
     places = ["/wo" "rk/", "/tmp" "/w/", "py" "pi.org", "files.python" "hosted"]
     found = [f"{path.relative_to(ROOT)} names {place}" for path in our_files()
              for place in places if place.encode() in path.read_bytes()]

@@ -29,8 +29,8 @@ def event(time: float, name: str, *, attempt: int = 1, **facts: Any) -> Event:
 
 def step(time: float, number: int, *, attempt: int = 1, generation: int = 1, **facts: Any) -> Event:
     place = {"attempt": attempt, "generation": generation, "size": 2}
-    said = {"samples": 8, "digest": 1, "loss": 3.0 - number, "lr": 0.1, "step_s": 1.0} | facts
-    return event(time, "worker.step_committed", step=number, **place, **said)
+    line = {"samples": 8, "digest": 1, "loss": 3.0 - number, "lr": 0.1, "step_s": 1.0} | facts
+    return event(time, "worker.step_committed", step=number, **place, **line)
 
 
 def generation(time: float,
@@ -211,7 +211,7 @@ def write(folder: Path, events: list[Event]) -> Path:
 
 
 def test_result_is_written_whole(tmp_path: Path) -> None:
-    """result.json is what summarize() says, and nothing is left beside it."""
+    """result.json is what summarize() returns, and no temporary file is left."""
     result = write_result(write(tmp_path, RUN))
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert result == summarize(RUN) | {"skipped_lines": 0, "unknown_events": 0}
@@ -237,8 +237,8 @@ def status_of(events: list[Event]) -> Status:
 
 
 def sentences(events: list[Event]) -> list[str]:
-    """Return what a status says of the last of the events, without the clock."""
-    return [re.sub(r"^\d\d:\d\d:\d\d ", "", said) for said in status_of(events).recent]
+    """Return a status's sentences about the last events, without the clock."""
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in status_of(events).recent]
 
 
 def test_picture_shows_where_training_is() -> None:
@@ -258,7 +258,7 @@ def test_picture_follows_a_restart_back_to_its_checkpoint() -> None:
 
 
 def test_picture_pauses_while_a_generation_forms() -> None:
-    """Between two generations nobody trains."""
+    """Between two generations no worker trains."""
     formed = event(9.7,
                    "driver.generation_formed",
                    generation=2,
@@ -311,7 +311,7 @@ def test_watch_shows_a_sentence_of_each_event() -> None:
         "generation 1 trains with 2 workers from the checkpoint of step 2")
     assert sentences(RUN)[-2] == "the run finished: 4 steps, 32 samples, loss 0.0000"
     assert len(sentences(RUN)) == RECENT_EVENTS
-    # A run that waits for its store says why.
+    # a run that waits for its store shows the reason
     for kind in ("state.store_unavailable", "state.checkpoint_refused"):
         (sentence,) = sentences([event(0.0, kind, error="s3://b did not take it: SlowDown")])
         assert sentence.endswith(": s3://b did not take it: SlowDown")
@@ -429,7 +429,7 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
 
 
 def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by its own word, counted: a host may have many."""
+    """Workers that do the same are counted together."""
     host = {
         "name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot",
         "state": "running", "group_state": "InService", "deadline": None, "events": [],
@@ -454,7 +454,7 @@ def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(
 
 def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and can be made again from the event log."""
+    """A message reports it, and result.json can be made again from the event log."""
     folder = write(tmp_path, RUN)
     (folder / "result.json").mkdir()
     assert write_result(folder)["finished"]

@@ -102,7 +102,7 @@ def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(
 
 def test_the_live_state_has_no_name_so_nothing_is_left_when_the_process_is_killed(
         left_behind: LeftBehind) -> None:
-    """Weights lie in memory that only this process holds: no file is there for anybody else, nor
+    """The weights lie in memory that only this process holds: there is no file for others, nor
     after its end."""
     memory = written(trained())
     assert os.fstat(memory).st_nlink == 0
@@ -135,7 +135,7 @@ def test_nothing_is_written_when_there_is_no_state(left_behind: LeftBehind) -> N
 
 @pytest.mark.parametrize("spoil", ["short", "empty", "header", "rubbish"])
 def test_the_state_is_refused_when_it_is_not_whole(left_behind: LeftBehind, spoil: str) -> None:
-    """A worker that was killed while it wrote leaves nothing that anybody takes."""
+    """A worker that is killed while it writes leaves nothing that a successor takes."""
     memory = written(trained())
     data = os.pread(memory, os.fstat(memory).st_size, 0)
     spoilt = {"short": data[:-1], "empty": b"", "header": data[:100],
@@ -220,7 +220,7 @@ def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_i
                           ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
 def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(
         thrown: str, text: str) -> None:
-    """A real one that nobody catches; what comes instead of the abort knows its text."""
+    """The function that is called instead of the abort gets the text of the exception."""
     code = (f"import ctypes, os\nfrom elastic_trainer.world import revive\n"
             f"revive.on_terminate(lambda error: (print(error, flush=True), os._exit(7)))\n"
             f"ctypes.CDLL('libstdc++.so.6').{thrown}(b'Connect timeout, as planned')")

@@ -205,7 +205,7 @@ def test_the_documentations_table_is_the_tables() -> None:
 
 
 def test_the_page_is_written_by_its_command(tmp_path: Path) -> None:
-    """As the page itself says."""
+    """As the page declares."""
     subprocess.run([sys.executable, "-m", "elastic_trainer.observe.events_page",
                     str(tmp_path / "events.md")], cwd=ROOT, check=True)
     assert (tmp_path / "events.md").read_text(encoding="utf-8") == page()

@@ -17,7 +17,8 @@ def test_the_signature_changes_when_anything_signed_does() -> None:
     """Key, kind, and all parts are under it, and a byte cannot move from one part to the next."""
     parts = [(a, b) for a in (b"b", b"nb", b"")
              for b in (b"b", b"nb", b"", b"\n")] + [(b"n", b"b", b""), (b"nb", )]
-    signatures = [seal(key, kind, *said) for key in (b"k", b"l") for kind in Kind for said in parts]
+    signatures = [seal(key, kind, *message)
+                  for key in (b"k", b"l") for kind in Kind for message in parts]
     assert len({*signatures}) == len(signatures) == 2 * 4 * 14
 
 
@@ -28,7 +29,7 @@ def test_other_parts_have_another_signature(one: list[bytes], other: list[bytes]
 
 
 def test_a_signature_that_is_no_text_is_wrong() -> None:
-    """It comes from anybody."""
+    """An unauthenticated client may have sent it."""
     assert not any(
         is_sealed(given, KEY, Kind.REQUEST)
         for given in ("", "é", "\udcff", seal(KEY, Kind.REQUEST)[:-1]))

@@ -1,5 +1,5 @@
-"""The event log in segments: nothing of it is lost or read twice, whoever seals, compresses, writes
-and reads at once."""
+"""The event log in segments: no line is lost or read twice while processes seal, compress, write
+and read at once."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_no_line_is_lost_when_several_processes_write_and_segments_are_sealed_un
     compress(tmp_path, late_s=0.0)
     assert [writer.returncode for writer in writers] == [0] * WRITERS
     assert len(segments(tmp_path)) >= 20 and segments(tmp_path)[1].suffix == ".gz"
-    told = read_events(tmp_path)
+    logged = read_events(tmp_path)
     for number in range(WRITERS):
-        assert [e["number"] for e in told if e["writer"] == number] == [*range(LINES)]
+        assert [e["number"] for e in logged if e["writer"] == number] == [*range(LINES)]
         assert sorted(e["number"] for e in heard if e["writer"] == number) == [*range(LINES)]
 
 
@@ -196,17 +196,17 @@ def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
     story.lose_one(3)
     story.lose_all()
     story.start(2)
-    told = story.finish()
+    logged = story.finish()
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, most in ((whole, 10**9), (cut, segment_bytes)):
         events = Events(folder, segment_bytes=most)
-        for event in told:
+        for event in logged:
             events.write(json.dumps(event))
         compress(folder, late_s=0.0)
     assert len(segments(cut)) > 2 and not segments(whole)
     assert verify(cut) == verify(whole) and verify(cut).is_proved
-    assert summarize(read_events(cut)) == summarize(read_events(whole)) == summarize(told)
-    assert Follower(cut).read() == Follower(whole).read() == past_of(told)
+    assert summarize(read_events(cut)) == summarize(read_events(whole)) == summarize(logged)
+    assert Follower(cut).read() == Follower(whole).read() == past_of(logged)
     assert newest_attempt(cut) == story.attempt
 
 
@@ -219,7 +219,7 @@ def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_pat
     assert Follower(tmp_path).read().newest_step == 50
     compress(tmp_path, late_s=0.0)
     for path in list(segments(tmp_path).values())[1:]:
-        path.write_bytes(b"")  # whoever reads it fails, or knows nothing of it
+        path.write_bytes(b"")  # a reader of it fails, or lacks its lines
     events.emit("attempt.started", attempt=2)
     events.emit("driver.step_reached", attempt=2, steps=51, checkpoint=0)
     past = Follower(tmp_path).read()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 
 class Late(Model):
-    """Makes a buffer in its first forward pass; `values` says of what."""
+    """Makes a buffer of `values` in its first forward pass."""
 
     def __init__(self, values: Any, then: Any = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def running_mean(module: Any, x: torch.Tensor) -> None:
 
 
 def test_the_user_is_told_at_the_start_when_a_late_buffer_is_a_running_value() -> None:
-    """The warm-up has changed it, and nobody knows what it was before."""
+    """The warm-up has changed it, and its former value is unknown."""
     with pytest.raises(
             ConfigError,
             match=r"2\.late are made in the first forward pass and changed by the second"):
@@ -99,7 +99,7 @@ class Grows(Model):
                          ids=["in the first pass", "in the second step"])
 def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception], named: str,
                                               in_place: bool) -> None:
-    """With its name, before anybody applies the step: nothing of it remains."""
+    """With its name, before a worker applies the step: nothing of the step remains."""
     model, reference = built(Grows(after, in_place)), built(Grows(99, False))
     with pytest.raises(error, match=named):
         trained(model)

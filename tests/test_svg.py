@@ -68,7 +68,7 @@ def test_the_picture_needs_nothing_but_itself_and_is_drawn_again_the_same() -> N
 
 
 def test_everything_is_drawn_within_the_picture() -> None:
-    """Marks, bands and lines lie in the plot, whatever the clocks said."""
+    """Marks, bands and lines lie in the plot, also if a clock was wrong."""
     events = events_of(RECORDED)
     events[30]["time"] -= 1000.0
     for root in (drawn(events)[1], drawn(events_of(RECORDED))[1]):
@@ -92,7 +92,7 @@ def generation(time: float, size: int, at: int) -> dict[str, Any]:
 
 
 def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
-    """A night does not press the training together; a line says where it was, and how long."""
+    """A night takes no room on the axis; a line marks its place and has its duration."""
     night = 50_000.0
     events = [{"event": "run.started", "time": 0.0, "run": "x"}, generation(1.0, 2, 0),
               *(step(float(at)) for at in range(2, 12)),
@@ -172,14 +172,14 @@ def test_report_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "run.svg").read_text(encoding="utf-8") == drawn(events_of(RECORDED))[0]
 
 
-@pytest.mark.parametrize(("count", "file", "said"), [
+@pytest.mark.parametrize(("count", "file", "message"), [
     (5, "run.svg", "has 0 finished steps, and a picture needs 2"),
     (184, "no/run.svg", "No such file or directory. Name a file in a folder that exists"),
 ])
 def test_the_user_reads_why_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                count: int, file: str, said: str) -> None:
+                                                count: int, file: str, message: str) -> None:
     """One fact and one remedy; exit code 2."""
     run_dir = written(tmp_path / "run", events_of(RECORDED)[:count])
     assert main(["report", str(run_dir), "--svg", str(tmp_path / file)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / file).exists()

@@ -1,4 +1,4 @@
-"""Whether steps have become slower, as rank 0 tells it."""
+"""Rank 0 logs that steps have become slower."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.training.timing import Pace
 
 
-def told(*steps: tuple[float, float]) -> list[tuple[str, int]]:
-    """Return what is told of steps that took so long, of which so long was waited."""
+def events_of(*steps: tuple[float, float]) -> list[tuple[str, int]]:
+    """Return the events of steps, each with its seconds and the seconds of them that it waited."""
     events, heard = Events(None), list[tuple[str, int]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts["step"])))
     pace = Pace(events)
@@ -18,26 +18,28 @@ def told(*steps: tuple[float, float]) -> list[tuple[str, int]]:
 
 def test_steps_that_become_slower_are_told_once_and_so_is_their_end() -> None:
     """Also where they are longer than a whole pace, and where each of many is short."""
-    assert told(*[(1.0, 0.1)] * 10, *[(2.0, 1.1)] * 15, *[(1.0, 0.1)] * 5) == [
+    assert events_of(*[(1.0, 0.1)] * 10, *[(2.0, 1.1)] * 15, *[(1.0, 0.1)] * 5) == [
         ("worker.steps_slower", 14), ("worker.steps_as_before", 29)]
-    assert told(*[(1 / 64, 0.0)] * 384,
+    assert events_of(*[(1 / 64, 0.0)] * 384,
                 *[(1 / 32, 0.0)] * 200) == [("worker.steps_slower", 384 + 95)]
 
 
 def test_steps_that_become_slower_still_are_told_again() -> None:
     """However long it has been slow already."""
-    assert told(*[(1.0, 0.1)] * 5, *[(2.0, 1.1)] * 50, *[(9.0, 8.1)] * 10, *[(2.0, 1.1)] * 5) == [
+    assert events_of(*[(1.0, 0.1)] * 5, *[(2.0, 1.1)] * 50, *[(9.0, 8.1)] * 10,
+                     *[(2.0, 1.1)] * 5) == [
         ("worker.steps_slower", 9), ("worker.steps_slower", 59)]
 
 
 def test_a_few_slow_steps_are_not_told() -> None:
     """Nor what is a little slower, nor faster."""
-    assert told(*[(1.0, 0.1), (9.0, 8.1), (1.0, 0.1), (1.0, 0.1), (9.0, 8.1)] * 4) == []
-    assert told(*[(1.0, 0.1)] * 10, *[(1.4, 0.5)] * 10, *[(0.5, 0.1)] * 10) == []
+    assert events_of(*[(1.0, 0.1), (9.0, 8.1), (1.0, 0.1), (1.0, 0.1), (9.0, 8.1)] * 4) == []
+    assert events_of(*[(1.0, 0.1)] * 10, *[(1.4, 0.5)] * 10, *[(0.5, 0.1)] * 10) == []
 
 
 def test_steps_that_are_slow_from_the_first_are_their_own_measure() -> None:
     """A generation has its own pace: fewer workers take longer; a first step that is slow hides
     nothing."""
-    assert told((60.0, 0.0), *[(2.0, 0.1)] * 20) == []
-    assert told((60.0, 0.0), *[(2.0, 0.1)] * 9, *[(4.0, 0.1)] * 5) == [("worker.steps_slower", 14)]
+    assert events_of((60.0, 0.0), *[(2.0, 0.1)] * 20) == []
+    assert events_of((60.0, 0.0), *[(2.0, 0.1)] * 9, *[(4.0, 0.1)] * 5) == [
+        ("worker.steps_slower", 14)]

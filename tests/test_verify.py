@@ -153,16 +153,16 @@ def test_a_step_may_be_done_again_when_only_the_dead_knew_that_it_was_finished()
 
 
 def test_a_step_may_be_done_again_when_the_generation_that_told_it_never_trained() -> None:
-    """Somebody died in its transfer, and the next one has nothing new to tell."""
+    """A worker died in its transfer, and the next generation logs the same again."""
     events = last_line_of_the_dead()
-    told = find(events, "worker.step_redone")
-    for event in events[told + 1 :]:
+    redone = find(events, "worker.step_redone")
+    for event in events[redone + 1 :]:
         if "generation" in event:
             event["generation"] += 1
-    again = copy.deepcopy(events[told])
+    again = copy.deepcopy(events[redone])
     assert judged([*events]).is_proved
     again["generation"] += 1
-    assert judged([*events[: told + 1], again, *events[told + 1 :]]).steps_redone == 1
+    assert judged([*events[: redone + 1], again, *events[redone + 1 :]]).steps_redone == 1
 
 
 def eventful() -> list[Event]:
@@ -284,7 +284,7 @@ def test_catches_any_number_that_is_off_by_one_in_any_step_line(choice: random.R
 
 
 def test_catches_a_step_line_that_is_not_there_in_any_history() -> None:
-    """A line can only miss where a repeated one says the same."""
+    """A line may be absent only where a repeated line has the same values."""
     for seed in range(20):
         events = any_story(random.Random(seed)).finish()
         steps = [
@@ -310,7 +310,7 @@ def test_proves_a_run_of_several_invocations_when_each_counts_its_attempts_from_
 
 
 def test_proves_a_run_without_our_launcher() -> None:
-    """Plain horovodrun writes no attempt and no driver lines; what rank 0 says is enough."""
+    """Plain horovodrun logs no attempt and no driver events; the lines of rank 0 are enough."""
     quiet = [
         event
         for event in eventful()
@@ -331,7 +331,7 @@ def test_proves_a_restart_from_nothing_when_no_checkpoint_was_published() -> Non
 
 
 def test_proves_a_finish_that_is_said_twice_when_rank_0_died_after_the_first() -> None:
-    """The finish and the last line may be said again by the next rank 0, with the same words."""
+    """The next rank 0 may repeat the finish and the last line, with the same values."""
     story = Story()
     story.start(3)
     events = story.finish()
@@ -714,7 +714,7 @@ DOCTORED = [
                          DOCTORED,
                          ids=[doctor.__name__ for doctor, _ in DOCTORED])
 def test_catches_what_is_doctored(doctor: Callable[[list[Event]], None], sentence: str) -> None:
-    """What a run must not do is a violation whose sentence says so and names the line."""
+    """What a run must not do is a violation, whose sentence names the line."""
     events = [dict(event) for event in eventful()]
     doctor(events)
     violations = judged(events).violations
@@ -732,7 +732,7 @@ def test_names_the_line_that_is_wrong() -> None:
 
 
 def test_whole_epoch_digest_catches_what_two_wrong_steps_would_hide() -> None:
-    """An epoch's digests must add up to the dataset's, whatever order the schedule says."""
+    """An epoch's digests must add up to the dataset's, in each order of the schedule."""
     events = eventful()
     events[step_line(events, 1)]["digest"] += 5
     assert any("epoch 0 do not add up" in violation for violation in judged(events).violations)
@@ -746,8 +746,8 @@ def test_says_what_was_proved_and_what_was_violated() -> None:
     )
     events = eventful()
     another_seed_trained(events)
-    said = judged(events).sentences(most=3)
-    assert len(said) == 4 and said[-1].startswith("violated: and ")
+    sentences = judged(events).sentences(most=3)
+    assert len(sentences) == 4 and sentences[-1].startswith("violated: and ")
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -793,7 +793,7 @@ def write_result_of(folder: Path, events: list[Event], **changes: Any) -> None:
 def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str,
                                                                                               Any],
                                                      is_proved: bool) -> None:
-    """What a run has said in the end cannot be taken out of its event log."""
+    """The finish of a run cannot be removed from its event log unnoticed."""
     write_result_of(tmp_path, eventful(), **changes)
     verdict = verify(write(tmp_path, kept or []))
     assert verdict.is_proved is is_proved, verdict.sentences()
@@ -832,7 +832,7 @@ def test_notes_a_torn_last_line_of_an_attempt_when_another_follows(tmp_path: Pat
 
 
 def test_catches_a_torn_line_when_it_is_not_an_attempts_last(tmp_path: Path) -> None:
-    """Elsewhere nobody knows what a torn line said."""
+    """Elsewhere the content of a torn line is unknown."""
     events = eventful()
     for step in (1, 7, 13):
         violations = verify(write(tmp_path, events, torn_at=step_line(events, step))).violations

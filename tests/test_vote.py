@@ -28,7 +28,7 @@ BALLOTS = st.builds(
 
 
 def counted(ballots: list[Ballot]) -> Outcome:
-    """Return what a vote says, as its words define it, without a network."""
+    """Return the outcome of a vote, by its definition, without a network."""
     wishes, checkpoints = [ballot.wishes
                            for ballot in ballots], [ballot.checkpoint for ballot in ballots]
     return Outcome(voters=len(ballots),

@@ -3,7 +3,7 @@ real sockets.
 
     .venv/bin/python tests/bench/control_plane.py [--sizes 64,512] [--seconds 20]
 
-Each slot of the driver is a `sleep`. This process sends the words of all workers as
+Each slot of the driver is a `sleep`. This process sends the messages of all workers as
 `our_driver.OurDriver` does: each has a connection of its own, stands ready, accepts the offer, and
 then sends one heartbeat after the other. CPU time is that of the driver's process (all threads), in
 cores. A heartbeat's answer is late by what it took beyond the time for which the driver holds it
@@ -42,13 +42,13 @@ LATE_S = 0.25
 
 
 class Simulated:
-    """One worker: what it says is what a worker without news says."""
+    """One worker: it sends the heartbeats of a worker without news."""
 
     def __init__(self, driver: str, key: str, name: str):
         self.host, _, port = driver.rpartition(":")
         self.port, self.key, self.name, self.count = int(port), bytes.fromhex(key), name, 0
         self.session = Session()
-        self.words: dict[str, Any] = {
+        self.message: dict[str, Any] = {
             "phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
             "drains": False, "step": 0, "door": 1, "unreachable": []
         }
@@ -61,13 +61,13 @@ class Simulated:
             self.host, self.port, local_addr=(self.name.split("/")[0], 0))
 
     async def ask(self, seen: str) -> dict[str, Any]:
-        """Say a word and return the driver's answer."""
+        """Send a message and return the driver's answer."""
         self.count += 1
-        word = {
+        request = {
             "worker": self.name, "count": self.count, "pid": 1, "time": time.time(),
-            **self.words, "hold_s": 0.25, "seen": seen
+            **self.message, "hold_s": 0.25, "seen": seen
         }
-        body, nonce = json.dumps(word).encode(), self.session.nonce()
+        body, nonce = json.dumps(request).encode(), self.session.nonce()
         signature = seal(self.key, Kind.REQUEST, self.name.encode(), nonce.encode(), body)
         self.writer.write((
             f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
@@ -81,7 +81,7 @@ class Simulated:
         return dict(json.loads(await self.reader.readexactly(length)))
 
     async def live(self, hold_s: float) -> None:
-        """Take a place, then beat until cancelled."""
+        """Take a place, then send heartbeats until cancelled."""
         await self.open()
         seen = ""
         while True:
@@ -91,13 +91,13 @@ class Simulated:
                 self.lateness_s.append(time.monotonic() - asked_at - hold_s)
             seen = news["version"]
             if place := news.get("place"):
-                self.words |= {
+                self.message |= {
                     "phase": "training", "generation": place["generation"], "accepted": 0,
                     "holds_state": True
                 }
                 self.trains.set()
             else:
-                self.words["accepted"] = news.get("offer", 0)
+                self.message["accepted"] = news.get("offer", 0)
 
 
 def cpu_s(pid: int) -> float:
@@ -145,7 +145,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
                 ]
 
             await until(lambda: len(started()) == size)
-            workers = [Simulated(*words) for words in started()]
+            workers = [Simulated(*message) for message in started()]
             membership = Membership(size, size, None)
             membership.roster.workers = {w.name: Worker(w.name, "", 0, 0.0, 0.0) for w in workers}
             tasks = [asyncio.create_task(worker.live(membership.hold_s())) for worker in workers]

@@ -44,8 +44,8 @@ def pause(times: list[float], since: float, until: float) -> float:
 
 
 def ours(folder: Path, joins: int, standby: int) -> list[float]:
-    """Return the pause of each join, with so many workers standing by; the fifth host leaves again
-    in between."""
+    """Return the pause of each join, with `standby` workers standing by. The fifth host leaves
+    between two joins."""
     pauses, generation = [], 0
     job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
     with Cluster(folder, hosts=5, start_with=4, command=job, options=["--standby",

@@ -53,8 +53,8 @@ class Run:
         self.samples = 0
 
     def say(self, event: str, **facts: Any) -> None:
-        told = {"time": round(self.now, 4), "event": event, "run": "long", "attempt": self.attempt}
-        self.events.write(json.dumps(told | facts))
+        common = {"time": round(self.now, 4), "run": "long", "attempt": self.attempt}
+        self.events.write(json.dumps({"event": event} | common | facts))
 
     def by_rank_0(self, event: str, **facts: Any) -> None:
         self.say(event,
@@ -147,7 +147,7 @@ class Run:
 
 
 def write(run_dir: Path, steps: int, faults: int) -> None:
-    """Write the log of a run of so many steps."""
+    """Write the log of a run of `steps` steps."""
     run = Run(run_dir, steps)
     run.say("run.started", options={})
     run.start()
@@ -174,8 +174,8 @@ def cost(command: str, run_dir: Path) -> tuple[float, float, str]:
                           capture_output=True,
                           text=True,
                           check=True)
-    said, _, peak_kb = done.stdout.rstrip().rpartition("\n")
-    return time.monotonic() - started, int(peak_kb) / 1024, said
+    output, _, peak_kb = done.stdout.rstrip().rpartition("\n")
+    return time.monotonic() - started, int(peak_kb) / 1024, output
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How long a silent loss costs: a random host out of 4 is cut off without a word, until the next
+"""The cost of a silent loss: a random host out of 4 is cut off without a notice, until the next
 finished step.
 
     .venv/bin/python tests/bench/partition.py [--cuts 5] [--peer-cuts 1] [--peer-wait 120]

@@ -134,7 +134,7 @@ def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: 
     """Return useful samples by those that the hosts present would have done undisturbed, between
     two moments."""
     pace: dict[int, float] = {}
-    steps = [step for step in steps if step.time <= ended]  # after that nobody keeps the pace
+    steps = [step for step in steps if step.time <= ended]  # the pace is kept until then
     for size in {step.size for step in steps}:
         gaps = [after.time - before.time for before, after in itertools.pairwise(steps)
                 if before.size == after.size == size]
@@ -164,8 +164,8 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
             assert fleet.process and fleet.process.poll() is None, fleet.story()
             (folder / "hurry").touch()
             exit_code = fleet.wait(280.0)
-            told = [e for e in fleet.events("worker.step_committed") if not e.get("repeated")]
-            kept = {e["step"]: e for e in told}  # what was done again counts once
+            committed = [e for e in fleet.events("worker.step_committed") if not e.get("repeated")]
+            kept = {e["step"]: e for e in committed}  # what was done again counts once
             steps = [
                 Step(e["time"], e["size"], e["samples"])
                 for e in sorted(kept.values(), key=lambda e: e["time"])

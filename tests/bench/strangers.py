@@ -14,7 +14,7 @@ soon as it is open connects to it first.
   driver's process, so mb_rendezvous is the same figure as mb_driver.
 - A step is disturbed when it is redone, when the world changes, or when it takes 1 s longer than
   the median step before the attack.
-- Events are counted while the attack lasts. When a run ends, it tells once more what each address
+- Events are counted while the attack lasts. When a run ends, it logs once more what each address
   was refused since its last event.
 
 Last line: one JSON object with mb_driver, mb_agent, mb_rendezvous, healthy_answers_p99_s,
@@ -108,7 +108,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def findings(siege: Siege) -> dict[str, Any]:
     """Return what the attack has cost."""
-    tell(siege)
+    print_found(siege)
     answers_s, steps_s, quiet_s = siege.answers_s(), siege.steps_s(), siege.steps_s(attacked=False)
     growth = {role: round(siege.growth_mib(role), 1) for role in siege.roles()}
     disturbed = siege.disturbances() + siege.slow_steps()
@@ -130,12 +130,12 @@ def findings(siege: Siege) -> dict[str, Any]:
         "connections": sum(facts["connected"] for facts in siege.attacks().values()), "met": is_met}
 
 
-def tell(siege: Siege) -> None:
+def print_found(siege: Siege) -> None:
     """Print what stands behind the figures."""
-    for title, told in (("disturbed", siege.disturbances() + siege.slow_steps()),
+    for title, found in (("disturbed", siege.disturbances() + siege.slow_steps()),
                         ("unanswered", siege.unanswered()),
                         ("two events in a minute", siege.events_too_many())):
-        for line in told[:20]:
+        for line in found[:20]:
             print(f"{title}: {line}")
     for name in ("agent", "driver", "rendezvous", "worker"):
         quiet, took_s = siege.answers_s(name, attacked=False), siege.answers_s(name)

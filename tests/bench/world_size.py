@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
 
 LIMITS = "boot_s=900,start_s=900"
-"""So many workers boot at once, each importing torch, on a few cores."""
+"""The workers that boot at once, each importing torch, on a few cores."""
 BOOT_S = 900.0
 STEPS_AFTER = 3
 BARS = {"form_s": 15.0, "kill_to_step_s": 6.0}
@@ -86,13 +86,13 @@ def main() -> None:
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             results[size] = measure(size, Path(folder))
-    told = {name: {size: round(result[name], 2) for size, result in results.items()}
+    figures = {name: {size: round(result[name], 2) for size, result in results.items()}
             for name in ("form_s", "kill_to_step_s", "join_pause_s")}
     revived, lost = (sum(result[name] for result in results.values())
                      for name in ("revived", "lost"))
-    met = not revived and not lost and all(told[name][size] < bar for name, bar in BARS.items()
+    met = not revived and not lost and all(figures[name][size] < bar for name, bar in BARS.items()
                                            for size in sizes)
-    print(json.dumps(told | {"revived": revived, "lost": lost, "met": met}))
+    print(json.dumps(figures | {"revived": revived, "lost": lost, "met": met}))
 
 
 if __name__ == "__main__":

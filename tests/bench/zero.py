@@ -1,4 +1,4 @@
-"""How long it takes when everybody is gone: four hosts vanish at once, four others come, until the
+"""The time after the loss of all workers: four hosts vanish at once, four others come, until the
 first new step.
 
     .venv/bin/python tests/bench/zero.py [--every 20]                                           (as
