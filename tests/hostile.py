@@ -76,7 +76,7 @@ async def idle(line: Line) -> bytes:
 async def trickling(line: Line) -> bytes:
     """Send a request that never ends, a byte now and then."""
     listening = asyncio.create_task(line.answers())
-    beginning = b"POST /word HTTP/1.1\r\nContent-Length: 300\r\nX-"
+    beginning = b"POST /message HTTP/1.1\r\nContent-Length: 300\r\nX-"
     for byte in itertools.chain(beginning, itertools.repeat(97)):
         if listening.done():
             break
@@ -88,7 +88,7 @@ async def trickling(line: Line) -> bytes:
 async def oversized(line: Line) -> bytes:
     """Send bodies and heads that are too long, for as long as they are taken."""
     length = line.chance.choice([4097, 1 << 20, (1 << 20) + 1, 10**9, 10**18])
-    request = line.chance.choice([b"POST /word", b"PUT /global/0", b"GET /health"])
+    request = line.chance.choice([b"POST /message", b"PUT /global/0", b"GET /health"])
     head = line.chance.choice([b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (request, length),
                                b"%s HTTP/1.1\r\nX-Long: " % request, b"A"])
     listening = asyncio.create_task(line.answers())
@@ -132,7 +132,8 @@ async def rubbish(line: Line) -> bytes:
 async def pickled(line: Line) -> bytes:
     """Say what ends the process that unpickles it."""
     body = pickle.dumps(Deadly())
-    request = line.chance.choice([b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"])
+    request = line.chance.choice(
+        [b"PUT /worker_addresses/h1:0", b"POST /message", b"PUT /global/0"])
     await line.send(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (request, len(body), body))
     return await line.answers()
 
@@ -141,7 +142,7 @@ async def forged(line: Line) -> bytes:
     """Say what a worker might, with a signature of no key."""
     body = json.dumps({"worker": "h1/0", "count": 10**9, "phase": "finished", "generation": 1,
                        "step": 10**9, "hold_s": 1e9, "seen": ""}).encode()
-    request = line.chance.choice([b"POST /word", b"PUT /global/at-once-4-0",
+    request = line.chance.choice([b"POST /message", b"PUT /global/at-once-4-0",
                                b"DELETE /global/at-once-4-0", b"GET /health"])
     rows = (b"%s HTTP/1.1" % request, b"Content-Length: %d" % len(body), b"X-Elastic-Worker: h1/0",
             b"X-Elastic-Nonce: 0000000000000000-1", b"X-Elastic-Signature: " + b"0" * 64)
@@ -159,7 +160,7 @@ async def deaf(line: Line) -> bytes:
 
 async def slamming(line: Line) -> bytes:
     """Reset the connection at once, in the middle of a request."""
-    await line.send(b"POST /word HTTP/1.1\r\nContent-Le")
+    await line.send(b"POST /message HTTP/1.1\r\nContent-Le")
     connection = line.writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return b""
@@ -167,7 +168,7 @@ async def slamming(line: Line) -> bytes:
 
 async def half_closed(line: Line) -> bytes:
     """Shut the sending half in the middle of a body, and wait."""
-    await line.send(b"POST /word HTTP/1.1\r\nContent-Length: 300\r\n\r\n{")
+    await line.send(b"POST /message HTTP/1.1\r\nContent-Length: 300\r\n\r\n{")
     line.writer.write_eof()
     return await line.answers()
 

@@ -241,9 +241,9 @@ def knock_everywhere(lab: Lab, stranger: str, names: list[str], executed: Path) 
     """Say words to all open ports of hosts: what they answer must be no consent. Returns how often
     one was listened to."""
     pickled = pickle.dumps(Pickled(f"touch {executed}"))
-    words = [RUBBISH, pickled, overheard(lab, COORDINATOR, b"POST /word"),
+    words = [RUBBISH, pickled, overheard(lab, COORDINATOR, b"POST /message"),
              *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
-               for line in (b"PUT /worker_addresses/h1:0", b"POST /word", b"PUT /global/0"))]
+               for line in (b"PUT /worker_addresses/h1:0", b"POST /message", b"PUT /global/0"))]
     assert len(words) == WORDS
     return sum(
         knock(lab, stranger, name, port, words) for name in names for port in open_ports(lab, name))

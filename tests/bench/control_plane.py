@@ -70,7 +70,8 @@ class Simulated:
         body, nonce = json.dumps(request).encode(), self.session.nonce()
         signature = seal(self.key, Kind.REQUEST, self.name.encode(), nonce.encode(), body)
         self.writer.write((
-            f"POST /word HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nAccept-Encoding: identity\r\n"
+            f"POST /message HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"Accept-Encoding: identity\r\n"
             f"Content-Length: {len(body)}\r\n{WORKER}: {self.name}\r\n{NONCE}: {nonce}\r\n"
             f"{SIGNATURE}: {signature}\r\n\r\n").encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
