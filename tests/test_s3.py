@@ -246,10 +246,10 @@ def test_the_start_is_refused_at_once_when_the_store_cannot_be_used(proxy: Fault
                                                                     kind: str, remedy: str) -> None:
     """The error has the remedy. A fault that no retry mends is not retried."""
     fault = proxy.fault(kind, times=10**6)
-    with pytest.raises(StoreUnavailable, match=remedy) as told:
+    with pytest.raises(StoreUnavailable, match=remedy) as raised:
         prove_put_if_absent(open_store(url))
     assert fault.fired == 1
-    assert isinstance(told.value, StoreRefused) == (kind != "skewed")
+    assert isinstance(raised.value, StoreRefused) == (kind != "skewed")
 
 
 def test_an_endpoint_is_refused_when_it_ignores_the_condition(proxy: FaultyProxy, url: str) -> None:
@@ -358,7 +358,7 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str,
     def incarnation(number: int) -> None:
         try:
             lives(number)
-        except BaseException as error:  # a thread's is nobody's
+        except BaseException as error:  # else it would end its thread only
             errors.append(error)
 
     def lives(number: int) -> None:
@@ -433,9 +433,9 @@ def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str,
                           "PutObject")
 
     monkeypatch.setattr(store._client, "put_object", refuse)
-    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as told:
+    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as raised:
         store.put("parts/a", b"x")
-    assert isinstance(told.value, StoreRefused) == is_refused and store.retries == 0
+    assert isinstance(raised.value, StoreRefused) == is_refused and store.retries == 0
 
 
 @pytest.mark.parametrize(("code", "status", "is_refused"),
@@ -459,9 +459,9 @@ def test_what_no_retry_can_mend_is_refused_with_the_servers_own_error(
             }, "PutObject")
 
     monkeypatch.setattr(store._client, "put_object", refuse)
-    with pytest.raises(StoreUnavailable, match=f"{code}. It is so") as told:
+    with pytest.raises(StoreUnavailable, match=f"{code}. It is so") as raised:
         store.put("parts/a", b"x")
-    assert isinstance(told.value,
+    assert isinstance(raised.value,
                       StoreRefused) == is_refused and store.retries == int(not is_refused)
 
 

@@ -188,9 +188,9 @@ def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("elastic_trainer.state.store.os.link", fail)
-    with pytest.raises(StoreUnavailable, match=remedy) as told:
+    with pytest.raises(StoreUnavailable, match=remedy) as raised:
         FolderStore(tmp_path).put_if_absent("log/1.json", b"x")
-    assert isinstance(told.value, StoreRefused) == bool(remedy)
+    assert isinstance(raised.value, StoreRefused) == bool(remedy)
 
 
 def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
