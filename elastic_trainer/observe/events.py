@@ -161,7 +161,7 @@ def _opened(run_dir: Path) -> int:
 def newest_attempt(run_dir: Path) -> int:
     """Return the number of the run's newest attempt; 0 if there was none.
 
-    Disk: the whole event log, 0.5 s for a million steps. Only lines with a larger number are parsed.
+    Disk: the whole event log, 0.5 s for a million steps. It parses only lines with a larger number.
     """
     number = re.compile(rb'"attempt": (\d{1,10})[,}]')  # within a text the quotes are escaped
     newest = 0
