@@ -103,7 +103,8 @@ def unanswered(what: str, question: Unanswered) -> Finding:
     return lacks(
         what,
         f"AWS did not answer {question.action}: {question.says} ({question.code}).",
-        f"Allow the user who applies to do {question.action} (deploy/README.md has the list), {APPLY}.",
+        f"Allow the user who applies to do {question.action} (deploy/README.md has the list), "
+        f"{APPLY}.",
     )
 
 

@@ -158,8 +158,9 @@ def sentences(thing: type) -> dict[str, str]:
 def options() -> str:
     """Return the options that train() and Trainer share, with the names that train() has."""
     meaning = sentences(Options)
-    lines = ["## Options", "", "The options that `train` and `Trainer` share. `Trainer` has `until` "
-             "for `epochs` and", "`max_steps`, `lr` for `schedule`, and `state` for `extras`.", ""]
+    lines = ["## Options", "",
+             "The options that `train` and `Trainer` share. `Trainer` has `until` for `epochs` and",
+             "`max_steps`, `lr` for `schedule`, and `state` for `extras`.", ""]
     for field in fields(Options):
         lines += textwrap.wrap(f"- `{field.name}`: {meaning[field.name]}", 98,
                                subsequent_indent="  ")

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
     from elastic_trainer.schedule import constant as constant
     from elastic_trainer.schedule import cosine as cosine
+    from elastic_trainer.schedule import linear_decay as linear_decay
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
     "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
-    "cosine": "schedule", "local_rank": "training.worker", "Step": "training.step",
-    "train": "training.train", "Trainer": "training.trainer"
+    "cosine": "schedule", "linear_decay": "schedule", "local_rank": "training.worker",
+    "Step": "training.step", "train": "training.train", "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
 

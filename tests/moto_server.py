@@ -95,7 +95,7 @@ def give_sizes() -> None:
 def say_nothing_of_addresses() -> None:
     """Let an interface without a public address have no element for one: terraform takes an empty
     one for an address."""
-    from moto.ec2.models.elastic_network_interfaces import NetworkInterface  # type: ignore[import-not-found]
+    from moto.ec2.models.elastic_network_interfaces import NetworkInterface
 
     output = NetworkInterface.association.fget
     NetworkInterface.association = property(lambda interface: output(interface) or None)

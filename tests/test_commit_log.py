@@ -427,9 +427,9 @@ def attempt(world: World, name: str) -> None:
         # It is cut off with its record on its way; the others go on.
         if world.chance.random() < 0.2 and not world.is_calm:
             old, me = me, another(worker, me, world)
-            old.store.name = f"{name}, published before step {state.committed + 1}"  # type: ignore[attr-defined]
-            world.start(functools.partial(publish, old, draft),
-                        old.store.name)  # type: ignore[attr-defined]
+            late = f"{name}, published before step {state.committed + 1}"
+            old.store.name = late  # type: ignore[attr-defined]
+            world.start(functools.partial(publish, old, draft), late)
             continue
         publish(me, draft, world, name)
         if me.known.fenced:

@@ -61,7 +61,8 @@ def written(console: Console) -> str:
 def test_text_is_shown_as_it_is_but_for_what_a_terminal_obeys() -> None:
     """Letters of all languages stay; so do the line ends of a traceback, and a worker's colours
     until its line ends."""
-    assert plain("Grüße, 世界 😀\t[x]") == "Grüße, 世界 😀\t[x]" == plain_text("Grüße, 世界 😀\t[x]")
+    greeting = "Grüße, 世界 😀\t[x]"
+    assert plain(greeting) == greeting == plain_text(greeting)
     assert plain(HOSTILE) == SEEN + r"\nline 2" and plain_text(HOSTILE) == SEEN + "\nline 2"
     assert plain_output("\x1b[31mred\x1b[2J") == "\x1b[31mred\\x1b[2J\x1b[0m"
     assert plain_text(HOSTILE) == SEEN + "\nline 2"

@@ -660,8 +660,8 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
                          ["heartbeat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
 def test_the_user_is_told_when_heartbeats_are_too_rare_for_their_limits(limits: str) -> None:
     """A worker would take its driver for lost, or be taken for frozen, between two heartbeats."""
-    with pytest.raises(ConfigError,
-                       match="heartbeat_s is .* In ELASTIC_TRAINER_LIMITS set heartbeat_s to at most"):
+    remedy = "heartbeat_s is .* In ELASTIC_TRAINER_LIMITS set heartbeat_s to at most"
+    with pytest.raises(ConfigError, match=remedy):
         Limits.from_environment({"ELASTIC_TRAINER_LIMITS": limits})
 
 

@@ -209,7 +209,8 @@ def test_the_event_log_is_copied_to_the_bucket_periodically(machine: Booted) -> 
     machine.write(f"{KEPT}/hosts.json", "{}")
     machine.write(
         "/etc/systemd/system/elastic-events.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
+        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
     )
     machine.systemctl("daemon-reload")
     machine.systemctl("start", "elastic-events.timer")
@@ -306,7 +307,8 @@ def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(
     machine.write("/usr/local/bin/aws", CALLED + take, 0o755)
     machine.write(
         "/etc/systemd/system/elastic-logs.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
+        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
     )
     machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf",
                   "[Unit]\nStartLimitIntervalSec=0\n")
@@ -332,7 +334,8 @@ def test_the_group_is_looked_after_until_the_run_has_ended(machine: Booted) -> N
     that stands."""
     machine.write(
         "/etc/systemd/system/elastic-group.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\nOnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
+        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
+        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
     )
     machine.write("/etc/systemd/system/elastic-group.service.d/quick.conf",
                   "[Unit]\nStartLimitIntervalSec=0\n")

@@ -114,7 +114,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        added: Tensor = self.dropout(self.mlp(self.mlp_norm(x)))
+        return x + added
 
 
 class Attention(nn.Module):

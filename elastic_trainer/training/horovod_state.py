@@ -39,7 +39,7 @@ from elastic_trainer.training.horovod_member import Member
 from elastic_trainer.training.horovod_names import route
 
 
-class ElasticState(TorchState):
+class ElasticState(TorchState):  # type: ignore[misc]  # Horovod has no types
     """Model, optimizer and named values of a script in Horovod's own style.
 
     A named value is a sampler or another object with state_dict and load_state_dict, or numbers,
