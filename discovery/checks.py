@@ -281,8 +281,7 @@ def _allows(
     what: str, wish: Wish, machines: int, types: Sequence[str], known: Mapping[str, Kind],
     limits: Mapping[str, float | Unanswered], others: Iterable[Running], *, spot: bool,
 ) -> Finding:
-    """Check that machines fit into their quotas. The group chooses among types, so what is free
-    adds up."""
+    """Check that machines fit into their quotas. The group chooses types, so free room adds up."""
     by_quota: dict[Quota, list[int]] = {}
     for kind in types:
         if quota := quota_of(kind, spot=spot):

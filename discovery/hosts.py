@@ -203,20 +203,10 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
         for i in waiting:
             reasons[i] = ARRIVING
     listed = {i for i, why in reasons.items() if why == IN}
-    unexplained = [
-        i for i, _, _ in history.listed if i not in listed and not (i in past and past[i].leaves)
-    ]
+    unexplained = [i for i, _, _ in history.listed
+                   if i not in listed and not (i in past and past[i].leaves)]
     if 2 * len(unexplained) > len(history.listed) and not set(unexplained) <= set(history.doubted):
-        leaving = {i: p for i, p in past.items() if p.leaves}
-        kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
-        stand = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
-        stand |= {i: ARRIVING for i in listed - {entry[0] for entry in kept}}
-        return Decision(
-            tuple((name, slots) for _, name, slots in kept), reasons | stand,
-            History({**history.past, **leaving},
-                    kept,
-                    doubted=tuple(sorted({*history.doubted, *unexplained})),
-                    unheard=unheard))
+        return _doubt(unexplained, listed, reasons, past, replace(history, unheard=unheard))
     past = {i: replace(p, is_listed=i in listed) for i, p in past.items()}
     past |= {
         i: replace(p, is_listed=False, first_fit=None, first_unfit=None)
@@ -227,6 +217,19 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
                      key=lambda i: (len(past[i.id].arrivals) > 1, i.launched, i.id))
     return Decision(tuple((i.name, i.slots) for i in ordered), reasons,
                     History(past, tuple((i.id, i.name, i.slots) for i in ordered), unheard=unheard))
+
+
+def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, str],
+           past: Mapping[str, Past], history: History) -> Decision:
+    """Keep the list, but for hosts that leave by their own report, until the loss is confirmed."""
+    leaving = {i: p for i, p in past.items() if p.leaves}
+    kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
+    doubts = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
+    doubts |= {i: ARRIVING for i in listed - {entry[0] for entry in kept}}
+    return Decision(
+        tuple((name, slots) for _, name, slots in kept), {**reasons, **doubts},
+        History({**history.past, **leaving}, kept, unheard=history.unheard,
+                doubted=tuple(sorted({*history.doubted, *unexplained}))))
 
 
 def _remember(past: Past, answer: Health | None, now: float) -> Past:

@@ -61,8 +61,8 @@ letter is the family: im4gn is I."""
 def quota_of(instance_type: str, *, spot: bool) -> Quota | None:
     """Return the quota that machines of a type count against; None where none is known."""
     letters = re.match("[a-z]*", instance_type)
-    word = letters[0] if letters else ""
-    return (SPOT if spot else ON_DEMAND).get(word if word in LONG else word[:1])
+    family = letters[0] if letters else ""
+    return (SPOT if spot else ON_DEMAND).get(family if family in LONG else family[:1])
 
 
 def request(quota: Quota, value: float, region: str) -> str:

@@ -191,7 +191,7 @@ class Booted:
             time.sleep(0.05)
 
     def journal(self) -> str:
-        """Return the end of what its units and its systemd have said."""
+        """Return the end of its units' and its systemd's logs."""
         output = self.run("journalctl", "--no-pager", "--lines=80",
                         check=False).stdout if self.pid else ""
         return output + self.folder.with_suffix(".log").read_text()[-4000:]

@@ -157,8 +157,8 @@ class Cloud:
                        env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
 
     def plan_refused(self, **values: str) -> str:
-        """Return what terraform says of a plan that it refuses, with some variables in other
-        words."""
+        """Return terraform's output for a plan that it refuses, with some variables
+        changed."""
         return self._fleet.plan_refused(**values)
 
     def planned(self, **values: str) -> dict[str, dict[str, Any]]:
@@ -167,7 +167,7 @@ class Cloud:
         return self._fleet.planned(**values)
 
     def plan_refused_without_code(self) -> str:
-        """Return what terraform says of a plan while no code is in the bucket."""
+        """Return terraform's output for a plan while no code is in the bucket."""
         self.client("s3").delete_object(Bucket=OPEN_BUCKET, Key=CODE)
         try:
             return self._fleet.plan_refused()
@@ -192,12 +192,12 @@ class Cloud:
 
     def replace_coordinator(self) -> str:
         """Do what the README says to start anew, but for the group: moto knows no
-        StartInstanceRefresh, and the provider asks for it for minutes. Returns what terraform said.
+        StartInstanceRefresh, and the provider asks for it for minutes. Returns terraform's output.
         """
         return self._fleet.replace("aws_instance.coordinator", "aws_launch_template.worker")
 
     def destroy(self) -> str:
-        """Have terraform destroy the fleet, not the bucket; returns what it said. The code has gone
+        """Have terraform destroy the fleet, not the bucket; returns its output. The code has gone
         before."""
         self.client("s3").delete_object(Bucket=OPEN_BUCKET, Key=CODE)
         return self._fleet.destroy()

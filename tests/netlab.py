@@ -411,7 +411,7 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) ->
         time.sleep(0.01)
 
 
-# --- strangers ------------------------------------------------------------------------------------
+# --- unauthenticated clients ----------------------------------------------------------------------
 
 RUBBISH = b"\x16\x03\x01" + bytes(range(256)) + b"\r\n\r\n"
 

@@ -82,16 +82,16 @@ def test_reads_notices_with_a_token_and_renews_it(metadata: MetadataServer) -> N
 
 
 def test_a_notice_in_a_form_that_we_do_not_know_is_a_notice(metadata: MetadataServer) -> None:
-    """It says something; two minutes are assumed."""
+    """It is a notice; two minutes are assumed."""
     metadata.documents["spot/instance-action"] = "soon"
     notice = Metadata(metadata.endpoint).notice()
     assert notice and notice.action == "unknown" and notice.deadline > time.time() + 60
 
 
-@pytest.mark.parametrize("fault", ["hung", "500", "nobody"])
+@pytest.mark.parametrize("fault", ["hung", "500", "absent"])
 def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str, tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host stays ready, and says why it knows nothing."""
+    """The host stays ready, and reports why it knows nothing."""
     monkeypatch.setattr("elastic_trainer.discovery.notices.TIMEOUT_S", 0.3)
     endpoint = metadata.endpoint
     match fault:
@@ -99,7 +99,7 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
             metadata.is_hung.set()
         case "500":
             metadata.broken_status = 500
-        case "nobody":
+        case "absent":
             endpoint = "http://127.0.0.1:1"
     with pytest.raises(MetadataUnavailable):
         Metadata(endpoint).notice()
@@ -108,9 +108,9 @@ def test_no_answer_is_unknown_and_no_notice(metadata: MetadataServer, fault: str
     assert agent.health()["state"] == "ready" and "127.0.0.1" in agent.health()["why"]
 
 
-def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer,
+def test_reports_ready_then_draining_and_never_ready_again(metadata: MetadataServer,
                                                         agent: tuple[Agent, str]) -> None:
-    """A notice is never taken back; a rebalance recommendation is only told."""
+    """A notice is never withdrawn; a rebalance recommendation is only reported."""
     here, address = agent
     here.read_notices()
     assert ask(address, KEY, PATIENCE_S).state == "ready"
@@ -130,7 +130,7 @@ def test_says_ready_then_draining_and_never_ready_again(metadata: MetadataServer
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_says_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(
+def test_reports_sick_when_disk_or_memory_is_full_or_a_gpu_is_gone(
         agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And ready again when it is not."""
     here, address = agent
@@ -163,7 +163,7 @@ echo "GPU 0: one of ours"
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a GPU whose nvidia-smi hangs while a file says so; returns that file."""
+    """A machine with a GPU whose nvidia-smi hangs while a file exists; returns that file."""
     (tmp_path / "nvidia-smi").write_text(HANGS.format(folder=tmp_path))
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "dev").mkdir()
@@ -243,7 +243,7 @@ def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_sm
 
 
 def test_a_host_whose_clock_is_off_is_sick(agent: tuple[Agent, str]) -> None:
-    """By the poller's clock; how much is said."""
+    """By the poller's clock, with the difference."""
     answer = ask(agent[1], KEY, PATIENCE_S, clock=lambda: time.time() + 300)
     assert answer.state == "sick" and re.search(r"-(29|30)\d s off", answer.why)
 
@@ -270,7 +270,7 @@ def test_refuses_unauthenticated_requests_and_rubbish(agent: tuple[Agent, str]) 
         "/health",
         headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
     assert connection.getresponse().status == 403
-    # A poller that dies: it has said nothing.
+    # A poller that dies before it has sent anything.
     with socket.create_connection((host, int(port)), timeout=5) as nobody:
         nobody.shutdown(socket.SHUT_WR)
         assert nobody.recv(1) == b""
@@ -410,7 +410,7 @@ def test_unauthenticated_connections_leave_the_agent_its_descriptors(
 def test_a_host_is_examined_again_when_descriptors_are_free(agent: tuple[Agent, str],
                                                             monkeypatch: pytest.MonkeyPatch,
                                                             code: int) -> None:
-    """Without them the last verdict stands, and `why` says that it is old. The examining thread
+    """Without them the last verdict stands, and `why` reports that it is old. The examining thread
     ended of it."""
     here, address = agent
     here.examine()
@@ -487,7 +487,7 @@ class TwoHosts:
 @pytest.mark.usefixtures("turn")  # an agent counts all workers of the machine
 def test_a_notice_takes_the_host_off_the_list_within_a_poll(
         metadata: MetadataServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real agent process sees it, the poller hears it, the file loses the host; the table says
+    """A real agent process sees it, the poller reads it, the file loses the host; the table shows
     why."""
     key, hosts = tmp_path / "key", tmp_path / "hosts"
     key.write_bytes(KEY)
@@ -532,8 +532,8 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(
 
 
 def test_no_host_is_logged_as_out_while_the_answer_is_doubted(tmp_path: Path) -> None:
-    """The list stands until the cloud has said it twice; then the reason is told, whatever it is by
-    then."""
+    """The list stands until the cloud has confirmed it; then the reason is logged, whatever it is
+    by then."""
     cloud, now = TwoHosts(), 0.0
     everyone, nobody = cloud.instances(), list[Instance]()
     poller = Poller(cloud,
@@ -597,9 +597,9 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
     assert listed == [one + two, one + two, one + two, one, ""]
 
 
-def test_a_host_that_flaps_in_the_clouds_list_is_said_to_be_held_back(tmp_path: Path) -> None:
-    """Each coming and going is told; from the third coming on it stays off the list, and that is
-    told with its reason."""
+def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(tmp_path: Path) -> None:
+    """Each arrival and departure is logged. From the third arrival on it stays off the list, and
+    that is logged with its reason."""
     cloud, now = TwoHosts(), 0.0
     here, there = cloud.instances()
     poller = Poller(cloud,
@@ -673,7 +673,7 @@ def test_workers_are_asked_to_hurry_when_little_of_the_notice_is_left(
     early, late, endless = (Agent(None, tmp_path) for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)
     late.drain("a notice", time.time() + HURRY_S - 1.0)
-    endless.drain("a notice that says no time", None)
+    endless.drain("a notice without a time", None)
     for agent in (early, late, endless, late):
         agent.last_call()
     assert logged == [(12345, signal.SIGTERM)]
@@ -714,8 +714,8 @@ def test_a_worker_behind_a_shim_or_with_children_counts_once() -> None:
         worker.wait()
 
 
-def test_what_a_worker_does_is_its_own_word_not_its_children_s() -> None:
-    """The word is the short name of its process; a child that it forks (to load data, say) keeps an
+def test_what_a_worker_does_is_its_own_short_name_not_its_children_s() -> None:
+    """It is the short name of its process; a child that it forks (to load data, say) keeps an
     old one."""
     code = """
 import os, time
@@ -791,7 +791,7 @@ def test_an_answer_is_heard_however_many_workers_there_are(agent: tuple[Agent, s
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says so at its start: workers of others are not seen."""
+    """It prints that at its start: workers of others are not counted."""
     key = tmp_path / "key"
     key.touch()
     assert user_of_workers(key) == 0
@@ -802,7 +802,7 @@ def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(
 
 @pytest.mark.parametrize("phase", ["standby", "waiting", "training", "reviving", "finished"])
 @pytest.mark.parametrize("step", [0, 123456, 12345678])
-def test_an_agent_knows_every_word_of_a_worker(phase: str, step: int) -> None:
+def test_an_agent_knows_every_short_name_of_a_worker(phase: str, step: int) -> None:
     """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
     code = (f"from elastic_trainer.host.processes import show; show({phase!r}, {step}); "
             "print(open('/proc/self/comm').read())")

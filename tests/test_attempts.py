@@ -147,8 +147,8 @@ def test_a_worker_is_known_by_its_environment_when_its_pid_is_used_again(
 def test_another_runs_worker_is_left_alone_when_it_has_the_same_name_and_pid(
         tmp_path: Path, signals: None, worker: subprocess.Popen[bytes],
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pid that this run's diary names may by now be a worker of another run, with the same hosts'
-    names."""
+    """A pid that this run's event log names may by now be a worker of another run, with the same
+    hosts' names."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     diary = Events(tmp_path / "run", attempt=1)
     diary.emit("driver.worker_started",
@@ -249,8 +249,8 @@ def test_the_users_exception_ends_a_run_that_never_trained_when_no_worker_stands
 
 
 def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals: None) -> None:
-    """Attempts have one number each in the whole run, and each a secret of its own, which no diary
-    knows."""
+    """Attempts have one number each in the whole run, and each a secret of its own, which no event
+    log knows."""
     command = script(tmp_path, "open(f'key-{os.environ[\"ELASTIC_TRAINER_ATTEMPT\"]}', 'w')"
                                ".write(os.environ['ELASTIC_TRAINER_KEY'])\n"
                                f"sys.exit({EXIT_USER_ERROR})")
@@ -370,7 +370,7 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
 def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
         tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was
-    told to use."""
+    given."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(f"""#!/bin/sh
 echo "$@" >> {tmp_path}/asked

@@ -14,7 +14,7 @@ STRANGER = "h9"
 JOB = ("--steps", "150", "--step-s", "0.1")
 
 
-def test_strangers_at_every_port_disturb_nobody(lab: Lab, tmp_path: Path,
+def test_clients_at_every_port_disturb_no_worker(lab: Lab, tmp_path: Path,
                                                 twin_of: Callable[..., str]) -> None:
     """Whatever they say or leave out: nobody grows, honest questions are answered, the world and
     its steps stay as they are, and each address has one event a minute at most.

@@ -531,8 +531,9 @@ def boot_log(machine: Machine) -> str:
     return file.read_text()
 
 
-def test_a_boot_without_code_says_what_to_do_in_the_bucket_and_gives_up(tmp_path: Path) -> None:
-    """Each try says so; the last words come before the group is emptied and the machine is off."""
+def test_a_boot_without_code_names_the_remedy_in_the_bucket_and_gives_up(tmp_path: Path) -> None:
+    """Each try is in the log; the last line comes before the group is emptied and the machine is
+    off."""
     machine = coordinator_in(tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
         machine.boot()
@@ -768,7 +769,7 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
             for path in sorted(copied.glob("events-*"))] == ["one\n", "two\n", "three\n"]
 
 
-def test_the_run_is_started_with_what_was_said(fleet: tuple[Machine, Machine]) -> None:
+def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) -> None:
     """Words of the command stay words; each worker puts in the name of its own interface."""
     coordinator, worker = fleet
     (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
@@ -830,7 +831,7 @@ def with_secrets(machine: Machine, **parameters: str) -> None:
 
 def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
         fleet: tuple[Machine, Machine]) -> None:
-    """By its parameter's name; not on a command line, not in a file, not in what is said."""
+    """By its parameter's name; not on a command line, not in a file, not in a message."""
     for machine, role, program in zip(fleet, ("coordinator", "worker"),
                                       ("horovodrun_elastic.sh", ".venv/bin/python"),
                                       strict=True):

@@ -241,7 +241,7 @@ def test_a_worker_goes_on_when_the_drivers_output_has_no_reader(workers: Workers
 
 def test_its_children_are_killed_when_a_worker_is_stopped_at_once(workers: Workers,
                                                                   tmp_path: Path) -> None:
-    """The whole process group goes, and nobody else."""
+    """The whole process group ends, and no other process."""
     bystander = workers.start(["sleep", "1000"])
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"])
     child = int(written(tmp_path / "child"))
@@ -270,7 +270,7 @@ def test_a_worker_is_killed_when_it_does_not_obey_in_its_grace(
 
 def test_a_worker_may_end_by_itself_when_it_is_asked_to_stop(workers: Workers,
                                                             tmp_path: Path) -> None:
-    """Within its grace nobody kills it; told again after its end, nothing happens."""
+    """Within its grace it is not killed; a second stop after its end does nothing."""
     worker = workers.start(
         ["sh", "-c", f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.01; done"])
     written(tmp_path / "ready")
@@ -326,7 +326,7 @@ def test_the_error_is_the_systems_when_the_command_is_not_there(workers: Workers
 
 # --- over ssh -------------------------------------------------------------------------------------
 
-FAR = "192.0.2.1"  # TEST-NET-1: nobody's
+FAR = "192.0.2.1"  # TEST-NET-1: no host has it
 
 
 @pytest.fixture
@@ -475,9 +475,9 @@ def far_end(command: list[str], **limits: float) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.parametrize("loses", ["stdin", "words"])
+@pytest.mark.parametrize("loses", ["stdin", "messages"])
 def test_the_far_worker_is_killed_when_the_driver_is_gone(loses: str) -> None:
-    """Its death ends stdin; a partition or a frozen driver ends only the words."""
+    """Its death ends stdin; a partition or a frozen driver ends only the messages."""
     process = far_end(["sleep", "1000"], lost_s=1000.0 if loses == "stdin" else 0.1)
     assert process.stdin
     if loses == "stdin":
@@ -514,7 +514,7 @@ class Failing:
 def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(
         monkeypatch: pytest.MonkeyPatch, had_hosts: bool) -> None:
     """It works, and is away. One that has never answered is a mistake in the command. An outage is
-    told twice: its begin and its end."""
+    logged twice: its start and its end."""
     monkeypatch.setattr("elastic_trainer.launch.discovered.FIRST_DISCOVERY_S", -1.0)
     monkeypatch.setattr("elastic_trainer.launch.discovered.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
@@ -649,7 +649,7 @@ class Saving:
 
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Saving]]:
-    """A driver that has been told to stop, with one worker."""
+    """A driver that was asked to stop, with one worker."""
     monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 1.5)
     monkeypatch.setattr("elastic_trainer.launch.driver.STOP_AGAIN_S", -1.0)
     monkeypatch.setattr("elastic_trainer.launch.driver.LAST_OUTPUT_S", 0.0)
@@ -667,7 +667,7 @@ def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Savi
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving],
                                                               saves: bool) -> None:
-    """It says so in each of its words; one that only lives has its 30 s."""
+    """Each of its heartbeats reports it. A worker that only lives has 30 s."""
     driver, process = saving
     stopping = threading.Thread(target=driver.stop_all)
     stopping.start()
@@ -743,13 +743,13 @@ def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod:
     assert not (another_horovod / "started").exists()
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
-    """A driver with one worker; returns what it tells of a word that comes so long after the one
-    before."""
+    """A driver with one worker. Returns the events for a heartbeat that comes this long after the
+    one before."""
     events, heard = Events(None), list[tuple[str, dict[str, Any]]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts)))
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
@@ -791,8 +791,8 @@ def test_a_silent_worker_is_logged_when_it_is_heard_again(
 
 def test_a_wrong_clock_is_logged_once(
         spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
-    """Its lines in the event log have its own time. One word by another clock may have waited for a
-    driver that was frozen."""
+    """Its lines in the event log have its own time. One heartbeat with another time may have waited
+    for a driver that was frozen."""
     for off_s in (50.0, -240.0, 0.0, -240.0):
         assert spoken(0.2, off_s=off_s) == []
     [(event, facts)] = spoken(0.2, off_s=-240.0)
@@ -863,8 +863,8 @@ def test_a_worker_has_its_own_key_and_not_the_runs(starting: Callable[..., Any])
 
 
 def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[..., Any]) -> None:
-    """No heartbeat, no event, no last word: neither its life, nor its death, nor its error is
-    another's to tell."""
+    """No heartbeat, no event, no last message: neither its life, nor its death, nor its error is
+    another worker's to report."""
     driver, environments = starting("127.0.0.1", "127.0.0.2")
     one, other = environments
     own = bytes.fromhex(environments[one].partition("ELASTIC_TRAINER_KEY=")[2].partition("\n")[0])

@@ -145,8 +145,8 @@ def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy, kind: str) 
 
 
 def changed(pattern: str, text: str, times: int = 1) -> Callable[[bytes], bytes]:
-    """Return what changes an answer's text, in so many places; moto has no words for what EC2 says
-    on bad days."""
+    """Return what changes an answer's text, in this many places; moto has no such answers as EC2
+    gives on bad days."""
     return lambda data: re.sub(pattern.encode(), text.encode(), data, count=times)
 
 
@@ -166,7 +166,7 @@ def test_an_instance_that_does_not_run_is_out(moto: str, proxy: FaultyProxy, sta
 
 
 def test_an_empty_list_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
-    """The API has answered, and names nobody: who has ended it does not describe. No lines, and
+    """The API has answered without instances: it does not describe ended ones. No lines, and
     exit code 0."""
     client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
     client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
@@ -178,7 +178,7 @@ def test_an_empty_list_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
 
 
 def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: FaultyProxy) -> None:
-    """As DescribeInstanceStatus says it: by its checks, and by events that are near and not
+    """As DescribeInstanceStatus reports it: by its checks, and by events that are near and not
     completed."""
     ids = launch(moto, 3)
     cloud = Ec2(TAGS)
@@ -209,8 +209,8 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
     assert event(600, "[Completed] The instance is running on degraded hardware") == {}
 
 
-def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyProxy) -> None:
-    """A lifecycle hook's Terminating:Wait, a detached one, or a stranger with the same tags is
+def test_only_hosts_in_service_of_the_group_work(moto: str, proxy: FaultyProxy) -> None:
+    """A lifecycle hook's Terminating:Wait, a detached one, or another machine with the same tags is
     out."""
     ec2, scaling = client("ec2", moto), client("autoscaling", moto)
     image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
@@ -246,7 +246,7 @@ def test_only_what_the_group_says_is_in_service_works(moto: str, proxy: FaultyPr
 
 
 def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> None:
-    """Without what belongs to it, or with other words: CloudUnavailable, and nothing else that
+    """Without what belongs to it, or with other values: CloudUnavailable, and nothing else that
     could end a poller."""
     launch(moto, 1)
     cloud = Ec2(TAGS)
@@ -276,7 +276,7 @@ def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> Non
 
 def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:
     """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and
-    stays while nothing is known; the next poller goes on; told to stop, it does not wait for an API
+    stays while nothing is known; the next poller goes on; at SIGTERM it does not wait for an API
     that hangs."""
     hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
     ids = launch(moto, 3)

@@ -36,7 +36,7 @@ Twin = Callable[..., str]
 ROOT = DEPLOY.parent
 DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
 JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
-"""More than a minute, if nobody says that the story is over (`Fleet.finish`)."""
+"""More than a minute, unless `Fleet.finish` ends it earlier."""
 UNAVAILABLE = {
     "request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"
 }
@@ -93,7 +93,7 @@ def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cl
 
 
 def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None:
-    """Not simply in the first one (us-east-1e has no m6i); where none does, the plan says so, with
+    """Not simply in the first one (us-east-1e has no m6i); where none does, the plan fails, with
     the zones that do."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
@@ -258,19 +258,19 @@ def nothing_is_open(policy: Any, role: str) -> None:
 def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, tmp_path: Path,
                                                         twin_of: Twin) -> None:
     """EC2's API, agents, metadata services, poller, driver and S3 together, from the first host to
-    none and back: nobody is lost but those that are taken without notice, and nothing is done again
-    but what the last checkpoint does not have.
+    none and back: no worker is lost but those that are taken without notice, and nothing is done
+    again but what the last checkpoint does not have.
 
     The group has two hosts, then six, of which one has a wrong clock and never works. A stranger
-    talks to an agent. The API says that there is nobody, is throttled, fails, and talks rubbish;
+    talks to an agent. The API returns no machines, is throttled, fails, and returns rubbish;
     meanwhile a host gets its notice, leaves, and is terminated; the disk of another one fills again
     and again, until it is held back. Then all are taken at once, and the group starts three others.
 
     The hosts are the machines that terraform has asked for, by name and address. Agents and poller
-    are called as their units call them, the run as train.sh does, with what user data says. Other
-    than on EC2: no cloud-init, no systemd, no standbys; root in place of `trainer`, the tests' job,
-    and keys for S3 in variables, not from the machine's role; and the agents watch a small disk of
-    their own.
+    are called as their units call them, the run as train.sh does, with the values of user data.
+    Other than on EC2: no cloud-init, no systemd, no standbys; root in place of `trainer`, the
+    tests' job, and keys for S3 in variables, not from the machine's role; and the agents watch a
+    small disk of their own.
     """
     if cloud.why_not_terraform:
         print(
@@ -327,7 +327,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
         first = list(cloud.workers())
         lab.start(COORDINATOR, [*command_of("elastic-poll", settings, folder), "--interval", "1"],
                   env=os.environ | AWS | {"AWS_ENDPOINT_URL": api.endpoint})
-        # Of nobody: workers boot after their coordinator.
+        # An empty list: workers boot after their coordinator.
         fleet.wait_for("list", fleet.hosts_file.exists)
         assert fleet.hosts_file.read_text() == ""
         with fleet:
@@ -342,7 +342,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
                 pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
                 overheard(lab, more[1], b"GET /health")
             ])
-            fleet.wait_for("strangers", lambda: row(more[1])["refused"] == 3)
+            fleet.wait_for("refusals", lambda: row(more[1])["refused"] == 3)
             diary = fleet.run_dir / EVENTS_FILE
             api.on_request = lambda method, path: None if "answer_doubted" in diary.read_text(
             ) else "empty"
@@ -376,7 +376,7 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             cloud.scale(0)
             lab.power_cut(*last)
             fleet.wait_for("end of the attempt", lambda: fleet.events("attempt.ended"))
-            fleet.wait_for("list of nobody", lambda: fleet.hosts_file.read_text() == "")
+            fleet.wait_for("empty list", lambda: fleet.hosts_file.read_text() == "")
             boot(cloud.scale(3))
             fleet.wait_for("restart", lambda: fleet.events("state.checkpoint_restored"))
             fleet.wait_for(
@@ -431,7 +431,7 @@ def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None
 def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
     """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked.
 
-    What machines need for their last words (the way out, S3, the right to write there) goes when
+    What machines need for their last logs (the way out, S3, the right to write there) goes when
     they have gone.
     """
     if cloud.why_not_terraform:

@@ -54,7 +54,7 @@ HEALTH = st.builds(Health,
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[tuple[list[Instance], dict[str, Health], float]]:
-    """Polls one after the other: what the cloud said, what the agents said, and when."""
+    """Polls one after the other: the cloud's and the agents' answers, and their times."""
     polls, now = [], 0.0
     for _ in range(draw(st.integers(1, 12))):
         now += draw(st.floats(0.5, 400))
@@ -73,8 +73,8 @@ def stories(draw: st.DrawFn) -> list[tuple[list[Instance], dict[str, Health], fl
               same_type=st.booleans()))
 def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str, Health], float]],
                                       policy: Policy) -> None:
-    """Nobody doomed, nobody unfit on a believed list, a reason for everyone, order by age, and no
-    mutation of the past."""
+    """No excluded and no unfit host on a believed list, a reason for each host, order by age, and
+    no mutation of the past."""
     history, doomed = History(), set[str]()
     for fleet, health, now in story:
         before = history
@@ -124,7 +124,7 @@ def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) ->
 
 
 def test_the_oldest_comes_first() -> None:
-    """It becomes rank 0; whoever joins later is behind it."""
+    """It becomes rank 0; later hosts are behind it."""
     fleet = [instance(3), instance(1), instance(2)]
     assert names(decide(fleet, {}, History(), 0.0, QUICK)) == ["host-1", "host-2", "host-3"]
 
@@ -215,8 +215,8 @@ def test_a_host_whose_hold_ends_waits_for_others_like_a_newcomer() -> None:
     assert every == [["host-1"]] * 15 + [["host-1", "host-4", "host-5", "host-3"]] * 15
 
 
-def test_whoever_came_again_stands_behind_those_who_stayed() -> None:
-    """It has become no less likely to go; the order stays as it is while nobody comes or goes."""
+def test_a_host_that_returned_stands_behind_those_that_stayed() -> None:
+    """It has become no less likely to go; the order stays as it is while no host comes or goes."""
     fleet = [instance(n) for n in (1, 2, 3)]
     every = lists(QUICK, 2000, lambda second: fleet[1:] if second == 5 else fleet)
     stayed = ["host-2", "host-3"]
@@ -239,8 +239,8 @@ def test_a_host_that_flaps_is_held_back_longer_each_time() -> None:
     assert names(decide(fleet, {}, history, 4000.0, QUICK)) == ["host-1", "host-2"]
 
 
-def test_an_empty_answer_must_be_said_twice() -> None:
-    """Losing more than half without a notice is believed only when the next poll says so too."""
+def test_an_empty_answer_must_be_confirmed() -> None:
+    """Losing more than half without a notice is believed only when the next poll confirms it."""
     fleet = [instance(n) for n in range(4)]
     full = decide(fleet, {}, History(), 0.0, QUICK)
     odd = decide([], {}, full.history, 5.0, QUICK)
@@ -314,7 +314,7 @@ def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> No
 
 
 def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
-    """The cloud's word and a notice count; the rest stays, also when it is one alone by then."""
+    """The cloud's state and a notice count; the rest stays, also when it is one alone by then."""
     policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(4)]
     decision = decide(fleet, {i.id: Health("ready", heard_at=0.0)
                               for i in fleet}, History(), 0.0, policy)
@@ -336,7 +336,7 @@ def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
     assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
 
 
-def test_whoever_is_still_silent_when_we_hear_again_has_some_more_time() -> None:
+def test_a_host_that_is_still_silent_when_others_are_heard_again_has_more_time() -> None:
     """One lost question must not cost it its place."""
     policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(3)]
 
@@ -384,8 +384,8 @@ def test_a_sick_host_is_sick_still_when_it_falls_silent() -> None:
 
 
 def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() -> None:
-    """Silence does not bring it back, nor the same agent's word; the cloud's notice is for good all
-    the same."""
+    """Silence does not bring it back, nor the same agent's answer; the cloud's notice is for good
+    all the same."""
     fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
     ready = Health("ready", life="a")
     stops = replace(ready, state="draining", why="the host is being stopped", for_good=False)

@@ -96,7 +96,7 @@ OF_STRANGERS = [
 
 @pytest.mark.parametrize(("method", "path", "body"), OF_STRANGERS)
 @pytest.mark.usefixtures("data")
-def test_a_stranger_gets_nothing(method: str, path: str, body: bytes) -> None:
+def test_a_client_without_the_credentials_gets_nothing(method: str, path: str, body: bytes) -> None:
     """Without the run's credentials: unsigned, as a web page, with credentials that ministack
     believes by itself, and with the right name but another secret. No answer has a word for
     browsers, and what was kept is as it was.
@@ -112,7 +112,7 @@ def test_a_stranger_gets_nothing(method: str, path: str, body: bytes) -> None:
 
 
 @pytest.mark.usefixtures("data")
-def test_a_stranger_opens_no_websocket() -> None:
+def test_a_client_without_the_credentials_opens_no_websocket() -> None:
     """ministack serves MQTT and others over them."""
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}
@@ -184,7 +184,7 @@ def test_another_user_finds_no_door(data: Path) -> None:
 
 
 @pytest.mark.usefixtures("data")
-def test_it_answers_while_strangers_hold_connections() -> None:
+def test_it_answers_while_other_clients_hold_connections() -> None:
     """Idle ones, halves of a request, and a body that is announced and does not come."""
     address = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"])
     requests = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n",

@@ -18,7 +18,7 @@ from elastic_trainer.world.arithmetic import Arithmetic
 
 @dataclass
 class Fleet:
-    """Workers that do what they are told, unless a test says otherwise."""
+    """Workers that follow the driver, unless a test makes them do otherwise."""
 
     membership: Membership
     now: float = 100.0
@@ -36,7 +36,7 @@ class Fleet:
     entered: dict[str, int] = field(default_factory=dict)
     """The generation that a worker was in last: there it has got the newest state."""
 
-    def say(self, name: str, phase: str, **words: Any) -> None:
+    def report(self, name: str, phase: str, **words: Any) -> None:
         worker = self.membership.workers[name]
         self.counts[name] = self.counts.get(name, 0) + 1
         computes = self.computes.get(worker.host)
@@ -60,7 +60,7 @@ class Fleet:
         return actions
 
     def live(self) -> None:
-        """One round of words: everybody that is not silent does the next sensible thing."""
+        """One round of heartbeats: each worker that is not silent takes its next step."""
         self.turn()
         for name, worker in list(self.membership.workers.items()):
             if worker.phase is Phase.GONE or name in self.silent:
@@ -71,7 +71,7 @@ class Fleet:
             if news.leave:
                 self.membership.dismiss(name)
             if worker.phase is Phase.BOOTING and self.boots:
-                self.say(name, "waiting" if worker.generation else "standby")
+                self.report(name, "waiting" if worker.generation else "standby")
             elif news.leave:
                 self.membership.exited(name, 75, self.now)
             elif worker.phase is Phase.TRAINING:
@@ -80,12 +80,12 @@ class Fleet:
                     self.entered[name] = worker.generation
                     self.steps[name] = max(
                         self.steps.get(member, 0) for member in self.membership.roster.members)
-                self.say(name, "waiting" if news.notice or news.dead else "training")
+                self.report(name, "waiting" if news.notice or news.dead else "training")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
                 tried = self.membership.peers_of(name)
                 cut_off = tuple(n for n in tried
                                 if frozenset((n.split("/")[0], worker.host)) in self.cut)
-                self.say(name,
+                self.report(name,
                          worker.phase.value,
                          accepted=news.offer,
                          unreachable=cut_off if tried else None)
@@ -127,11 +127,11 @@ def test_forms_nothing_when_one_member_does_not_accept() -> None:
     f = fleet()
     f.turn()
     for name in list(f.membership.workers):
-        f.say(name, "standby")
+        f.report(name, "standby")
     f.turn()
     assert f.membership.rounds.offer
     for name in list(f.membership.workers)[:3]:
-        f.say(name, "standby", accepted=f.membership.rounds.offer.round)
+        f.report(name, "standby", accepted=f.membership.rounds.offer.round)
     f.turn()
     assert not any(isinstance(a, Form) for a in f.acted)
 
@@ -149,13 +149,13 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(
     f.turn()
     newcomer = f.worker_on("e")
     if phase == "standby":
-        f.say(newcomer, "standby")
+        f.report(newcomer, "standby")
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.turn()
     if phase == "standby":
         assert f.membership.news_for(newcomer, f.now).leave
     if says:
-        f.say(newcomer, phase, error="FileNotFoundError: /data")
+        f.report(newcomer, phase, error="FileNotFoundError: /data")
     assert f.membership.exited(newcomer, 70, f.now) != "user_error"
     f.run()
     assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
@@ -181,7 +181,7 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
     assert f.world() == ["a", "b", "d", "c"] and f.membership.verdict is None
 
 
-def test_a_run_goes_on_when_a_machine_fails_before_the_others_have_said_that_they_train() -> None:
+def test_a_run_goes_on_when_a_machine_fails_before_the_others_report_training() -> None:
     """Their last heartbeat is from before their first step: it does not mean that the state is
     gone."""
     f = fleet()
@@ -190,9 +190,9 @@ def test_a_run_goes_on_when_a_machine_fails_before_the_others_have_said_that_the
     victim, *others = f.membership.roster.members
     assert not f.membership.state_exists
     f.state.add(victim)
-    f.say(victim, "training")
+    f.report(victim, "training")
     for other in others:
-        f.say(other, "training")  # it has taken its place
+        f.report(other, "training")  # it has taken its place
     f.membership.blame.machine_failed(f.membership.workers[victim], machine())
     f.turn()
     f.membership.exited(victim, 71, f.now)
@@ -209,12 +209,12 @@ def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_no
         f.live()
     victim, *others = f.membership.roster.members
     f.state.add(victim)
-    f.say(victim, "training")
+    f.report(victim, "training")
     f.membership.exited(victim, -9, f.now)
     f.turn()
     assert f.membership.verdict is None
     for other in others:
-        f.say(other, "waiting")
+        f.report(other, "waiting")
     f.turn()
     assert f.membership.verdict
     assert "No living worker holds the state" in f.membership.verdict.detail
@@ -225,7 +225,7 @@ def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_no
     (machine(shard=-1), "abcd", False)])
 def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
         second: MachineFault, hosts: str, ends: bool) -> None:
-    """Both tracebacks are told. Another shard, or another step, is another machine's fault."""
+    """Both tracebacks are shown. Another shard, or another step, is another machine's fault."""
     f = fleet(hosts)
     f.run()
     for host, fault in (("b", machine()), ("c", second)):
@@ -280,7 +280,7 @@ def test_one_clear_error_ends_the_run_when_all_workers_die_twice_of_one_signal_i
 
 @pytest.mark.parametrize("other", ["place", "signal", "unknown", "survivor", "trained"])
 def test_the_run_goes_on_when_workers_die_otherwise_or_elsewhere_or_not_all(other: str) -> None:
-    """Two places, two signals, a place that nobody knows, one worker that lives, or a run that has
+    """Two places, two signals, an unknown place, one worker that lives, or a run that has
     trained: no verdict."""
     f = fleet()
     f.boots, f.membership.blame.has_trained = False, other == "trained"
@@ -303,14 +303,14 @@ def test_one_of_two_goes_when_they_do_not_reach_each_other(cut: str) -> None:
     f.run()
     f.cut.add(frozenset(cut))
     for name in f.membership.roster.members:  # Gloo's time-out has broken the generation
-        f.say(name, "waiting")
+        f.report(name, "waiting")
     f.run()
     younger = max(cut)
     assert f.world() == [h for h in "abcd" if h != younger]
     assert [(a.worker[0], a.reason) for a in f.acted
             if isinstance(a, Stop)] == [(younger, "cut_off")]
     f.run(seconds=60.0)
-    # A new worker there tries first, and costs nobody anything.
+    # A new worker there tries first, and no other worker waits for it.
     assert f.membership.roster.generation == 2
     f.cut.clear()
     f.run(seconds=30.0)
@@ -323,7 +323,7 @@ def test_the_one_goes_whom_most_do_not_reach() -> None:
     f.run()
     f.cut |= {frozenset("ab"), frozenset("ac")}
     for name in f.membership.roster.members:
-        f.say(name, "waiting")
+        f.report(name, "waiting")
     f.run()
     assert f.world() == ["b", "c", "d"]
 
@@ -375,8 +375,8 @@ OTHER = {"program": replace(PLAIN, program=7, facts=(("cpu", "Xeon"), ("threads"
 
 @pytest.mark.parametrize("how", list(OTHER))
 def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
-    """It is told with what differs, nobody leaves its step for it, and its host is tried again,
-    later each time."""
+    """It is logged with what differs, no worker leaves its step for it, and its host is tried
+    again, later each time."""
     f = fleet("abc")
     f.computes = dict.fromkeys("abc", PLAIN) | {"d": OTHER[how]}
     f.run()
@@ -392,7 +392,7 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
 @pytest.mark.parametrize("policy", ["warn", "ring"])
 def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promised(
         policy: str) -> None:
-    """With --mixed-hardware warn, and with the reducer ring; it is told once."""
+    """With --mixed-hardware warn, and with the reducer ring; it is logged once."""
     f = fleet("abc")
     f.membership.rounds.refuses_mixed = policy != "warn"
     f.computes = {h: replace(PLAIN, is_exact=policy == "warn") for h in "abc"}
@@ -483,7 +483,7 @@ def test_leaves_the_rest_ready_when_there_are_more_than_max_workers() -> None:
 
 
 def test_waits_with_the_state_when_the_list_is_empty() -> None:
-    """Nobody is sent away while nobody may work."""
+    """No worker is dismissed while none may work."""
     f = fleet()
     f.run()
     members = f.membership.roster.members
@@ -496,7 +496,7 @@ def test_waits_with_the_state_when_the_list_is_empty() -> None:
 
 
 def test_one_writes_the_state_down_when_all_who_wait_with_it_may_go() -> None:
-    """The first that has it, and another one when that is gone; nobody while one of them is
+    """The first that has it, and another one when that is gone; none while one of them is
     wanted."""
     f = fleet(least=3)
     f.run()
@@ -569,7 +569,7 @@ def test_who_has_the_newest_state_stays_longest_when_it_drains_and_the_rest_are_
     f, (_, c, d) = one_ahead(least=3)
     f.membership.hosts_listed({"b": 1})
     for name in (c, d):
-        f.say(name, "training", drains=True)
+        f.report(name, "training", drains=True)
     f.run()
     assert not f.membership.workers[c].dismissed and f.membership.workers[c].phase is Phase.WAITING
     assert f.membership.workers[d].phase is Phase.GONE
@@ -594,14 +594,15 @@ def test_an_offer_that_a_death_ended_does_not_count_as_refused() -> None:
         f.turn(0)
         for name, worker in f.membership.workers.items():
             if worker.phase is Phase.TRAINING:
-                f.say(name, "waiting")
-        f.turn()  # an offer, which nobody has accepted when the next one dies
+                f.report(name, "waiting")
+        f.turn()  # no worker has accepted this offer when the next one dies
         assert f.membership.rounds.offer
     assert f.membership.workers[slow].refused_offers == 0
 
 
 def test_who_was_let_go_has_left_when_its_host_ends_before_its_process() -> None:
-    """Nothing was lost with it; whoever dies with its place is lost, on a host that leaves too."""
+    """Nothing was lost with it; a worker that dies with its place is lost, on a host that leaves
+    too."""
     f = fleet()
     f.run()
     leaver, victim = f.worker_on("d"), f.worker_on("c")
@@ -622,15 +623,15 @@ def test_ends_the_attempt_when_no_worker_holds_the_state() -> None:
 
 
 def test_begins_again_when_all_die_before_anybody_had_values() -> None:
-    """While the first generation restores, say: whoever stands ready later has nobody to reach, and
-    is not kept waiting."""
+    """While the first generation restores, say: a worker that is ready later has no peer to reach,
+    and is not kept waiting."""
     f = fleet("ab", first=1)
     f.membership.hosts_listed({"a": 1})
     f.turn()
     first = f.worker_on("a")
-    f.say(first, "standby")
+    f.report(first, "standby")
     f.turn()
-    f.say(first, "standby", accepted=f.membership.news_for(first, f.now).offer)
+    f.report(first, "standby", accepted=f.membership.news_for(first, f.now).offer)
     f.turn()
     assert f.world() == ["a"] and not f.state
     f.membership.exited(first, -9, f.now)
@@ -649,8 +650,8 @@ def test_ends_as_user_error_when_the_script_crashes_everywhere_at_the_start() ->
     assert any(isinstance(a, End) and a.verdict == "user_error" for a in f.turn())
 
 
-def test_changes_nothing_when_an_old_word_is_played_back() -> None:
-    """A word with a number that was heard before is ignored, also for the heartbeat."""
+def test_changes_nothing_when_an_old_heartbeat_is_repeated() -> None:
+    """A heartbeat with an old number is ignored, and is no sign of life."""
     f = fleet()
     f.run()
     name = f.worker_on("a")
@@ -665,7 +666,7 @@ def test_comes_back_into_the_round_when_a_member_revives_itself() -> None:
     """While a member starts anew in place, the round waits for it: it may hold the only state."""
     f = fleet("abc")
     f.run()
-    f.say(f.worker_on("b"), "reviving")
+    f.report(f.worker_on("b"), "reviving")
     f.membership.exited(f.worker_on("c"), -9, f.now)
     f.boots = False
     f.run(5)
@@ -681,7 +682,7 @@ def test_evicts_no_worker_when_the_driver_itself_stood_still() -> None:
     f = fleet()
     f.run()
     f.now += 60
-    f.say(f.worker_on("a"), "training")
+    f.report(f.worker_on("a"), "training")
     f.run()
     assert not any(isinstance(a, Stop) for a in f.acted)
     assert f.membership.roster.generation == 1
@@ -692,7 +693,7 @@ def test_hands_over_and_leaves_when_some_are_asked_to_drain_and_the_rest_are_too
     f = fleet("abcd", least=3)
     f.run()
     for host in "ab":
-        f.say(f.worker_on(host), "training", drains=True)
+        f.report(f.worker_on(host), "training", drains=True)
     f.run(seconds=30)
     assert sorted(f.world()) == ["a", "b", "c", "d"]
     assert f.membership.verdict is None
@@ -703,7 +704,7 @@ def test_ends_the_attempt_when_all_are_asked_to_drain() -> None:
     f = fleet("ab")
     f.run()
     for host in "ab":
-        f.say(f.worker_on(host), "training", drains=True)
+        f.report(f.worker_on(host), "training", drains=True)
     f.run()
     assert any(isinstance(a, End) and a.verdict == "failed" for a in f.acted)
 
@@ -721,7 +722,7 @@ def test_ends_when_no_generation_finishes_a_step() -> None:
     f.run()
     for _ in range(40):
         for host in "ab":
-            f.say(f.worker_on(host), "reviving") if f.membership.verdict is None else None
+            f.report(f.worker_on(host), "reviving") if f.membership.verdict is None else None
         f.run(4)
     assert isinstance(f.membership.verdict,
                       End) and "finished no step" in f.membership.verdict.detail
@@ -753,7 +754,7 @@ def test_waits_for_a_member_that_revives_itself_however_often_its_host_has_faile
     f.run()
     for host in "ab":
         f.membership.roster.hosts[host].failures = FAILED_RESTARTS
-        f.say(f.worker_on(host), "reviving")
+        f.report(f.worker_on(host), "reviving")
     f.boots = False
     f.run()
     assert f.membership.verdict is None
@@ -767,7 +768,7 @@ def test_goes_on_trying_when_the_command_fails_where_it_has_worked_once() -> Non
     f = fleet("ab")
     f.turn()
     a, b = f.worker_on("a"), f.worker_on("b")
-    f.say(a, "standby")
+    f.report(a, "standby")
     f.membership.exited(b, 70, f.now)
     f.membership.exited(a, -9, f.now)
     f.turn(5.0)
@@ -819,7 +820,7 @@ def test_ends_as_user_error_when_every_host_fails_again_and_again_before_train(c
 
 @pytest.mark.parametrize("seed", range(150))
 def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
-    """Random deaths, freezes, joins, leaves and lost words: as long as one holder of the state
+    """Random deaths, freezes, joins, leaves and lost heartbeats: as long as one holder of the state
     lives, a world with it forms again, and two generations never overlap."""
     chance = random.Random(seed)
     f = fleet("abcd", least=1)
@@ -844,7 +845,7 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
                 for name in f.counts:
                     worker = f.membership.workers.get(name)
                     if name not in f.silent and worker and worker.phase is Phase.TRAINING:
-                        f.say(name, "training")
+                        f.report(name, "training")
         f.membership.hosts_listed({h: 1 for h in sorted(hosts)})
         f.run(chance.randrange(4))
         if f.membership.verdict:
@@ -859,11 +860,11 @@ def test_always_finds_a_world_again_when_anything_happens(seed: int) -> None:
 
 
 def breaks_at_its_begin(f: Fleet) -> None:
-    """The newest generation of a fleet breaks before anybody has received anything, and nobody
+    """The newest generation of a fleet breaks before any worker has received anything, and none
     dies."""
     generation = f.membership.roster.generation
     for name in f.membership.roster.members:
-        f.say(name, "waiting")
+        f.report(name, "waiting")
     f.turn()
     for _ in range(40):
         if f.membership.roster.generation > generation:
@@ -872,7 +873,7 @@ def breaks_at_its_begin(f: Fleet) -> None:
         for name, worker in list(f.membership.workers.items()):
             if worker.phase in (Phase.STANDBY, Phase.WAITING):
                 news = f.membership.news_for(name, f.now)
-                f.say(name, worker.phase.value, accepted=news.offer, unreachable=())
+                f.report(name, worker.phase.value, accepted=news.offer, unreachable=())
 
 
 def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
@@ -889,11 +890,11 @@ def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
         for name, worker in list(f.membership.workers.items()):
             news = f.membership.news_for(name, f.now)
             if worker.phase is Phase.BOOTING:
-                f.say(name, "standby")
+                f.report(name, "standby")
             elif worker.phase in (Phase.STANDBY, Phase.WAITING):
-                f.say(name, worker.phase.value, accepted=news.offer, unreachable=())
+                f.report(name, worker.phase.value, accepted=news.offer, unreachable=())
             elif worker.phase is Phase.TRAINING and name in old and news.notice:
-                f.say(name, "waiting")
+                f.report(name, "waiting")
         if len(f.membership.roster.members) == 3:
             break
     [newcomer] = set(f.membership.roster.members) - old
@@ -909,16 +910,16 @@ def test_a_newcomer_goes_when_its_join_fails_twice() -> None:
 # --- what the driver's cost rests on --------------------------------------------------------------
 
 def test_a_heartbeat_without_news_changes_no_answer() -> None:
-    """So nobody has to decide, and nobody has to be woken: the step, and when it came, are no
+    """So no decision is due, and no worker is woken: the step, and when it came, are no
     news."""
     f = fleet("abcd")
     f.run()
     before = f.membership.basis(f.membership.notice(f.now))
     for name in f.membership.roster.members:
         f.steps[name] = 7
-        f.say(name, "training")
+        f.report(name, "training")
     assert f.membership.basis(f.membership.notice(f.now)) == before
-    f.say(f.membership.roster.members[0], "waiting")
+    f.report(f.membership.roster.members[0], "waiting")
     assert f.membership.basis(f.membership.notice(f.now)) != before
 
 

@@ -148,7 +148,7 @@ def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Pa
 
 
 WORDS = 6
-"""So many different ones a stranger says."""
+"""The number of different ones that the client sends."""
 
 
 def open_ports(lab: Lab, name: str) -> list[int]:
@@ -162,10 +162,9 @@ def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tm
                                                                     twin_of: Twin) -> None:
     """One host does not reach the store: no checkpoint, and the training goes on; then its line is
     slow; then it comes and goes within the time limits. Another's clock is wrong by minutes. A
-    stranger says rubbish, a pickle, and a worker's own words at every open port: refused and told.
-    Nobody is evicted for any of these, and the training does not even pause; each is told all the
-    same.
-    """
+    client sends rubbish, a pickle, and a worker's own messages at every open port: refused and
+    logged. Nobody is evicted for any of these, and the training does not even pause; each is told
+    all the same."""
     lab.clocks["h1"] = -240
     lab.boot(COORDINATOR, *THREE, "h8", "h9")
     job = ("--steps", "250", "--step-s", "0.1", "--checkpoint-every", "5", "--part-bytes", "65536")

@@ -71,7 +71,7 @@ class Script:
             self.changed.notify_all()
 
     def wait_for(self, seen: Callable[[Words], Any]) -> Words:
-        """Wait until a word has come that fits, and return it."""
+        """Wait until a matching message has come, and return it."""
         with self.changed:
             assert self.changed.wait_for(lambda: any(seen(w) for w in self.heard),
                                          DEADLINE_S), self.heard[-5:]
@@ -137,7 +137,7 @@ def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
 
 def test_a_worker_has_its_place_when_it_has_accepted_the_offer(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """It says that it stands by, hears the offer, accepts it, and is told its seat."""
+    """It reports that it is ready, receives the offer, accepts it, and receives its place."""
     script.say(placed_when_accepted(1))
     driver = worker()
     assert driver.next_place(False, 0) == Place(generation=1,
@@ -153,7 +153,7 @@ def test_a_worker_has_its_place_when_it_has_accepted_the_offer(
 
 @pytest.fixture
 def deaf() -> Iterator[socket.socket]:
-    """A listener whose queue is full: the kernel drops further SYNs without a word, as a cut line
+    """A listener whose queue is full: the kernel drops further SYNs silently, as a cut line
     does."""
     full = [socket.create_server(("127.0.0.1", 0), backlog=0)]
     while len(full) < 10:
@@ -181,7 +181,7 @@ def test_only_silence_is_no_way_through(deaf: socket.socket) -> None:
 def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
                                                                worker: Callable[..., OurDriver],
                                                                deaf: socket.socket) -> None:
-    """With the word that accepts the driver hears who is out of reach; before that nothing is
+    """The message that accepts reports the peers out of reach; before that nothing is
     claimed."""
     reach = {"b/0/2": ["127.0.0.1", deaf.getsockname()[1]]}
     script.say(lambda words: place(1) if words["accepted"] == 7 else {"offer": 7, "reach": reach})
@@ -192,7 +192,7 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
 
 def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[...,
                                                                               OurDriver]) -> None:
-    """Any number of times: whoever knocks is let go at once."""
+    """Any number of times: each connection is closed at once."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
     door = script.wait_for(lambda w: w["door"])["door"]
@@ -203,7 +203,7 @@ def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[..
 
 
 def test_a_door_lets_all_go_who_can_wait_there() -> None:
-    """At each beat: a queue that strangers keep full would make this worker unreachable for its
+    """At each heartbeat: a queue that others keep full would make this worker unreachable for its
     peers."""
     with ExitStack() as stack:
         door = stack.enter_context(open_door("127.0.0.1:1"))
@@ -217,7 +217,7 @@ def test_a_door_lets_all_go_who_can_wait_there() -> None:
 
 def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """The place that it had is no answer, however often it is told; it says what it holds."""
+    """Its old place is no answer, however often it is sent. It reports what it holds."""
     driver = worker()
     script.say(place(1))
     assert driver.next_place(False, 0).generation == 1
@@ -281,7 +281,7 @@ def test_writes_while_it_waits_when_the_driver_says_so(script: Script,
     assert driver.is_writer(3, 0.0)
 
 
-def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
+def test_the_attempt_is_over_for_a_worker_without_a_driver() -> None:
     """It asks for `driver_lost_s`, no shorter."""
     address, started = f"127.0.0.1:{free_port()}", time.monotonic()
     with pytest.raises(RunOver, match="driver lost"):
@@ -291,7 +291,7 @@ def test_the_attempt_is_over_for_a_worker_when_nobody_is_its_driver() -> None:
 
 
 def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> None:
-    """Its time has begun when the driver was heard last, not when the step ended."""
+    """Its time starts at the driver's last answer, not at the end of the step."""
     driver = OurDriver(
         Launch(driver=f"127.0.0.1:{free_port()}", key=KEY, worker="a/0/1", limits=LIMITS))
     driver._heard_at -= LIMITS.driver_lost_s
@@ -302,7 +302,7 @@ def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> 
 
 
 def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
-    """A driver that takes words and never answers is lost, too."""
+    """A driver that takes messages and never answers is lost, too."""
     limits = Limits(heartbeat_s=0.02, driver_lost_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}",
@@ -315,7 +315,7 @@ def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
 
 def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """A word that fails is said again."""
+    """A failed message is sent again."""
     failures = iter([True, True, True])
 
     def news(words: Words) -> Words:
@@ -352,9 +352,9 @@ def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(
     assert (word["phase"], word["holds_state"]) == ("training", True)
 
 
-def test_no_two_words_have_one_number_when_beats_and_questions_mix(
+def test_no_two_messages_have_one_number_when_heartbeats_and_questions_mix(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """So the driver can tell an old word from a new one."""
+    """So the driver can distinguish an old message from a new one."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
     script.say(lambda words: place(1) if words["count"] > 60 else {"offer": words["count"]})
@@ -468,7 +468,7 @@ def test_the_driver_hears_of_the_error_when_the_users_code_fails(
 
 def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """What fails while it boots may be its host's fault, so it ends nobody else's run."""
+    """What fails while it boots may be its host's fault, so it does not end the run."""
     worker().fail("a traceback")
     assert script.heard == []
 
@@ -487,9 +487,9 @@ def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(
     script.wait_for(lambda w: w["phase"] == "reviving")
 
 
-def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(
+def test_nothing_fails_when_the_driver_is_gone(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """What is said last must not hide the error that it tells."""
+    """The last message must not hide the error that it reports."""
     driver = worker(limits=SOON_LOST)
     driver.start(DriverHooks(), False, 0)
     script.stop()
@@ -500,7 +500,8 @@ def test_nobody_hears_and_nothing_fails_when_the_driver_is_gone(
 
 def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(
         script: Script, worker: Callable[..., OurDriver]) -> None:
-    """It waits, in its generation, counts on from its last word, and takes only a later place."""
+    """It waits, in its generation, counts on from its last message, and takes only a later
+    place."""
     driver = worker(revived_generation=3, revived_count=50)
     script.say(place(3))
     driver.start(DriverHooks(), True, 9)
@@ -511,8 +512,8 @@ def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(
     assert driver.next_place(True, 9).generation == 4
 
 
-def test_there_is_one_place_when_nobody_started_us() -> None:
-    """A world of one, whoever asks and whatever happens."""
+def test_there_is_one_place_without_a_launcher() -> None:
+    """A world of one in all cases."""
     alone = Alone()
     alone.note("training", 3)
     alone.fail("a traceback")

@@ -142,8 +142,8 @@ def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
 
 def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_last_one_knew(
         story: Callable[..., Story]) -> None:
-    """Who is listed, who is doomed, whom to ask; a lost question costs nobody the place, and a
-    notice is heard."""
+    """The list, the excluded hosts, the agents to ask. A lost request costs no host its place, and
+    a notice is heard."""
     s = story(4)
     assert s.poll() == [1, 2, 3, 4]
     s.agent(3).drain("terminate", None)
@@ -152,7 +152,7 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_las
     s.cloud.answer = SILENT
     s.stop_agent(2)
     s.stop_agent(3)
-    s.start_agent(3)  # it says ready: it has forgotten
+    s.start_agent(3)  # it reports ready: it has forgotten
     s.now += 30.0  # in which no poller runs
     s.restart(boot=-1000.0)
     # This poller has not heard the second one's agent.
@@ -164,7 +164,7 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_las
                                                                  ("i-1", "notice: terminate")]
 
 
-def test_an_empty_answer_after_a_restart_must_be_said_twice(story: Callable[..., Story]) -> None:
+def test_an_empty_answer_after_a_restart_must_be_confirmed(story: Callable[..., Story]) -> None:
     """And who goes is named, by name."""
     s = story(2)
     s.poll()
@@ -215,7 +215,7 @@ WRONG = {
     "zeros": lambda text: "\0" * len(text),
     "empty": lambda text: "",
     "no object": lambda text: "[]",
-    "a word for a number": lambda text: text.replace('"holds": 0', '"holds": "0"'),
+    "a text for a number": lambda text: text.replace('"holds": 0', '"holds": "0"'),
     "no number": lambda text: text.replace('"launched": 1.0', '"launched": NaN'),
     "another form": lambda text: text.replace('"holds": 0', '"holds": 0, "more": 0'),
     "a form without": lambda text: text.replace('"doubted": [], ', ""),
@@ -226,8 +226,8 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], kind: str,
                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    """The next poller says so and begins anew: while the cloud is silent the list is not
-    touched."""
+    """The next poller prints that and starts without a past: while the cloud is silent the list is
+    not touched."""
     s = story(2)
     s.poll()
     memory = s.folder / "hosts.memory"
@@ -288,7 +288,7 @@ def test_a_notice_reaches_the_file_when_the_event_log_cannot_be_written(
 
 def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story],
                                                       capfd: pytest.CaptureFixture[str]) -> None:
-    """It says so once, and goes on; also when somebody has deleted the file."""
+    """It prints that once, and goes on; also when the file was deleted."""
     s = story(2)
     s.poll()
     aside = s.folder.rename(s.folder.with_name("aside"))
@@ -360,8 +360,8 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story],
                                                       jump_s: float) -> None:
-    """All agents seem to have another clock. Its age is that of the agents' last words by the right
-    time."""
+    """All agents seem to have another clock. Its age is that of the agents' last answers with the
+    right time."""
     s = story(3)
     s.poll()
     s.jump_s = jump_s
@@ -415,8 +415,8 @@ def printed(s: Story, capfd: pytest.CaptureFixture[str]) -> list[int] | None:
 
 def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
         story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
-    """All agents are heard, so the list is as young as their words. When the last host leaves by
-    its own word the list is empty for as long as that is young; then nothing is known."""
+    """All agents are heard, so the list is as young as their answers. When the last host leaves by
+    its own report the list is empty for as long as that is young; then nothing is known."""
     s = story(3)
     s.poll()
     s.cloud.answer = SILENT
@@ -462,7 +462,7 @@ def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(
 
 def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(
         story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
-    """One is under notice and says so; the other, silent and unknown to a silent cloud, may work
+    """One has a notice and reports it; the other, silent and unknown to a silent cloud, may work
     all the same."""
     s = story(2)
     s.poll()
@@ -479,8 +479,8 @@ def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(
 
 
 def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
-    """It leaves while it is told to stop, and is let in when the next agent says ready, behind who
-    has stayed."""
+    """It leaves while it is being stopped, and returns when the next agent reports ready, behind
+    who has stayed."""
     s = story(2)
     s.poll()
     s.agent(1).drain("the host is being stopped", None, for_good=False)
@@ -522,7 +522,7 @@ def test_refused_clients_of_an_agent_are_logged(story: Callable[..., Story]) -> 
     assert [e["refused"] for e in s.logged("stranger_refused")] == [1, 2, 1]
 
 
-def test_the_table_says_since_when_for_every_host(story: Callable[..., Story],
+def test_the_table_shows_since_when_for_every_host(story: Callable[..., Story],
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     """In or out; what is scheduled for later is shown, and who was refused."""
     s = story(2)
@@ -591,7 +591,7 @@ def test_an_answer_has_an_end() -> None:
 
 
 def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -> None:
-    """Once, with how many it lacks; and nobody is said to be gone for it, neither a host on the
+    """Once, with how many it lacks; and no host is logged as gone for it, neither a host on the
     list nor another."""
     s = story(4)
     s.agent(4)._sick = "disk full: 1 MiB left under /"
@@ -609,8 +609,8 @@ def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -
         s.logged("host_sick")) == 1 and not s.logged("host_out", "host_gone")
 
 
-def test_whom_a_disbelieved_answer_brings_is_not_told(story: Callable[..., Story]) -> None:
-    """It is known with the next one: nobody is told to be in, or gone again, of whom nothing is
+def test_a_host_of_a_doubted_answer_is_not_logged(story: Callable[..., Story]) -> None:
+    """It is known with the next one: no host is logged as in, or gone again, of which nothing is
     sure."""
     s = story(4)
     s.cloud.answer = s.fleet[:3]

@@ -1,4 +1,4 @@
-"""The rendezvous store of one generation: what members hear, what strangers do not, and who waits
+"""The rendezvous store of one generation: what members receive, what others do not, and who waits
 for whom."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Store:
 
     def __init__(self, members: Sequence[str] = ("127.0.0.1",), **how: Any) -> None:
         self.refused: list[tuple[str, str]] = []
-        self.store = Rendezvous("127.0.0.1", members, lambda *said: self.refused.append(said),
+        self.store = Rendezvous("127.0.0.1", members, lambda *refusal: self.refused.append(refusal),
                                 **how)
 
     def ask(self, method: str, path: str, body: bytes | None = None, *, source: str = "127.0.0.1",
@@ -62,7 +62,7 @@ def test_members_find_what_members_have_put(rendezvous: Store) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_a_non_member_reads_and_changes_nothing(rendezvous: Store, method: str) -> None:
-    """An address that is no member's is refused and said."""
+    """An address that is no member's is refused and reported."""
     rendezvous.ask("PUT", "/global/0", b"an address")
     body = b"another" if method == "PUT" else None
     assert rendezvous.ask(method, "/global/0", body, source="127.0.0.2") == (403, b"")
@@ -155,7 +155,7 @@ def test_a_request_that_never_ends_delays_no_other(rendezvous: Store) -> None:
 @pytest.mark.parametrize("rendezvous", [{"request_s": 2.0}], indirect=True)
 def test_a_non_member_is_reported_though_its_bytes_are_no_request(rendezvous: Store,
                                                               hangs_up: bool) -> None:
-    """Neither a word without an end nor a connection cut short keeps it secret."""
+    """Also a request without an end and a connection cut short."""
     with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
                                   ("127.0.0.2", 0)) as connection:
         connection.sendall(b"rubbish")
@@ -253,7 +253,7 @@ def test_names_that_were_asked_for_in_vain_leave_nothing(rendezvous: Store) -> N
 
 
 def test_who_waits_is_let_go_when_the_store_closes() -> None:
-    """A generation that nobody is in any more leaves no thread and no connection."""
+    """A generation without members leaves no thread and no connection."""
     rendezvous = Store(hold_s=60.0)
     with socket.create_connection(("127.0.0.1", rendezvous.store.port),
                                   timeout=DEADLINE_S) as connection:

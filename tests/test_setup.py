@@ -1,4 +1,4 @@
-"""The set-up and the first command, as a stranger meets them: deploy/install.sh and
+"""The set-up and the first command, as a new user meets them: deploy/install.sh and
 ./horovodrun_elastic.sh."""
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_one_sentence_is_shown_when_there_is_no_compiler(tmp_path: Path) -> None
 @pytest.mark.usefixtures("turn")
 def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is_killed(
         tmp_path: Path) -> None:
-    """./horovodrun_elastic.sh demo, from set-up to summary, as a stranger tries it: by the command
+    """./horovodrun_elastic.sh demo, from set-up to summary, as a new user tries it: by the command
     that it shows, and against a world of one. Result and proof say the same.
     """
     env = {"ELASTIC_TRAINER_VENV": sys.prefix}

@@ -276,7 +276,7 @@ def test_it_is_used_once_and_replaced(bench: Bench) -> None:
     bench.take("host/0/2")
     assert bench.here("host/0/2")["pid"] != pid
     assert second != first and is_running(pid)
-    wait_for("a word of both", lambda: len(bench.events("standby.booted")) == 2)
+    wait_for("both", lambda: len(bench.events("standby.booted")) == 2)
 
 
 def test_two_shims_never_get_the_same_standby(bench: Bench) -> None:
@@ -539,7 +539,7 @@ def test_the_command_runs_when_the_standby_is_frozen(bench: Bench) -> None:
     bench.take()
     assert not bench.here()["was"]
     wait_for("the keeper's end", lambda: not is_running(keeper) and not is_running(pid))
-    wait_for("a word of it", lambda: bench.events("standby.failed"))
+    wait_for("its failure", lambda: bench.events("standby.failed"))
 
 
 def test_the_command_runs_when_the_keeper_is_frozen(bench: Bench) -> None:

@@ -292,7 +292,7 @@ def test_a_coordinator_that_finds_no_code_tries_five_times_and_is_off(machine: B
     assert called(machine, "systemctl") == "root poweroff\n"
 
 
-def test_a_boot_that_hangs_is_ended_and_says_so(machine: Booted) -> None:
+def test_a_boot_that_hangs_is_ended_and_reported(machine: Booted) -> None:
     """As one that fails does: systemd's time-out is no silence."""
     unmade(machine, f'cp -f {KEPT}/said {KEPT}/said.before || true; exec sleep 100000\n')
     assert called(machine, "dnf").count("install") == 5

@@ -75,7 +75,7 @@ class Blame:
         """Take the end of a worker's process; return the reason.
 
         `before` is the phase until then, `place` the function in which it died of a signal, and
-        `is_over` says whether the attempt has its verdict.
+        `is_over`: the attempt has its verdict.
         """
         if before is Phase.FINISHED and code == EXIT_FINISHED:
             return "finished"

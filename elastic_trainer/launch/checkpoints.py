@@ -1,10 +1,9 @@
-"""The command `elastic-trainer checkpoints`: look at a run's checkpoints, prove them, take them
-out, tidy up.
+"""The command `elastic-trainer checkpoints`: list, show, verify, prune or export checkpoints.
 
     elastic-trainer checkpoints ls|show|verify|prune|export URL
 
-URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. Nothing here disturbs a run that
-is being trained.
+URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. No command disturbs a running
+training.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ def run(options: argparse.Namespace) -> int:
         for damage in log.passed_over:
             print(f"DAMAGED: {plain(damage)}", file=sys.stderr)
         for name in log.strange:
-            print(
-                f"DAMAGED: no worker can have written a record with so high a number as "
-                f"{plain(name)}",
-                file=sys.stderr)
+            print(f"DAMAGED: the number of the record {plain(name)} is higher than any that a "
+                  f"worker can have written", file=sys.stderr)
         if not tail.kept:
             raise ConfigError(
                 f"{options.url} has no checkpoint. Name a run's store, e.g. runs/NAME/checkpoints.")
@@ -88,7 +85,7 @@ def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
     wanted = tail.kept[max(tail.kept)] if step is None else step
     if wanted not in of_step:
         raise ConfigError(
-            f"there is no checkpoint of step {wanted}. Use --step with one of {sorted(of_step)}.")
+            f"There is no checkpoint of step {wanted}. Use --step with one of {sorted(of_step)}.")
     return log.read(of_step[wanted])
 
 
@@ -113,7 +110,7 @@ def _ls(log: CommitLog, tail: Record) -> int:
 
 
 def _written(record: Record) -> str:
-    """Return when a record says that it was written; "?" where that is no time."""
+    """Return the time in a record; "?" if it has no valid one."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.body["time"]))
     return "?"
@@ -172,41 +169,40 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
         if _is_kept(log, record.sequence):
             raise
         raise ConfigError(
-            f"step {record.step} is no longer kept: the run let it go while it was read. Run it "
-            f"again, with "
-            f"a step that `elastic-trainer checkpoints ls` lists or without --step.") from error
+            f"Step {record.step} is no longer kept: the run deleted it while it was read. Run it "
+            f"again, without --step or with a step that `elastic-trainer checkpoints ls` lists."
+        ) from error
     values = decode(header_of(record), payload)
     check_kinds(values)
     values = with_plain_names(values)
+    extra = values.get("extra_state", {})
+    tensors = _tensors_of(values)
+    texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
+    metadata = {"step": str(record.step), "written_by": "elastic-trainer"} | texts
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file(tensors, path, metadata=metadata)
+        _copy(path, output)
+    print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
+    if texts:
+        print(f"as JSON in the file's metadata, because it is no tensor: "
+              f"{plain(', '.join(sorted(texts)))}")
+    if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
+        print(f"left out, because safetensors cannot hold tensors in containers: "
+              f"{plain(', '.join(lost))}")
+    return 0
+
+
+def _tensors_of(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that the model's state_dict has."""
     kept = {**values["parameters"], **values["buffers"]}
     # Older records have neither.
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
     tensors |= {name: kept[own].clone() for name, own in aliases.items()}
     extra = values.get("extra_state", {})
-    tensors |= {
-        name: value.clone()
-        for name, value in extra.items() if isinstance(value, torch.Tensor)
-    }
-    texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.safetensors")
-        save_file(tensors,
-                  path,
-                  metadata={"step": str(record.step), "written_by": "elastic-trainer"} | texts)
-        _copy(path, output)
-    print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
-    if texts:
-        print(
-            f"as JSON in the file's metadata, because it is no tensor: "
-            f"{plain(', '.join(sorted(texts)))}"
-        )
-    if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
-        print(
-            f"left out, because safetensors cannot hold tensors in containers: "
-            f"{plain(', '.join(lost))}"
-        )
-    return 0
+    return tensors | {name: value.clone() for name, value in extra.items()
+                      if isinstance(value, torch.Tensor)}
 
 
 def _copy(path: Path, output: str) -> None:

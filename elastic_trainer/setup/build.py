@@ -44,21 +44,21 @@ class Commands:
         self.log = log
         self.log.write_text("")
 
-    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> None:
+    def run(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
         """Run one command. Raises SetupFailed with the end of the log."""
         with open(self.log, "a") as log:
-            log.write(f"+ {' '.join(map(str, words))}\n")
+            log.write(f"+ {' '.join(map(str, command))}\n")
             log.flush()
-            done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         if done.returncode != 0:
             lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            failed = f"failed: {' '.join(map(str, words))}. The lines above end its log, {self.log}"
+            failed = f"failed: {' '.join(map(str, command))}. The lines above end its log, {self.log}"
             raise SetupFailed("\n".join([*lines, failed]))
 
-    def pip(self, *words: str | Path, env: dict[str, str] | None = None) -> None:
+    def pip(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
         """Run this environment's pip. Raises SetupFailed."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
-        self.run(*pip, *words, env=env)
+        self.run(*pip, *command, env=env)
 
 
 def build(target: Target, kept: Path, commands: Commands) -> None:
@@ -140,13 +140,13 @@ def machines_cmake() -> str | None:
     found = shutil.which("cmake")
     if found is None:
         return None
-    told = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return found if is_cmake_usable(told) else None
+    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    return found if is_cmake_usable(version) else None
 
 
-def is_cmake_usable(told: str) -> bool:
+def is_cmake_usable(text: str) -> bool:
     """Say whether Horovod builds with the CMake that prints this: 3.13 or newer, but not 4."""
-    version = re.match(r"cmake version 3\.(\d+)", told)
+    version = re.match(r"cmake version 3\.(\d+)", text)
     return version is not None and int(version[1]) >= 13
 
 

@@ -131,7 +131,7 @@ def say_without_nccl(target: Target) -> None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock; a second process waits and says so."""
+    """Hold a lock; a second process prints that it waits."""
     with open(file, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

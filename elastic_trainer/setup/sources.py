@@ -84,7 +84,7 @@ def _body(name: str, lines: Iterator[str], olds: int,
 
 
 def _replace(name: str, lines: list[str], hunk: Hunk, shift: int) -> None:
-    """Replace the lines of a hunk; the hunks before it have shifted its place by so many lines."""
+    """Replace the lines of a hunk; the hunks before it have shifted it by `shift` lines."""
     first = hunk.start - 1 + shift
     for number, wanted in enumerate(hunk.old):
         found = lines[first + number] if first + number < len(lines) else None

@@ -115,7 +115,7 @@ def kept_wheel(folder: Path) -> Path | None:
 
 
 def is_wheel_kept_for_some_torch(env: Mapping[str, str] = os.environ) -> bool:
-    """Say whether a wheel for this Python is kept, whatever its torch."""
+    """True if a wheel for this Python and any torch is kept."""
     folders = wheels(env).glob(f"torch-*-{python_and_libc()}-*-{RECIPE}")
     return any(map(kept_wheel, folders))
 
@@ -134,7 +134,7 @@ def cuda_home(env: Mapping[str, str]) -> Path | None:
 
 
 def is_nccl_here(env: Mapping[str, str], home: Path) -> bool:
-    """Say whether NCCL's header is where Horovod looks for it."""
+    """True if NCCL's header is where Horovod looks for it."""
     folders = (Path(env.get("HOROVOD_NCCL_HOME") or "/usr") / "include",
                Path(env.get("HOROVOD_NCCL_INCLUDE") or "/usr/include"), home / "include")
     return any((folder / "nccl.h").is_file() for folder in folders)
