@@ -49,10 +49,12 @@ class Commands:
         with open(self.log, "a") as log:
             log.write(f"+ {' '.join(map(str, command))}\n")
             log.flush()
-            done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log,
+                                  stderr=log)
         if done.returncode != 0:
             lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            failed = f"failed: {' '.join(map(str, command))}. The lines above end its log, {self.log}"
+            failed = (f"failed: {' '.join(map(str, command))}. The lines above end its log, "
+                      f"{self.log}")
             raise SetupFailed("\n".join([*lines, failed]))
 
     def pip(self, *command: str | Path, env: dict[str, str] | None = None) -> None:

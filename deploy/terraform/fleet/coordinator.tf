@@ -93,7 +93,7 @@ resource "aws_instance" "coordinator" {
 
   root_block_device {
     volume_type = "gp3"
-    volume_size = max(60, local.image_gb + 40) # torch with CUDA, its wheels, the release and the diary
+    volume_size = max(60, local.image_gb + 40) # torch with CUDA, its wheels, the release and the event log
     encrypted   = true
   }
 

@@ -12,7 +12,7 @@ output "start" {
 }
 
 output "watch" {
-  description = "The diary, at most a minute old; and the fleet's table."
+  description = "The event log, at most a minute old; and the fleet's table."
   value       = "aws s3 cp ${local.in_run}/diary/events.jsonl - | tail; aws s3 cp ${local.in_run}/diary/hosts.json -"
 }
 
@@ -27,7 +27,7 @@ output "cost" {
 }
 
 output "destroy" {
-  description = "Takes everything away but the bucket, in which checkpoints and diary stay."
+  description = "Takes everything away but the bucket, in which checkpoints and event log stay."
   value       = "${local.here} destroy ${local.the_same}"
 }
 
