@@ -11,6 +11,8 @@ What always holds:
 3. Retries are made here (tenacity), are bounded and counted, and end with an error. Those of
    botocore are off.
 4. No checksum of the server is relied on: every part has a SHA-256 in its record.
+5. Nothing here draws from Python's `random`: the user's code does, in another thread, and its
+   numbers must not depend on the network.
 
 Why boto3 and not s3fs: its PUT copies nothing and takes half the CPU time, and s3fs hides the
 refusal of a conditional PUT in an OSError(EINVAL).
@@ -18,6 +20,7 @@ refusal of a conditional PUT in an OSError(EINVAL).
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -26,21 +29,24 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
+import botocore.utils
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 from botocore.parsers import ResponseParserError
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception,
     stop_after_attempt,
     stop_after_delay,
-    wait_random_exponential,
 )
 from urllib3.exceptions import HTTPError
 
 from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
+FIRST_WAIT_S, MOST_WAIT_S = 0.1, 10.0
+"""The longest wait before the second attempt, and before any. It doubles with each attempt."""
 READ_TIMEOUT_S = 30.0
 PIECE_BYTES = 1 << 20
 """How much of an object is read at once: urllib3 allocates this amount."""
@@ -98,6 +104,7 @@ class S3Store:
         self.retries = 0
         """How often a request was tried again."""
         self._lock = threading.Lock()
+        self._random = random.Random()
         try:
             self._client = _client()
         except (BotoCoreError, ValueError) as error:
@@ -220,6 +227,12 @@ class S3Store:
         remedy = REMEDIES.get(code, answer.get("Message", ""))
         return f"{self.where} did not {what}: {code}. {remedy}".rstrip(". ") + "."
 
+    def _wait_s(self, state: RetryCallState) -> float:
+        """Return how long to wait before the next attempt. tenacity's own waits draw from Python's
+        `random` (tenacity/wait.py)."""
+        most_s = FIRST_WAIT_S * 2.0 ** (state.attempt_number - 1)
+        return self._random.uniform(0.0, min(MOST_WAIT_S, most_s))
+
     def _tried(self, what: str, act: Callable[[], T]) -> T:
         """Make a request, and retry it within the bounds if a retry may mend the fault."""
         try:
@@ -227,7 +240,7 @@ class S3Store:
                                     reraise=True,
                                     stop=stop_after_attempt(ATTEMPTS)
                                     | stop_after_delay(ATTEMPTS_S),
-                                    wait=wait_random_exponential(multiplier=0.1, max=10.0)):
+                                    wait=self._wait_s):
                 with attempt:
                     if attempt.retry_state.attempt_number > 1:
                         with self._lock:
@@ -253,6 +266,9 @@ class S3Store:
 
 def _client() -> Any:
     """Return boto3's client, with one try for each request."""
+    # botocore draws from Python's `random` each time that it reads the credentials of an instance's
+    # role (utils.py, _evaluate_expiration). Here it gets a generator of its own (rule 5).
+    botocore.utils.random = random.Random()
     # boto3's default session would keep its first credentials for ever.
     session = boto3.session.Session()
     return session.client("s3", config=Config(

@@ -22,7 +22,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.layout import unpack
-from elastic_trainer.state.store import open_store
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.horovod_commit import CommitState, Named, pad, reset_optimizer
 from elastic_trainer.training.horovod_votes import check_alike
 from elastic_trainer.training.horovod_watch import mistake_of

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +46,40 @@ def imported_by(path: Path, root: Path = CODE) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(
                 node.func).split(".")[-1] in ("__import__", "import_module"):
             yield ast.unparse(node.args[0]).strip("'\"")
+
+
+def ours_imported_by(path: Path) -> set[str]:
+    """Return our modules that a module imports, in functions, too, but not for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    names, found = {name_of(module) for module in MODULES}, set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= members & names or {node.module}
+    return found & names - {name_of(path)}
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the circles among modules: those that import each other, over others or at once."""
+    reached = {name: set(direct) for name, direct in imports.items()}
+    for middle in reached:
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    found = {name: sorted(other for other in targets if name in reached[other])
+             for name, targets in reached.items() if name in targets}
+    return sorted({tuple(members): members for members in found.values()}.values())
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    """Not in a function either: a circle hides which of its modules comes first."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert circles({name_of(path): ours_imported_by(path) for path in MODULES}) == []
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import boto3
 import botocore.auth
+import botocore.utils
 import pytest
 import s3_servers
 import s3fs
@@ -35,9 +36,9 @@ from elastic_trainer.state.s3 import S3Store
 from elastic_trainer.state.store import (
     StoreRefused,
     StoreUnavailable,
-    open_store,
     prove_put_if_absent,
 )
+from elastic_trainer.state.stores import open_store
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 
@@ -463,6 +464,27 @@ def test_what_no_retry_can_mend_is_refused_with_the_servers_own_error(
         store.put("parts/a", b"x")
     assert isinstance(raised.value,
                       StoreRefused) == is_refused and store.retries == int(not is_refused)
+
+
+def test_the_user_s_random_numbers_do_not_depend_on_the_network(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload runs in a thread beside the user's code. Its retries, and botocore's reading of a
+    role's credentials, draw from generators of their own."""
+    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(key, value)
+    before = random.getstate()
+    store, refusals = S3Store("s3://bucket/prefix"), [503, 503]
+
+    def put(**_: Any) -> None:
+        if refusals:
+            raise ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata":
+                               {"HTTPStatusCode": refusals.pop()}}, "PutObject")
+
+    monkeypatch.setattr(store._client, "put_object", put)
+    store.put("parts/a", b"x")
+    role = botocore.utils.InstanceMetadataFetcher()
+    role._evaluate_expiration({"expiry_time": "2026-01-01T00:00:00Z"})
+    assert store.retries == 2 and random.getstate() == before
 
 
 def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

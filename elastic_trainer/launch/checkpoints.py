@@ -28,7 +28,8 @@ from elastic_trainer.state.layout import LayoutError, decode, named_tensors, out
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.restore import read_part
-from elastic_trainer.state.store import Store, StoreUnavailable, open_store
+from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.wire.plain import plain
 
 
