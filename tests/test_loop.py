@@ -217,6 +217,15 @@ def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_
     assert_close(norm, reference)
 
 
+def test_running_statistics_of_sync_batch_norm_are_those_of_batch_norm() -> None:
+    """It synchronizes only in a process group of torch.distributed, which does not exist here."""
+    norms = torch.nn.BatchNorm1d(5, affine=False), torch.nn.SyncBatchNorm(5, affine=False)
+    for norm in norms:
+        trained(torch.nn.Sequential(norm, built()), max_steps=2)
+    plain, synchronized = (norm.state_dict() for norm in norms)
+    assert all(torch.equal(value, synchronized[name]) for name, value in plain.items())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size: int) -> None:
     """Its 6 samples are 3 shards of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for

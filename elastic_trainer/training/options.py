@@ -32,7 +32,8 @@ class Options:
     """The number of samples of a step, over all workers."""
     shards: int = 8
     """The number of parts of a global batch. Workers share the parts, so batch, learning rate and
-    result do not depend on the number of workers."""
+    result do not depend on the number of workers. BatchNorm computes its statistics over one part,
+    so with BatchNorm this number is part of the result."""
     epochs: int | None = None
     """The number of passes over the dataset; 1 if neither this nor `max_steps` is given. If both
     are given, the earlier end holds."""
