@@ -66,8 +66,9 @@ class Trainer:
     - Before the inner loop the number of the step is not always known, and the code does not run
       again for a step that broke. Put what depends on step.number into the inner loop.
     - Behind the inner loop the code runs once for each finished step, and never for batches that
-      are only tried. A run that goes back to an older checkpoint, because replicas held different
-      bits, runs it again for the steps that it does again.
+      are only tried. A run that goes on from a checkpoint runs it again for the steps that it does
+      again: after the loss of all workers, when it is resumed, or because replicas held different
+      bits. Log with step.number.
 
     A run that is finished does no more steps. If the same command is started again with its
     `run_dir`, or under the launcher, the loop has no step. With a `store` alone, a worker learns
@@ -143,7 +144,12 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """True on one worker of the world: for what is to be printed or written once."""
+        """True on one worker of the world: for output that may be missing or repeated.
+
+        If this worker dies, its successor does not run its code again for the steps that both have
+        finished. For the last of them, the code of both may run, or of none. What must not be lost
+        belongs into `state`.
+        """
         return self.rank == 0
 
     @property
