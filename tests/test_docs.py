@@ -39,6 +39,8 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 import elastic_trainer
+from elastic_trainer import config
+from elastic_trainer.launch import attempts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md",
@@ -462,6 +464,15 @@ def test_each_promise_has_a_command() -> None:
     text = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| *\d+ *\|.*\|(.*)\|$", text.partition("## Promises")[2], re.M)
     assert len(rows) == 7 and all("`" in row for row in rows)
+
+
+def test_every_exit_code_has_a_row_in_troubleshooting() -> None:
+    """With its meaning and what to do."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Exit codes")[2]
+    rows = {int(code) for code in re.findall(r"^\| (\d+) \|.*\|.*\|.*\|$", text, re.M)}
+    named = [config, attempts]
+    assert {value for module in named for name, value in vars(module).items()
+            if name.startswith("EXIT_")} <= rows
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
