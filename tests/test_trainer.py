@@ -810,6 +810,31 @@ def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
     loop(trainer_of(model), model)
 
 
+@pytest.mark.parametrize(("inside", "shard"), [(True, 2), (False, -1)])
+def test_a_fault_of_the_machine_names_the_shard_in_hand(inside: bool, shard: int,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body raises it in step 1, in the third shard or behind the inner loop. The driver blames
+    the user's code if the same shard fails on another host."""
+    blamed = list[tuple[Any, ...]]()
+    monkeypatch.setattr("elastic_trainer.training.loop.fault_of_machine",
+                        lambda error, *_: "EIO" * isinstance(error, OSError))
+    monkeypatch.setattr("elastic_trainer.training.worker.leave_as_dead",
+                        lambda kind, text, step, shard, **_: blamed.append((kind, step, shard)))
+    model, seen = built(), list[int]()
+    trainer = trainer_of(model)
+    with pytest.raises(OSError) as raised:
+        for step in trainer:
+            for batch in step:
+                seen += [step.number] * (trainer.rank == 0)
+                if inside and seen.count(1) == 3:
+                    raise OSError(5, "Input/output error")
+                step.backward(mse(model, batch))
+            if step.number == 0 and not inside:
+                raise OSError(5, "Input/output error")
+    trainer._worker.report(raised.value)  # as sys.excepthook does
+    assert blamed == [("EIO", 1, shard)]
+
+
 SCRIPT = """
 import sys, threading, torch
 from elastic_trainer import Trainer

@@ -121,6 +121,7 @@ class Shards:
             partial(self._backward, step, shard, indices, overlaps),
             self.flat.tally,
         )
+        self.number = shard  # if the user's loop is left here, this shard is the one in hand
         yield in_hand
         with self.user_code(shard):
             in_hand.settle()
@@ -249,6 +250,7 @@ class Shards:
             yield
             self.number = -1
         except (*OF_THE_LOOP, KeyboardInterrupt):
+            self.number = -1
             raise
         except BaseException as error:  # sys.exit() too
             if self._fault_of_machine(error):
