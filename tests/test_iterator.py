@@ -117,6 +117,33 @@ def test_the_run_ends_everywhere_when_a_worker_has_no_shard_in_the_step_that_sto
     assert sorted(len(one[2]) for one in ended) == [0, 3, 3]
 
 
+def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers hold different bits, so both go back to a checkpoint. The wish came from a step
+    that is undone: the code runs again, and finds that it need not stop."""
+    models = [built() for _ in range(2)]
+    reference = trained(built()).weights_sha256
+
+    def run(rank: int) -> tuple[str, list[int]]:
+        model, steps = models[rank], list[int]()
+        trainer = trainer_of(model, checkpoint_every=1, run_dir=tmp_path)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            trainer._worker.loop.checkpointing.checkpoints.wait()  # else a step is shorter
+            if step.number == 3 and 3 not in steps:
+                step.stop("the weights have become odd")
+                with torch.no_grad():
+                    model[0].weight.view(torch.int32)[0, 0] ^= rank
+            steps.append(step.number)
+        return trainer.result.weights_sha256, steps
+
+    ended = in_a_breaking_world(monkeypatch, 2, run)
+    steps = ended[0][1]
+    assert steps[:4] == [0, 1, 2, 3] and 3 in steps[4:]
+    assert ended == [(reference, steps)] * 2
+
+
 def finish_again(loop: Callable[[Any, list[Any]], Any], **more: Any) -> tuple[list[Any], Any]:
     """Do a run to its end, and start it again; returns what the second loop has seen."""
     for _ in range(2):

@@ -6,6 +6,7 @@ What always holds:
 1. All members of the world call `part` alike, and it raises on all of them.
 2. No checkpoint that may hold wrong bits is restored: those after the last step in which all
    replicas are known to be equal are withdrawn.
+3. A wish to finish the run is forgotten with the steps that are undone. The user's code runs again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.checkpointing import Checkpointing
+from elastic_trainer.training.wish import Wish
 from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
 from elastic_trainer.world.odd import find_odd
@@ -26,9 +28,9 @@ class GoingBack:
     """What this worker does when the replicas of its world differ."""
 
     def __init__(self, state: LiveState, replica: Replica, checkpointing: Checkpointing,
-                 launch: Launch, events: Events):
+                 launch: Launch, events: Events, wish: Wish):
         self.state, self.replica, self.checkpointing = state, replica, checkpointing
-        self.launch, self.events = launch, events
+        self.launch, self.events, self.wish = launch, events, wish
         self.restored_step = -1
         """The step with which this attempt began, if this worker was there: then all replicas were
         equal."""
@@ -51,4 +53,5 @@ class GoingBack:
                 f"later one may hold the wrong bits. The event worker.replica_differs names the "
                 f"hosts: test their memory. Then start the run anew under another name (--run), "
                 f"with 3 or more workers: they find out which bits are wrong.")
+        self.wish.forget()
         raise StateWithdrawn(f"no majority holds the same bits in step {step}: back to step {left}")

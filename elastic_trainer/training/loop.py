@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.successor import Successor
 from elastic_trainer.training.timing import Pace
 from elastic_trainer.training.warm_up import WarmUp
+from elastic_trainer.training.wish import Wish
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
 from elastic_trainer.world.place import Driver, RunOver
@@ -52,14 +53,13 @@ from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome
 
 
 class Loop:
-    """One worker's training: the loop and what it works on. `finish_reason` returns why the user's
-    code on this worker asks to finish the run, if it does."""
+    """One worker's training: the loop and what it works on."""
 
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str,
                  compress: bool, plan: Plan | None = None,
-                 finish_reason: Callable[[], str | None] = lambda: None):
+                 wish: Wish | None = None):
         self.job, self.launch, self.driver, self.events = job, launch, driver, events
-        self.reduce, self._finish_reason = reduce, finish_reason
+        self.reduce, self.wish = reduce, wish or Wish()
         self.state = state_of(job, reduce, compress)
         self._settings = self.state.settings
         """Those that the job was built with. A checkpoint brings others."""
@@ -69,7 +69,8 @@ class Loop:
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
-        self.going_back = GoingBack(self.state, self.replica, self.checkpointing, launch, events)
+        self.going_back = GoingBack(self.state, self.replica, self.checkpointing, launch, events,
+                                    self.wish)
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
         self.behind = Behind(self.state)
@@ -210,7 +211,7 @@ class Loop:
                                self.state.phase + 1 == self.state.phases)
         return Ballot(
             samples=samples, digest=digest, checksum=checksum(held),
-            clock_ms=self.behind.clock_ms(), finishes=self._finish_reason() is not None,
+            clock_ms=self.behind.clock_ms(), finishes=self.wish.reason is not None,
             checkpoint=checkpoint if is_last else replace(checkpoint, is_wanted=False))
 
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
@@ -289,7 +290,7 @@ class Loop:
             self.generations.settle_difference(state.committed, held, range(world.size))
         self.checkpointing.publish_now(world, self._vote_on_checkpoint)
         if state.is_finished_early and state.committed < self.job.schedule.steps:
-            self.account.finished_early(world, self._finish_reason())
+            self.account.finished_early(world, self.wish.reason)
         if world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples,
                              loss=state.loss, weights_sha256=weights_sha256(state),

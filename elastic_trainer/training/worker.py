@@ -38,6 +38,7 @@ from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.warm_up import rehearse
+from elastic_trainer.training.wish import Wish
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
@@ -57,8 +58,7 @@ class Worker:
         self.driver: Driver = Alone()
         self.loop: Loop | None = None
         """None until this worker has a place."""
-        self.finish_reason: str | None = None
-        """Why the user's code on this worker asks to finish the run."""
+        self.wish = Wish()
 
     @property
     def rank(self) -> int:
@@ -102,7 +102,7 @@ class Worker:
             with shown(self.events) if is_shown else nullcontext():
                 self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
                                  self.options.compress, self.options.plan(),
-                                 lambda: self.finish_reason)
+                                 self.wish)
                 return (yield from self.loop.moves())
         except (KeyboardInterrupt, GeneratorExit):
             raise
@@ -176,7 +176,7 @@ class Worker:
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""
-        self.finish_reason = str(reason)
+        self.wish.reason = str(reason)
 
     def leave(self, how: str) -> None:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be
