@@ -115,7 +115,9 @@ def installed(requirement: str = MINISTACK) -> str:
     home = cache / f"{name}-{hashlib.sha256((requirement + sys.version).encode()).hexdigest()[:8]}"
     cache.mkdir(parents=True, exist_ok=True)
     with open(f"{home}.lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that begin together would clear each other's
+        # Two runs that begin together would clear each other's folder. One call of the standard
+        # library does it; the package filelock would be a dependency for this place alone.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "complete").exists():
             print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
             try:

@@ -81,7 +81,8 @@ def has_events(run_dir: Path) -> bool:
 def seal(run_dir: Path, segment_bytes: int) -> None:
     """Give the newest segment its number if it is large enough. Raises OSError.
 
-    It does nothing if another process does so now.
+    It does nothing if another process does so now. The lock is not one of the package filelock,
+    because the umask decides who may write to its file; `private` gives it the folder's group.
     """
     newest = run_dir / EVENTS_FILE
     lock = private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)

@@ -131,7 +131,11 @@ def say_without_nccl(target: Target) -> None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock; a second process prints that it waits."""
+    """Hold a lock; a second process prints that it waits.
+
+    By fcntl and not with the package filelock, which this set-up would need before it has checked
+    what is installed.
+    """
     with open(file, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
