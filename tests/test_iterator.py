@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,29 @@ def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
     steps = ended[0][1]
     assert steps[:4] == [0, 1, 2, 3] and 3 in steps[4:]
     assert ended == [(reference, steps)] * 2
+
+
+def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards, vote, apply, and the code behind the inner loop. A ballot has the time at which it was
+    made: 20 s after the start in step 0, and each step takes 40 s."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("elastic_trainer.training.behind.time", clock)
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            clock.now += 10.0
+            return super().step(closure)
+
+    model, ended = built(), list[int]()
+    trainer = trainer_of(model, Slow(model.parameters(), lr=0.1))
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+            clock.now += 5.0
+        clock.now += 10.0
+        ended += [step.number] * step.every("1 min")
+    assert ended == [1, 3, 4]
 
 
 def finish_again(loop: Callable[[Any, list[Any]], Any], **more: Any) -> tuple[list[Any], Any]:

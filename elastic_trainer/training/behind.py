@@ -1,10 +1,13 @@
-"""The user's code behind a step: whether it has run, and the clock of the run, which stops for it.
+"""The user's code behind a step: whether it has run; and the clock of the run.
 
 apply (a step, or a phase, is finished) → here → the user's code, once → checkpoint, next step
 
 What always holds:
 1. A step, or a phase, that this worker has applied is handed over exactly once.
 2. While the user's code runs, what it changes is half changed. Then nothing is copied.
+3. The clock runs from a worker's first step on: in shards, vote and apply, in the user's code, and
+   while the world changes. It does not run between two attempts. A ballot carries it (rank 0's), so
+   a worker that joins has the time of the last vote.
 """
 
 from __future__ import annotations
@@ -26,23 +29,29 @@ class Behind:
         has not joined."""
         self.is_running = False
         """True while the user's code runs behind a step."""
-        self._clock_at = 0.0
-        """When the last phase was handed over."""
+        self._zero_at: float | None = None
+        """The time at which the run would have begun if it had trained without a break; None: the
+        clock does not run yet."""
 
     def __repr__(self) -> str:
         return f"<Behind tick {self.ticks} of {self.state.ticks}>"
 
     def enter(self) -> None:
         """Begin a generation. A newcomer does not run the code of steps that others have done."""
-        self._clock_at = self._clock_at or time.monotonic()
+        if self._zero_at is None:
+            self._zero_at = time.monotonic() - self.state.last_vote[2] / 1000
         self.ticks = self.state.ticks
+
+    def go_back(self) -> None:
+        """Begin where the state was restored: with the steps and the clock of a checkpoint."""
+        self.ticks, self._zero_at = self.state.ticks, None
 
     def hand_over(self) -> Iterator[PhaseFinished | Finished]:
         """Yield the step, or the phase, that was applied, unless the user's code has run behind
         it."""
         state, ticks = self.state, self.state.ticks
         if -1 < self.ticks < ticks:
-            self.is_running, self._clock_at = True, time.monotonic()
+            self.is_running = True
             is_whole = state.phase == 0
             yield (Finished(state.committed - 1) if is_whole
                    else PhaseFinished(state.committed, state.phase - 1))
@@ -55,4 +64,4 @@ class Behind:
 
     def clock_ms(self) -> int:
         """Return for how many milliseconds the run has trained, over all attempts."""
-        return self.state.last_vote[2] + round(1000 * (time.monotonic() - self._clock_at))
+        return round(1000 * (time.monotonic() - self._zero_at)) if self._zero_at is not None else 0

@@ -264,7 +264,7 @@ class Loop:
                 f"(--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         self.going_back.restored_step = step or 0
-        self.behind.ticks = self.state.ticks
+        self.behind.go_back()
         if step:
             self.account.resumed(step, self._settings, self.world.rank)
         if step is not None and self.checkpointing.checkpoints and self.world.rank == 0:

@@ -188,8 +188,9 @@ class Step:
         """Return whether this step ends an interval: "1 epoch", "500 steps", "30 s", "10 min", "2
         h".
 
-        The same on every worker: rank 0's clock, which comes with the vote, decides of times. They
-        are times of training, over all attempts.
+        The same on every worker: rank 0's clock, which comes with the vote, decides of times. It
+        counts the time of all attempts from their first step on, with your code behind the inner
+        loop, and not the time between two attempts.
         """
         loop = self._finished("every()")
         number, unit = interval_of(interval)
