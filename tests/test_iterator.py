@@ -146,8 +146,8 @@ def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
 
 
 def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards, vote, apply, and the code behind the inner loop. A ballot has the time at which it was
-    made: 20 s after the start in step 0, and each step takes 40 s."""
+    """Shards, vote, apply, and the code behind the inner loop. A ballot has the time at which it
+    was made: 20 s after the start in step 0, and each step takes 40 s."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr("elastic_trainer.training.behind.time", clock)
