@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_trainer.host.terminal import VARIABLE as TERMINAL
+
 EXIT_FINISHED = 0
 EXIT_NO_HOSTS = 69
 """Of a driver: the discovery does not answer, or finds no host (EX_UNAVAILABLE of sysexits.h)."""
@@ -134,6 +136,9 @@ class Launch:
     """The duration of the run before this attempt."""
     store: str = ""
     """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
+    terminal: str = ""
+    """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
+    host."""
     resume_step: int = 0
     """The step of the newest checkpoint in the run's event log. Starting afresh would lose it."""
     revived_generation: int = 0
@@ -172,6 +177,7 @@ class Launch:
             reduce=reduce,
             reduce_asked=env.get("ELASTIC_TRAINER_REDUCE"),
             store=env.get("ELASTIC_TRAINER_STORE", ""),
+            terminal=env.get(TERMINAL, ""),
             lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
             run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),
             limits=Limits.from_environment(env),

@@ -28,6 +28,7 @@ from horovod.runner.common.util.env import is_exportable
 
 from elastic_trainer.host.crash import FAULTS, LINES, place_of
 from elastic_trainer.host.lines import lines_of
+from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.actions import Start
 from elastic_trainer.wire.plain import plain_output
@@ -80,7 +81,7 @@ class WorkerProcess:
 
     def _send_job(self, command: list[str], env: dict[str, str]) -> None:
         there = {name: value for name, value in env.items()
-                 if is_exportable(name) and name.isidentifier()}
+                 if is_exportable(name) and name.isidentifier() and name != TERMINAL}
         job = {"command": command, "cwd": os.getcwd(), "env": there, "lost_s": FAR_LOST_S,
                "grace_s": remote.ORPHANS_S}
         self.messages.put(json.dumps(job).encode() + b"\n")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.host.terminal import VARIABLE as TERMINAL
+from elastic_trainer.host.terminal import terminal_of
 from elastic_trainer.launch.run_options import Run, parse_run
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
@@ -30,6 +32,8 @@ def run(argv: list[str]) -> int:
         os.environ["ELASTIC_TRAINER_REDUCE"] = wanted.reduce
     os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = wanted.mixed_hardware
     os.environ["ELASTIC_TRAINER_STORE"] = wanted.store
+    # The demo's terminal shows its progress, which redraws the screen.
+    os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
     horovodrun_options = wanted.horovodrun()
     with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():
         prove_store(wanted.store)

@@ -8,6 +8,7 @@ What always holds:
 3. The clock runs from a worker's first step on: in shards, vote and apply, in the user's code, and
    while the world changes. It does not run between two attempts. A ballot carries it (rank 0's), so
    a worker that joins has the time of the last vote.
+4. A gradient that it clips is an error: the step is applied already.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import time
 from collections.abc import Iterator
 
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.gradients import Gradients
 from elastic_trainer.training.moves import Finished, PhaseFinished
 
 
 class Behind:
     """How far the user's code behind the steps has run, on this worker."""
 
-    def __init__(self, state: LiveState):
-        self.state = state
+    def __init__(self, state: LiveState, gradients: Gradients):
+        self.state, self.gradients = state, gradients
         self.ticks = -1
         """How many phases were finished when the user's code last ran behind one; -1: this worker
         has not joined."""
@@ -47,14 +49,16 @@ class Behind:
         self.ticks, self._zero_at = self.state.ticks, None
 
     def hand_over(self) -> Iterator[PhaseFinished | Finished]:
-        """Yield the step, or the phase, that was applied, unless the user's code has run behind
-        it."""
+        """Yield the step, or the phase, that was applied, unless the user's code has run behind it.
+        Raises RuntimeError if it clips the gradient."""
         state, ticks = self.state, self.state.ticks
         if -1 < self.ticks < ticks:
             self.is_running = True
             is_whole = state.phase == 0
+            self.gradients.note_applied()
             yield (Finished(state.committed - 1) if is_whole
                    else PhaseFinished(state.committed, state.phase - 1))
+            self.gradients.check_applied()
             self.is_running, self.ticks = False, ticks
 
     def is_at_begin(self) -> bool:

@@ -10,7 +10,10 @@ What always holds:
    user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views
    cannot hold it. Then `isolates` is set: each shard starts with `.grad = None`, and what it leaves
    is added to the sums. Both ways give the same bits, so workers need not agree on one.
-3. The optimizer gets None for a parameter that no shard has used, as in plain PyTorch.
+3. Between a shard's backward pass and its end nothing may write to `.grad`: it would change a part
+   of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the gradient
+   is applied, so clipping it there has no effect. Both raise.
+4. The optimizer gets None for a parameter that no shard has used, as in plain PyTorch.
 
 A write to `.grad` is seen by the version of its view (`.data` has a version of its own), which
 every operation in place increments. One backward pass adds once to a gradient; more additions come
@@ -35,6 +38,19 @@ class ParametersWritten(RuntimeError):
     """The user's code has changed parameters while a shard was computed."""
 
 
+PROBED = 64
+"""The number of elements of a gradient that are kept while the user's code runs behind a step."""
+CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it calls zero_grad(), "
+        "unscale_() and step() itself.")
+WRITTEN_BEHIND = (
+    "something has changed .grad behind the backward pass of a batch (clip_grad_norm_, zero_grad, "
+    "unscale_, another backward pass). A batch is one shard of the step, so its gradient is only a "
+    f"part. {CLIP} Run other backward passes before it, or add the losses.")
+CLIPPED_BEHIND = (
+    "the gradient was clipped or scaled behind the inner loop, where it has no effect: the step is "
+    f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
+
+
 class Gradients:
     """The parameters of the model, and their `.grad`."""
 
@@ -42,6 +58,11 @@ class Gradients:
         self.names, self.everyone = list(parameters), list(parameters.values())
         self.isolates = False
         """Each shard has gradients of its own, which are added to the sums (rule 2)."""
+        self._left = list[int]()
+        self._left_isolated = list[tuple[torch.Tensor | None, int]]()
+        """What a shard's backward pass has left in `.grad`: versions, and tensors of its own."""
+        self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        """Of the last step that was applied: a gradient, its version, and its first elements."""
 
     def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:
         """Train these parameters (by number), whose sums are these views. No `.grad` is set yet."""
@@ -125,6 +146,24 @@ class Gradients:
                 for parameter, view, counted, is_narrow in zip(
                     self.parameters, self._views, self._counted, self.narrow, strict=True)]
 
+    def note_left(self) -> None:
+        """Note what the backward pass of a shard has left in `.grad` (rule 3)."""
+        self._left = [view._version for view in self._views]
+        if self.isolates:
+            self._left_isolated = [(gradient := parameter.grad, _version(gradient))
+                                   for parameter in self.parameters]
+
+    def _check_left(self) -> None:
+        """Raise RuntimeError if `.grad` was written to since the backward pass of the shard."""
+        is_left = self._left == [view._version for view in self._views]
+        if self.isolates:
+            is_left = all(parameter.grad is gradient and _version(gradient) == version
+                          for parameter, (gradient, version)
+                          in zip(self.parameters, self._left_isolated, strict=True))
+            self._left_isolated = []
+        if not is_left:
+            raise RuntimeError(WRITTEN_BEHIND)
+
     def weigh_rest(self, weight: float) -> None:
         """Give what the user's own backward passes have left in `.grad` the weight of the shard."""
         for parameter in self.parameters if self.isolates and weight != 1 else ():
@@ -134,9 +173,11 @@ class Gradients:
     def close(self) -> list[int]:
         """End a shard; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass wrote more than one sum, and ParametersWritten.
+        Raises GradientsWritten if its backward pass wrote more than one sum, ParametersWritten, and
+        RuntimeError if `.grad` was written to behind the backward pass.
         """
         self.check_parameters()
+        self._check_left()
         if self.isolates:
             return self._add_isolated(self._views)
         used = self._additions()
@@ -159,3 +200,35 @@ class Gradients:
         for total, gradient in found:
             total.add_(gradient)
         return used
+
+    # --- behind a step ----------------------------------------------------------------------------
+
+    def note_applied(self) -> None:
+        """Note a gradient of the step that was applied, while the user's code runs behind it."""
+        self._applied = None
+        for parameter in reversed(self.parameters):
+            if (gradient := parameter.grad) is not None:
+                self._applied = gradient, gradient._version, _first(gradient).clone()
+                return
+
+    def check_applied(self) -> None:
+        """Raise RuntimeError if the user's code has clipped the gradient of the step behind it.
+
+        A backward pass there adds to `.grad`, and zero_grad() clears it: neither does harm.
+        Clipping makes no element larger.
+        """
+        applied, self._applied = self._applied, None
+        if applied is None or applied[0]._version == applied[1]:
+            return
+        now, was = _first(applied[0]), applied[2]
+        if bool(now.any()) and bool(((now * was >= 0) & (now.abs() <= was.abs())).all()):
+            raise RuntimeError(CLIPPED_BEHIND)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _first(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the first elements of a gradient in memory. It has no gaps there."""
+    return gradient.detach().as_strided((min(PROBED, gradient.numel()),), (1,))

@@ -73,7 +73,7 @@ class Loop:
                                     self.wish)
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
-        self.behind = Behind(self.state)
+        self.behind = Behind(self.state, self.flat.gradients)
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
                              driver.is_broken)

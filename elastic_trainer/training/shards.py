@@ -162,6 +162,7 @@ class Shards:
             self.reducer.overlap(overlaps)
         weighted = loss if is_sum else loss * weight
         (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+        flat.gradients.note_left()
 
     def _close(self, step: int, shard: int) -> None:
         try:

@@ -75,7 +75,13 @@ class Trainer:
     only after its warm-up that the run is finished: the code behind the inner loop then runs once
     more, with the number and the loss of the last step, and metrics that are NaN.
 
+    The trainer clears and scales gradients, and steps the optimizer. To clip, use `clip_norm`:
+    `clip_grad_norm_` in the loop raises, because a batch has a part of the gradient only, and
+    behind the inner loop the step is applied.
+
     A debugger works: `breakpoint()` in the loop stops this worker alone, and its heartbeats go on.
+    pdb reads the terminal from which the launcher was started, for one worker at a time. Where
+    there is none, breakpoint() raises: use PYTHONBREAKPOINT with a debugger that listens on a port.
     The other workers wait in a collective, until Horovod's time-out breaks their generation, and
     then for `stuck_s`. Set both for a session: ELASTIC_TRAINER_LIMITS="gloo_s=3600,stuck_s=3600".
 

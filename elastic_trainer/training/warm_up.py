@@ -234,6 +234,7 @@ class WarmUp:
         for tensor in flat.sums.values():
             tensor.zero_()  # else the sums keep few bits of a small gradient
         scalar.backward()
+        flat.gradients.note_left()
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
         """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by

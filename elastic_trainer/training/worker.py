@@ -29,7 +29,7 @@ from elastic_trainer.observe import report
 from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events
 from elastic_trainer.standby import worker as standby
-from elastic_trainer.training import determinism
+from elastic_trainer.training import debugger, determinism
 from elastic_trainer.training.account import is_finished
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
 from elastic_trainer.training.job import Job, Result, settled
@@ -59,6 +59,7 @@ class Worker:
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish()
+        debugger.offer()
 
     @property
     def rank(self) -> int:
