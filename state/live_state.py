@@ -26,6 +26,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.state.extra_state import ExtraState
+from elastic_trainer.state.findings import Findings
 from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, outline, pack, unpack
 from elastic_trainer.state.model_buffers import ModelBuffers
@@ -78,6 +79,7 @@ class LiveState:
         run."""
         self.clocks_ms = (0, 0)
         """The run's clock at the end of the last two steps."""
+        self.findings = Findings()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -165,6 +167,7 @@ class LiveState:
             "samples": self.samples,
             "loss": self.loss,
             "last_vote": self.last_vote,
+            "findings": self.findings.values(),
             "lineage": self.lineage,
             **self.rates.values(),
             "parameters": parameters,
@@ -260,6 +263,7 @@ class LiveState:
         self.last_vote = (*values["last_vote"], 0, 0)[:4]  # version 0.1 has two
         clock_ms = int(values.get("clock_ms", self.last_vote[2]))
         self.clocks_ms = (clock_ms, clock_ms)
+        self.findings.load(values.get("findings", {}))
         self.forget()
         self.has_state = True
 

@@ -4,13 +4,14 @@ run, and with several optimizers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_loop import Ears, built, mse, sgd, trained
+from test_loop import INPUT, SIZE, Ears, built, mse, sgd, trained
 from test_trainer import (
     Fault,
     Pair,
@@ -24,7 +25,11 @@ from test_trainer import (
 )
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.training.failures import UserExited
+from elastic_trainer.training.loop import Loop
+from elastic_trainer.world.collectives import PeersLost
 
 StepLR = torch.optim.lr_scheduler.StepLR
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
@@ -199,6 +204,41 @@ def test_the_code_behind_the_last_step_runs_once_more_when_only_the_store_knows_
     assert trainer.result.weights_sha256 == trained(built()).weights_sha256
 
 
+# --- a process that restarts in place -------------------------------------------------------------
+
+@pytest.mark.parametrize("point", ["step.applied", "step.computed"])
+def test_a_successor_sees_what_the_step_in_flight_has_found(
+        point: str, nobody_started_us: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends when it has applied step 2, or before. Its successor hands the step out,
+    with the metrics and the interval that one process alone would see."""
+    ballot = Loop._ballot
+    monkeypatch.setattr(Loop, "_ballot", lambda self, *given: replace(
+        ballot(self, *given), clock_ms=25_000 * (self.state.committed + 1)))
+
+    def run(seen: list[Any], *listeners: Any) -> Any:
+        model = built()
+        trainer = made.append(trainer_of(model, listeners=listeners)) or made[-1]
+        for step in trainer:
+            for batch in step:
+                step.log(acc=((model(batch[0]) > 0).sum(), len(batch[0])))
+                step.backward(mse(model, batch))
+            seen.append((step.number, step.metrics, step.losses, step.every("1 min")))
+        return trainer.result.weights_sha256
+
+    def end(event: str, facts: dict[str, Any]) -> None:
+        if (event, facts.get("step")) == (point, 2):
+            memory = made[-1]._worker.loop.successor.leave()
+            monkeypatch.setenv("ELASTIC_TRAINER_REVIVED_FROM", str(memory))
+            raise SystemExit
+
+    made, alone, seen = list[Any](), list[Any](), list[Any]()
+    reference = run(alone)
+    with pytest.raises(UserExited):
+        run(seen, end)
+    assert run(seen) == reference
+    assert seen == alone and [number for number, *_, ends in seen if ends] == [2, 4]
+
+
 # --- several optimizers ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("misuse", "error", "told"), [
@@ -220,6 +260,50 @@ def test_an_error_of_the_second_phase_ends_the_run_in_its_first_step(
             for x, _ in step.phase("g"):
                 misuse(step, loss_of_g(model, x))
     assert between == [0]
+
+
+def logging(model: Pair, trainer: Any, seen: list[Any]) -> None:
+    """Log a name in both phases, and one in each."""
+    for step in trainer:
+        for x, _ in step.phase("d"):
+            step.log(both=(x.sum(), len(x)), d=(1, len(x)), g=(0, 0))
+            step.backward(loss_of_d(model, x))
+        for x, _ in step.phase("g"):
+            step.log(both=(-3 * x.sum(), len(x)), g=(2, len(x)))
+            step.backward(loss_of_g(model, x))
+        seen.append((step.number, step.metrics, step.losses))
+
+
+def test_sums_are_those_of_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers in every world, and on a worker that joins between two phases."""
+    model, alone = Pair(), list[Any]()
+    logging(model, pair_of_steps(model), alone)
+    two = Schedule(dataset_size=SIZE, global_batch=8, shards=2, epochs=2, seed=3,
+                   min_shard_samples=2)
+    for number, metrics, losses in alone:
+        mine = INPUT[[i for shard in range(2) for i in two.shard_samples(number, shard)]]
+        assert metrics == {"both": pytest.approx(-float(mine.sum()) / len(mine), rel=1e-5),
+                           "d": pytest.approx(2 / len(mine)), "g": pytest.approx(4 / len(mine))}
+        assert sorted(losses) == ["d", "g"]
+
+    models, seen = [Pair(), Pair()], [list[Any](), list[Any]()]
+
+    def run(rank: int) -> None:
+        left = [0] * rank  # rank 1 loses its state once
+
+        def lose(event: str, facts: dict[str, Any]) -> None:
+            state = trainer._worker.loop.state if trainer._worker.loop else None
+            if left and state and (event, state.ticks) == ("step.prepared", 5):
+                left.clear()
+                state.has_state = False  # as a newcomer is
+                state.findings.load({})
+                raise PeersLost("as planned")
+
+        trainer = pair_of_steps(models[rank], listeners=[lose])
+        logging(models[rank], trainer, seen[rank])
+
+    in_a_breaking_world(monkeypatch, 2, run)
+    assert seen == [alone] * 2
 
 
 def of_both(made: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:

@@ -35,10 +35,11 @@ class StepEnd:
 
     def __init__(self, job: Job, state: LiveState, flat: Flat, events: Events):
         self.job, self.state, self.flat, self.events = job, state, flat, events
-        self.metrics: dict[str, float] = {}
-        """What the last finished step has logged, over all shards."""
-        self.losses: dict[str, float] = {}
-        """The losses of the last phase of each name."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last finished step has logged, over all shards and phases."""
+        return means(self.state.findings.sums)
 
     def is_skipped(self, loss: float) -> bool:
         """Return whether a step of this loss is finished without being applied."""
@@ -106,9 +107,7 @@ class StepEnd:
             state.rates.set(job.rate(state.committed))
         else:
             self._update()
-        found = means(self.flat.tallied())
-        self.metrics = found if phase == 0 else self.metrics | found
-        self.losses[job.phases[phase]] = state.loss
+        state.findings.add(job.phases[phase], state.loss, self.flat.tallied(), is_first=phase == 0)
         if phase + 1 == state.phases:
             state.rates.advance(state.loss)
             job.after_step(state.committed)

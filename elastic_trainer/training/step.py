@@ -69,13 +69,13 @@ class Step:
     @property
     def losses(self) -> dict[str, float]:
         """The loss of each phase, by name. Known behind the last inner loop."""
-        known = self._finished("losses").end.losses
+        known = self._finished("losses").state.findings.losses
         return {name: known.get(name, math.nan) for name in self._phases}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the step has logged, by name: the sum over all shards by their number of items.
-        Known behind the inner loop, and the same number in every world."""
+        """What the step has logged, by name: the sum over all shards and phases by the number of
+        items. Known behind the inner loop, and the same number in every world."""
         loop = self._finished("metrics")
         return Unseen() if self._is_trial else dict(loop.end.metrics)
 
@@ -140,9 +140,11 @@ class Step:
                     self._worker.fail(error)
                     raise error
             case PhaseFinished():
-                self._number, self._done = move.step, move.phase + 1
+                self._number, self._done, self._is_trial = move.step, move.phase + 1, False
             case Finished():
-                self._number, self._done, self._stage = move.step, len(self._phases), "finished"
+                # It may be the end of a step that an earlier process of this worker has begun.
+                self._number, self._done, self._is_trial = move.step, len(self._phases), False
+                self._stage = "finished"
             case None:  # the run was finished before this worker joined it
                 assert self._worker.loop
                 self._number = self._worker.loop.state.committed - 1

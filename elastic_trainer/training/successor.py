@@ -31,7 +31,8 @@ class Successor:
         gradients = ({str(kind).removeprefix("torch."): sums
                       for kind, sums in self.flat.sums.items()}
                      if self.state.is_prepared else {})
-        facts = {"trained": self.flat.trained, "handed_over": self.behind.ticks}
+        facts = {"trained": self.flat.trained, "handed_over": self.behind.ticks,
+                 "clocks_ms": self.state.clocks_ms}
         return revive.write_live_state(self.state, gradients, facts)
 
     def take_up(self, memory: int | None) -> bool:
@@ -47,6 +48,8 @@ class Successor:
             self.reducer.lay_out(facts["trained"])
         state.extra_state.take_up(values["extra_state"])
         self.behind.ticks = facts.get("handed_over", state.ticks)
+        before_ms, now_ms = facts.get("clocks_ms", state.clocks_ms)
+        state.clocks_ms = (before_ms, now_ms)
         for name, tensor in values["gradients"].items():
             self.flat.sums[getattr(torch, name)].copy_(tensor)
         return True
