@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 from test_gradients import adversarial
-from test_loop import built, mse
+from test_loop import DATA, built, mse, trained
 from test_trainer import loop, trainer_of
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.training.shard_sizes import remedy_for
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 Model = torch.nn.Module
@@ -72,3 +77,150 @@ def test_gradients_are_free_behind_the_inner_loop() -> None:
         else:
             model.zero_grad()
     assert trainer.result.weights_sha256 == reference and all(norms)
+
+
+# --- datasets -------------------------------------------------------------------------------------
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+class Unsized:
+    def __getitem__(self, number: int) -> Any:
+        return DATA[number]
+
+
+def collated(samples: list[Any]) -> Any:
+    return samples
+
+
+@pytest.mark.parametrize(("dataset", "told"), [
+    (DataLoader(DATA, batch_size=4),
+     "is a DataLoader.*Give loader.dataset as the dataset, global_batch=4 .*workers together"),
+    (DataLoader(DATA, batch_size=4, collate_fn=collated), "collate=loader.collate_fn"),
+    (DataLoader(Stream()), "is a DataLoader. The dataset Stream is an IterableDataset"),
+    (Stream(), "Stream is an IterableDataset.*map-style dataset, with len.dataset. and dataset.i"),
+    (Unsized(), "Unsized has no len.dataset.*both"),
+    (iter([1, 2]), "list_iterator has no dataset.i.*both"),
+])
+def test_a_dataset_without_numbered_samples_is_refused_at_the_start(dataset: Any,
+                                                                    told: str) -> None:
+    """With the arguments that work."""
+    with pytest.raises(ConfigError, match=told):
+        trainer_of(built(), dataset=dataset)
+
+
+# --- shards of one sample -------------------------------------------------------------------------
+
+def test_a_batch_norm_names_the_numbers_that_work_when_shards_have_one_sample(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """In the user's loop the error is torch's, and the line before it has the remedy. train() has
+    both in one."""
+    def normed() -> Model:
+        return built(torch.nn.BatchNorm1d(8))
+
+    model = normed()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        loop(trainer_of(model, shards=8), model)
+    told = ("global_batch 8 in 8 shards gives shards of 1 sample, and a BatchNorm raises on one "
+            "value per channel. Use shards=4 or global_batch=16.")
+    assert told in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=told):
+        trained(normed(), shards=8)
+    for works in ({"shards": 4}, {"shards": 8, "global_batch": 16}):
+        model = normed()
+        loop(trainer_of(model, **works), model)
+
+
+@pytest.mark.parametrize(("numbers", "remedy"), [
+    ((17, 8, 4, 2), "Use drop_last=True or global_batch=9."),
+    ((21, 8, 4, 1), "Use drop_last=True, shards=2 or global_batch=11."),
+    ((22, 8, 4, 1), "Use drop_last=True, min_shard_samples=2, shards=3 or global_batch=11."),
+    ((5, 8, 8, 1), "Use shards=3 or global_batch=17."),
+    ((1, 8, 4, 1), "Use another dataset."),
+])
+def test_each_number_that_a_remedy_names_works(numbers: tuple[int, ...], remedy: str) -> None:
+    """Samples of the dataset, global batch, shards, fewest samples of a shard."""
+    size, batch, shards, fewest = numbers
+    schedule = Schedule(dataset_size=size, global_batch=batch, shards=shards, seed=0,
+                        min_shard_samples=fewest)
+    assert schedule.smallest_shard == 1 and remedy_for(schedule, 2) == remedy
+
+
+# --- before this worker has joined ----------------------------------------------------------------
+
+def test_an_error_names_that_its_batch_is_only_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """A person looks for the step, and there is none. train()'s error has it as a note."""
+    def fails(model: Model, batch: Any) -> Any:
+        raise KeyError("mistyped")
+
+    told = "The batch was only tried (the warm-up), before the first step of this worker."
+    model = built()
+    with pytest.raises(KeyError):
+        loop(trainer_of(model), model, fails)
+    assert told in capsys.readouterr().err
+    with pytest.raises(KeyError) as raised:
+        trained(built(), loss=fails)
+    assert told in "".join(getattr(raised.value, "__notes__", [told]))
+    model = built()
+    with pytest.raises(KeyError):
+        loop(trainer := trainer_of(model), model,
+             lambda model, batch: mse(model, batch) if trainer.rank < 0 else fails(model, batch))
+    assert told not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rank", "size", "is_first"])
+def test_the_place_in_the_world_raises_where_it_is_not_known(name: str) -> None:
+    """`if trainer.is_first:` before the loop would be False on all workers, in silence."""
+    model = built()
+    trainer = trainer_of(model)
+    with pytest.raises(RuntimeError, match=f"trainer.{name} is not known yet.*behind it"):
+        getattr(trainer, name)
+    with pytest.raises(RuntimeError, match=f"trainer.{name} is not known yet"):
+        for _ in trainer:
+            getattr(trainer, name)
+    trainer, seen = trainer_of(model), list[Any]()
+    for step in trainer:
+        if seen:
+            getattr(trainer, name)
+        seen.append(step)
+        for batch in step:
+            getattr(trainer, name)
+            step.backward(mse(model, batch))
+        assert (trainer.rank, trainer.size, trainer.is_first) == (0, 1, True)
+    assert (trainer.rank, trainer.size, trainer.is_first) == (0, 1, True)
+
+
+def test_the_place_in_the_world_is_known_behind_a_run_that_was_finished(run_dir: Any) -> None:
+    """Its loop has no step, and this process may not have joined."""
+    trained(built(), run_dir=run_dir)
+    model = built()
+    trainer = trainer_of(model)
+    loop(trainer, model)
+    assert trainer.is_first and trainer.steps == 6
+
+
+def test_a_progress_bar_ends_at_the_number_of_steps_when_the_run_is_resumed(run_dir: Any) -> None:
+    """As the docstring of `steps` has it."""
+    trained(built(), max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    model, bar = built(), Bar(trainer_of(built(), dataset=Subset(DATA, range(8))).steps)
+    assert bar.total == 2
+    trainer = trainer_of(model)
+    bar = Bar(trainer.steps)
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+        bar.update(step.number + 1 - bar.n)
+        assert bar.n in (4, 5, 6)
+    assert bar.n == bar.total == 6
+
+
+class Bar:
+    """What tqdm has."""
+
+    def __init__(self, total: int):
+        self.n, self.total = 0, total
+
+    def update(self, n: int) -> None:
+        self.n += n

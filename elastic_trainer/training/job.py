@@ -36,7 +36,7 @@ from elastic_trainer.training.settings import (
     split_schedule,
 )
 from elastic_trainer.training.several import Several, as_one, kind_of, members_of
-from elastic_trainer.training.supported import refusal
+from elastic_trainer.training.supported import refusal, refused_dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,8 @@ def checked(
     min_samples = options.min_shard_samples
     if min_samples is None:
         min_samples = fewest_samples(model, options.global_batch, options.shards)
+    if why := refused_dataset(dataset):
+        raise ConfigError(why)
     numbers = Schedule(
         dataset_size=len(dataset), global_batch=options.global_batch, shards=options.shards,
         epochs=options.epochs, seed=options.seed, max_steps=options.max_steps,
@@ -226,7 +228,12 @@ def describe(job: Job) -> dict[str, Any]:
 
 def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
     """Return the number of samples that a shard of this model needs, as far as its modules show it.
-    It is at most the number that the shards of a full batch have.
+    It is at most the number that the shards of a full batch have."""
+    return 2 if has_batch_norm(model) and global_batch >= 2 * shards > 0 else 1
+
+
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """Return whether a module of the model may need two samples.
 
     In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py,
     _verify_batch_size).
@@ -237,8 +244,7 @@ def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> in
         torch.nn.BatchNorm3d,
         torch.nn.SyncBatchNorm,
     )
-    is_needed = any(isinstance(module, kinds) for module in model.modules())
-    return 2 if is_needed and global_batch >= 2 * shards > 0 else 1
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def cut_of(schedule: Schedule) -> dict[str, Any]:

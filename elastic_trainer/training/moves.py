@@ -16,6 +16,7 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
+from elastic_trainer.training.batches import add_note
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.tally import COUNT, Tally, pair_of, require_count
 from elastic_trainer.world.collectives import PeersLost
@@ -116,6 +117,8 @@ class Shard:
         """Keep what the user's code has raised, for the loop to raise at the next move."""
         self.is_done = True
         self.error = self.error or error
+        if self.advice:
+            add_note(error, self.advice)
 
     def settle(self) -> None:
         """Raise what was kept, or RuntimeError if the user's code has left the shard out."""

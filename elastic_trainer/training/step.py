@@ -173,6 +173,11 @@ class Step:
             shard.log(name, value)
 
     @property
+    def is_tried(self) -> bool:
+        """True while the batch in hand is only tried (the warm-up)."""
+        return self._is_trial and self._shard is not None
+
+    @property
     def advice(self) -> str:
         """A remedy for a person if the user's code has failed on the batch in hand."""
         return self._shard.advice if self._shard else ""

@@ -1,7 +1,7 @@
-"""Find what of a model and an optimizer cannot be trained here, and name it at the start.
+"""Find what of a model, an optimizer and a dataset cannot be used here, and name it at the start.
 
-model, optimizer → here → ConfigError (loop.py); buffers before and after a forward pass → here → an
-error with names
+model, optimizer, dataset → here → ConfigError (loop.py); buffers before and after a forward pass →
+here → an error with names
 
 What always holds:
 1. Everything here is a pure function of values.
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 BUFFERS_STAY = (
     "A buffer keeps its name, shape and type during training. Register it in __init__ with its "
@@ -71,6 +73,31 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
             f"the optimizer is {kind}, whose step evaluates the loss several times (closure), but "
             f"a step here is one gradient of all workers. Use an optimizer whose step "
             f"needs no closure.")
+    return None
+
+
+def refused_dataset(dataset: Any) -> str | None:
+    """Return why samples cannot be read from this by their numbers, and what to do; None if they
+    can."""
+    if isinstance(dataset, DataLoader):
+        if why := refused_dataset(dataset.dataset):
+            return f"the dataset is a DataLoader. {why[0].upper()}{why[1:]}"
+        collate = ("" if dataset.collate_fn is default_collate
+                   else ", collate=loader.collate_fn")
+        return (
+            f"the dataset is a DataLoader, but the trainer makes the batches and their order: they "
+            f"must not depend on the number of workers. Give loader.dataset as the dataset, "
+            f"global_batch={dataset.batch_size or '…'} (of all workers together){collate}.")
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        return (
+            f"the dataset {kind} is an IterableDataset, whose samples have no numbers, so a step "
+            f"could not be done again. Give a map-style dataset, with len(dataset) and dataset[i]; "
+            f"list(dataset) is one, if it fits into memory.")
+    has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if not (has_items and hasattr(dataset, "__len__")):
+        return (f"the dataset {kind} has no {'len(dataset)' if has_items else 'dataset[i]'}. Give "
+                f"an object that has both len(dataset) and dataset[i].")
     return None
 
 

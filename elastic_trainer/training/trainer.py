@@ -133,19 +133,26 @@ class Trainer:
         self._worker = Worker(checked(model, optimizer, dataset, options), options)
         self._moves = self._worker.moves()
         self._was_entered = False
+        self._step: Step | None = None
         self._result: Result | None = None
 
     # --- where this worker is ---------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This worker's number in the world; -1 until it has joined one. It may change with each
-        step."""
+        """This worker's number in the world. It may change with each step. In the first batches,
+        which are only tried (the warm-up), it is -1, and `size` is 0.
+
+        Before the first inner loop it is not known: reading it there, or `size` or `is_first`,
+        raises RuntimeError.
+        """
+        self._require_place("rank")
         return self._worker.rank
 
     @property
     def size(self) -> int:
-        """The number of workers; 0 until this one has joined."""
+        """The number of workers, as long as `rank` is known."""
+        self._require_place("size")
         return self._worker.size
 
     @property
@@ -156,7 +163,23 @@ class Trainer:
         finished. For the last of them, the code of both may run, or of none. What must not be lost
         belongs into `state`.
         """
-        return self.rank == 0
+        self._require_place("is_first")
+        return self._worker.rank == 0
+
+    def _require_place(self, what: str) -> None:
+        is_tried = self._step is not None and self._step.is_tried
+        if not (self._worker.has_joined or is_tried or self._result):
+            raise RuntimeError(
+                f"trainer.{what} is not known yet: this worker has not joined the run. Read it "
+                f"inside of `for batch in step`, or behind it. What the first worker needs (a "
+                f"writer, a progress bar) is made there, when it is used first.")
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole run, also before the loop. The loop of a newcomer or of
+        a resumed run has fewer. For a progress bar, behind the inner loop:
+        `bar.update(step.number + 1 - bar.n)` with `bar = tqdm(total=trainer.steps)`."""
+        return self._worker.job.schedule.steps
 
     @property
     def result(self) -> Result:
@@ -185,19 +208,19 @@ class Trainer:
         hook = self._worker.job.optimizer.register_step_pre_hook(self._forbid_step)
         self._in_thread.trainer = self
         leaving.enter()
-        step: Step | None = None
         try:
             while (move := self._next()) is not None:
-                step = Step(self._worker, self._next, move)
+                self._step = step = Step(self._worker, self._next, move)
                 yield step
                 if misuse := step.end():
                     self._worker.fail(misuse)
                     raise misuse
             leaving.finish()
         except GeneratorExit:
+            self._worker.advice = self._step.advice if self._step else ""
             leaving.leave(sys._getframe().f_back)
-            if step is not None and step.advice:
-                print(f"elastic-trainer: {step.advice}", file=sys.stderr, flush=True)
+            if self._worker.advice:
+                print(f"elastic-trainer: {self._worker.advice}", file=sys.stderr, flush=True)
             if not self._worker.launch.horovod:
                 self._moves.close()  # it writes result.json
             raise

@@ -35,10 +35,11 @@ from elastic_trainer.training import probe
 from elastic_trainer.training.batches import fetch, to_device
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
-from elastic_trainer.training.job import Job
+from elastic_trainer.training.job import Job, has_batch_norm
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import Shard
 from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.shard_sizes import fact_of, remedy_for
 from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -48,6 +49,9 @@ WARM_GRADIENTS = 5
 """A standby touches as much memory as this number of gradients takes: the state that it receives,
 and the buffers of its first step. Else all workers wait for a newcomer's new pages: 0.1 to 0.4 s
 for 122 MB on a hypervisor that gives pages one by one."""
+TRIED = "The batch was only tried (the warm-up), before the first step of this worker."
+ONE_VALUE = "Expected more than 1 value per channel"
+"""The error of torch's BatchNorm (torch/nn/functional.py, _verify_batch_size)."""
 Trial = Generator[Shard, None, tuple[int, int]]
 """Yields a shard; returns checksums of what went in (weights, samples) and of what came out (loss,
 gradient)."""
@@ -83,7 +87,13 @@ class WarmUp:
         self.state.begin()
         shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
         first = next(indices for indices in shards if len(indices))
-        _, result = yield from self._try_shard(first, may_add_buffers=True)
+        advice = self._advice_on_one(len(first))
+        try:
+            _, result = yield from self._try_shard(first, may_add_buffers=True, advice=advice)
+        except ValueError as error:
+            if advice and ONE_VALUE in str(error):
+                raise ConfigError(advice) from error
+            raise
         new = self._take_new_buffers()
         is_laid_out_anew = self.flat.tally.lay_out()
         if is_laid_out_anew:
@@ -118,9 +128,9 @@ class WarmUp:
 
         The samples are some that have just passed in a larger shard, so their number is what fails.
         """
-        left = self.job.schedule.dataset_size % self.job.schedule.global_batch
-        fact = f"the last step of each epoch has {left} samples, its smallest shard {len(indices)}"
-        remedy = "Use drop_last=True, or another global_batch or shards."
+        schedule = self.job.schedule
+        needed = 2 if has_batch_norm(self.job.model) else schedule.global_batch // schedule.shards
+        fact, remedy = fact_of(schedule), remedy_for(schedule, needed)
         try:
             yield from self._try_shard(indices, advice=f"{fact}. {remedy}")
         except Exception as error:
@@ -128,6 +138,14 @@ class WarmUp:
                 f"{fact}, and on a shard of that size the loss raises {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. {remedy}"
             ) from error
+
+    def _advice_on_one(self, samples: int) -> str:
+        """Return the remedy if a BatchNorm fails on the first shard, because it is one sample."""
+        job = self.job
+        if samples > 1 or not has_batch_norm(job.model):
+            return ""
+        return (f"{fact_of(job.schedule)}, and a BatchNorm raises on one value per channel. "
+                f"{remedy_for(job.schedule, 2)}")
 
     def _take_new_buffers(self) -> list[str]:
         """Keep the buffers that the first forward pass has made, too; returns their names."""
@@ -205,7 +223,7 @@ class WarmUp:
                 batch,
                 partial(self._backward, check_buffers, losses),
                 flat.tally,
-                advice,
+                f"{TRIED} {advice}".rstrip(),
             )
             shard.is_trial = not flat.tally.names
             yield shard

@@ -59,17 +59,24 @@ class Worker:
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish()
+        self.advice = ""
+        """A remedy for a person, if the user's code has failed on the batch in hand."""
         debugger.offer()
 
     @property
     def rank(self) -> int:
         """This worker's number in its world; -1 until it has joined one."""
-        return self.loop.world.rank if self.loop and self.loop.has_joined else -1
+        return self.loop.world.rank if self.loop and self.has_joined else -1
+
+    @property
+    def has_joined(self) -> bool:
+        """True from this worker's first step on."""
+        return self.loop is not None and self.loop.has_joined
 
     @property
     def size(self) -> int:
         """The size of this worker's world; 0 until it has joined one."""
-        return self.loop.world.size if self.loop and self.loop.has_joined else 0
+        return self.loop.world.size if self.loop and self.has_joined else 0
 
     @property
     def has_run(self) -> bool:
@@ -170,6 +177,7 @@ class Worker:
                 driver=self.driver,
                 events=self.events,
             )
+        text += self.advice
         self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
         # The driver learns of a worker that never stood ready by its exit code.
         self.driver.fail(text)
