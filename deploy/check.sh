@@ -42,9 +42,14 @@ done
 export CHECKPOINT_DISABLE=1 TF_IN_AUTOMATION=1
 terraform -chdir="$folder" plan -input=false -no-color -var-file="$file" "$@" >/dev/null ||
     stop 1 "terraform refuses the variables; its messages are above. Correct them in $file."
+wanted=
+for name in region bucket name workers instance_types zones coordinator_type image_id \
+    worker_disk_gb; do
+    wanted+="$name = var.$name, "
+done
 # terraform's console reads one line.
-wish=$(terraform -chdir="$folder" console -var-file="$file" "$@" 2>/dev/null <<'END'
-base64encode(jsonencode({region = var.region, bucket = var.bucket, name = var.name, workers = var.workers, instance_types = var.instance_types, zones = var.zones, coordinator_type = var.coordinator_type, image_id = var.image_id, worker_disk_gb = var.worker_disk_gb}))
+wish=$(terraform -chdir="$folder" console -var-file="$file" "$@" 2>/dev/null <<END
+base64encode(jsonencode({$wanted}))
 END
 )
 wish=${wish//\"/}

@@ -6,6 +6,7 @@ import ast
 import configparser
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -259,6 +260,24 @@ def our_files() -> list[Path]:
         if path.is_file() and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info"))
                                       for part in path.parts)
     ]
+
+
+WIDEST = 100
+CANNOT_BREAK = re.compile(r"sha256:[0-9a-f]{64}|^[0-9a-f]{64}  |https?://")
+"""A digest, a line of deploy/hashes.txt, an address: a line with one may be longer."""
+NOT_WRAPPED = {".md": "tests/test_docs.py has the rule, with tables", ".py": "ruff has the rule",
+               ".patch": "lines of Horovod's and Gloo's files", ".svg": "drawn by a program",
+               ".jsonl": "an event log of version 0.1", "licences.txt": "written by a program"}
+"""Kinds of files without this rule, and why."""
+
+
+def test_lines_have_at_most_100_columns() -> None:
+    """Settings, shell scripts, terraform, units and the Dockerfile too."""
+    files = [path for path in our_files() if not {path.suffix, path.name} & NOT_WRAPPED.keys()]
+    assert {"setup.cfg", "Dockerfile", "image", "iam.tf"} <= {path.name for path in files}
+    assert [f"{path.relative_to(ROOT)}:{number}" for path in files
+            for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+            if len(line) > WIDEST and not CANNOT_BREAK.search(line)] == []
 
 
 def test_no_file_names_a_place_that_only_one_machine_has() -> None:

@@ -55,8 +55,8 @@ if [[ ! -d $root ]]; then
     dnf install --quiet --assumeyes --repo amazonlinux "${wanted[@]}"
     archive=$(mktemp /var/tmp/elastic-trainer.XXXXXX)
     aws s3 cp --only-show-errors "s3://$BUCKET/$FLEET/$SOURCE" "$archive" || {
-        printf 'boot: s3://%s cannot be fetched. For a coordinator, run deploy/push.sh %s FOLDER.\n' \
-            "$BUCKET/$FLEET/$SOURCE" "$BUCKET $FLEET" >&2
+        printf '%s cannot be fetched. For a coordinator, run deploy/push.sh %s FOLDER.\n' \
+            "boot: s3://$BUCKET/$FLEET/$SOURCE" "$BUCKET $FLEET" >&2
         exit 1
     }
     rm -rf "$root.new"

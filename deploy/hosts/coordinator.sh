@@ -53,7 +53,7 @@ if [[ ! -f $etc/released ]]; then
     # Workers of an earlier coordinator have its keys, so they are of no use. elastic-group asks for
     # others when the release is ready. At the first apply there is no group yet.
     aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0 ||
-        printf 'coordinator: the group %s cannot be emptied. At a first apply it does not exist.\n' \
+        printf 'coordinator: the group %s cannot be emptied. At a first apply there is none.\n' \
             "$GROUP" >&2
     read -r kind key _ </etc/ssh/ssh_host_ed25519_key.pub
     printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"

@@ -1,10 +1,12 @@
-# The bucket: made once, used by any number of fleets, and never destroyed with one. Its state is its own.
+# The bucket: made once and used by all fleets. It has a terraform state of its own, so the end of a
+# fleet does not destroy it.
 #
 #   terraform -chdir=deploy/terraform/bucket init
 #   terraform -chdir=deploy/terraform/bucket apply -var region=eu-central-1 -var bucket=my-training
 #
-# What always holds: nothing in it is public, everything is encrypted and asked for by TLS, no rule expires an object
-# (the commit log must stay whole), and no one can write a log record over another, whoever they are.
+# What always holds: no object is public; all objects are encrypted, and read and written by TLS; no
+# rule expires an object (the commit log must stay whole); no user can overwrite a
+# record of the log.
 
 terraform {
   required_version = ">= 1.9"
@@ -22,7 +24,7 @@ provider "aws" {
 
 variable "region" {
   type        = string
-  description = "Where the bucket lies; the fleet's region, so that reading it is free."
+  description = "The region of the bucket. The traffic of a fleet in the same region is free."
 
   validation {
     condition     = can(regex("^[a-z]+(-[a-z]+)+-[0-9]+$", var.region))
@@ -32,11 +34,11 @@ variable "region" {
 
 variable "bucket" {
   type        = string
-  description = "The bucket's name, of which there is one in the world."
+  description = "The name of the bucket. It must be unique in all of AWS."
 
   validation {
     condition     = can(regex("^[a-z0-9][a-z0-9-]{1,61}[a-z0-9]$", var.bucket))
-    error_message = "bucket must have 3 to 63 lower-case letters, digits and hyphens, e.g. my-training-2026."
+    error_message = "bucket must be 3 to 63 lower-case letters, digits, hyphens: my-training-2026."
   }
 }
 
@@ -123,11 +125,15 @@ resource "aws_s3_bucket_policy" "this" {
 }
 
 output "next" {
-  description = "The command to run next; then deploy/README.md has the fleet's."
+  description = "The command to run next. deploy/README.md has the commands of a fleet."
   value       = "deploy/push.sh ${aws_s3_bucket.this.id} NAME FOLDER_WITH_YOUR_SCRIPT"
 }
 
 output "destroy" {
-  description = "Takes away the bucket and everything that runs have left in it."
-  value       = "aws s3 rm --recursive s3://${aws_s3_bucket.this.id}; terraform -chdir=deploy/terraform/bucket destroy -var region=${var.region} -var bucket=${var.bucket}"
+  description = "Destroy the bucket and all objects in it."
+  value = join(" ", [
+    "aws s3 rm --recursive s3://${aws_s3_bucket.this.id};",
+    "terraform -chdir=deploy/terraform/bucket destroy",
+    "-var region=${var.region} -var bucket=${var.bucket}",
+  ])
 }

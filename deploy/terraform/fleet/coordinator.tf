@@ -1,7 +1,8 @@
-# The one machine that is not spot. What it needs to resume after a reboot is on its disk; after its loss, in the bucket.
+# The coordinator: the only machine that is not a spot machine. After a reboot it resumes from its
+# disk, and after its loss from the bucket.
 #
-# What always holds: once it is there, nothing but -replace makes another one (README): no newer image, no setting, no
-# zone, and not that it is stopped.
+# What always holds: only -replace makes another coordinator (README). A newer image, a setting, a
+# zone or a stop of the machine does not.
 
 data "aws_ami" "chosen" {
   most_recent = true
@@ -30,16 +31,21 @@ data "aws_s3_objects" "code" {
 }
 
 locals {
-  coordinator_zones = [for zone in local.zones : zone if contains(data.aws_ec2_instance_type_offerings.coordinator.locations, zone)]
+  zones_with_type   = data.aws_ec2_instance_type_offerings.coordinator.locations
+  coordinator_zones = [for zone in local.zones : zone if contains(local.zones_with_type, zone)]
+  in_both           = setintersection(keys(var.secrets), keys(var.environment))
+  code              = "${var.name}/code.tar.gz"
 
-  # EC2 refuses a root disk that is smaller than its image's snapshot; that of a Deep Learning image has 35 GB and more.
+  # EC2 refuses a root disk that is smaller than the snapshot of its image. The snapshot of a Deep
+  # Learning image has 35 GB and more.
   image_gb = max(0, [
     for disk in data.aws_ami.chosen.block_device_mappings : try(tonumber(disk.ebs.volume_size), 0)
     if disk.device_name == data.aws_ami.chosen.root_device_name
   ]...)
 
-  # What a machine's role is called by IAM's policies: aws:userid.
-  coordinator_identity = "${aws_iam_role.machine["coordinator"].unique_id}:${aws_instance.coordinator.id}"
+  # The name of the coordinator in IAM's policies: aws:userid.
+  coordinator_role_id  = aws_iam_role.machine["coordinator"].unique_id
+  coordinator_identity = "${local.coordinator_role_id}:${aws_instance.coordinator.id}"
 
   settings_of_all = {
     AWS_REGION         = var.region
@@ -93,7 +99,8 @@ resource "aws_instance" "coordinator" {
 
   root_block_device {
     volume_type = "gp3"
-    volume_size = max(60, local.image_gb + 40) # torch with CUDA, its wheels, the release and the event log
+    # 40: torch with CUDA, its wheels, the release and the event log.
+    volume_size = max(60, local.image_gb + 40)
     encrypted   = true
   }
 
@@ -104,26 +111,37 @@ resource "aws_instance" "coordinator" {
 
   lifecycle {
     precondition {
-      condition     = contains(data.aws_s3_objects.code.keys, "${var.name}/code.tar.gz")
-      error_message = "s3://${var.bucket}/${var.name}/code.tar.gz is not there, so the coordinator would have nothing to run. Run: deploy/push.sh ${var.bucket} ${var.name} FOLDER_WITH_YOUR_SCRIPT"
+      condition = contains(data.aws_s3_objects.code.keys, local.code)
+      error_message = join(" ", [
+        "s3://${var.bucket}/${local.code} is not there, so the coordinator would have nothing to",
+        "run. Run: deploy/push.sh ${var.bucket} ${var.name} FOLDER_WITH_YOUR_SCRIPT",
+      ])
     }
 
     precondition {
-      condition     = length(local.coordinator_zones) > 0
-      error_message = "No zone of ${join(", ", local.zones)} offers ${var.coordinator_type}. Set coordinator_type, or zones to some of: ${join(", ", sort(data.aws_ec2_instance_type_offerings.coordinator.locations))}"
+      condition = length(local.coordinator_zones) > 0
+      error_message = join(" ", [
+        "No zone of ${join(", ", local.zones)} offers ${var.coordinator_type}. Set",
+        "coordinator_type, or zones to some of: ${join(", ", sort(local.zones_with_type))}",
+      ])
     }
 
     precondition {
-      condition     = length(setintersection(keys(var.secrets), keys(var.environment))) == 0
-      error_message = "${join(", ", setintersection(keys(var.secrets), keys(var.environment)))} is in environment and in secrets. Take it out of environment: what stands there can be read in user data."
+      condition = length(local.in_both) == 0
+      error_message = join(" ", [
+        "${join(", ", local.in_both)} is in environment and in secrets. Remove it from",
+        "environment, which can be read in user data.",
+      ])
     }
 
-    # A stopped machine has no public address, by which the provider believes that it never asked for one and replaces
-    # it (hashicorp/terraform-provider-aws#33775).
-    ignore_changes = [ami, user_data, associate_public_ip_address, subnet_id, root_block_device[0].volume_size]
+    # A stopped machine has no public address. The provider then believes that the machine never
+    # asked for one, and replaces it (hashicorp/terraform-provider-aws#33775).
+    ignore_changes = [
+      ami, user_data, associate_public_ip_address, subnet_id, root_block_device[0].volume_size,
+    ]
   }
 
-  # Also for the end: while machines have something to say, their way to the bucket stays.
+  # Also for the order of the end: machines that still write to the bucket can reach it.
   depends_on = [
     aws_iam_role_policy.coordinator, aws_vpc_endpoint.s3, aws_vpc_security_group_egress_rule.out,
     aws_main_route_table_association.fleet,

@@ -1,18 +1,29 @@
-# Who may do what. Every permission is for this run's part of the bucket; a machine's own part of it bears its own name
-# there (aws:userid is "<id of the role>:<id of the instance>"), so no machine can speak for another.
+# Permissions. Each permission is for this run's part of the bucket. A machine's own part of the
+# bucket has the machine's name (aws:userid is "<id of the role>:<id of the instance>"), so no
+# machine can write in the name of another one.
 
 locals {
   account     = "${var.region}:${data.aws_caller_identity.me.account_id}"
-  bucket      = "arn:${data.aws_partition.here.partition}:s3:::${var.bucket}"
+  bucket      = "${local.arn}:s3:::${var.bucket}"
   run         = "${local.bucket}/${var.name}"
   checkpoints = "${var.name}/checkpoints"
   group       = "${var.name}-workers"
 
-  # A parameter /aws/reference/secretsmanager/NAME is the secret NAME, whose ARN ends with six characters of AWS's.
-  parameters = [for name in values(var.secrets) : "arn:${data.aws_partition.here.partition}:ssm:${local.account}:parameter/${trimprefix(name, "/")}"]
+  # A parameter /aws/reference/secretsmanager/NAME is the secret NAME. The ARN of a secret ends with
+  # six characters that AWS chooses.
+  arn       = "arn:${data.aws_partition.here.partition}"
+  reference = "/aws/reference/secretsmanager/"
+  parameters = [
+    for name in values(var.secrets) :
+    "${local.arn}:ssm:${local.account}:parameter/${trimprefix(name, "/")}"
+  ]
   secrets = [
-    for name in values(var.secrets) : "arn:${data.aws_partition.here.partition}:secretsmanager:${local.account}:secret:${trimprefix(name, "/aws/reference/secretsmanager/")}-??????"
-    if startswith(name, "/aws/reference/secretsmanager/")
+    for name in values(var.secrets) :
+    join(":", [
+      local.arn, "secretsmanager", local.account, "secret",
+      "${trimprefix(name, local.reference)}-??????",
+    ])
+    if startswith(name, local.reference)
   ]
 }
 
@@ -28,8 +39,9 @@ data "aws_iam_policy_document" "is_a_machine" {
 }
 
 resource "aws_iam_role" "machine" {
-  for_each           = toset(["coordinator", "workers"])
-  name               = "${var.name}-${var.region}-${each.key}" # IAM has one set of names for all regions
+  for_each = toset(["coordinator", "workers"])
+  # With the region: IAM has one set of names for all regions.
+  name               = "${var.name}-${var.region}-${each.key}"
   assume_role_policy = data.aws_iam_policy_document.is_a_machine.json
 }
 
@@ -39,7 +51,7 @@ resource "aws_iam_instance_profile" "machine" {
   role     = each.value.name
 }
 
-# Checkpoints are read, written and cleaned up by all; the commit log is never deleted.
+# All machines read, write and delete checkpoints; no machine deletes the commit log.
 data "aws_iam_policy_document" "checkpoints" {
   statement {
     actions   = ["s3:GetObject", "s3:PutObject"]
@@ -63,8 +75,9 @@ data "aws_iam_policy_document" "checkpoints" {
   }
 }
 
-# The secrets of the user's command (deploy/hosts/train.sh), each by its name, and no other. AWS's own keys need no
-# permission here: their policies let whoever may read the parameter.
+# The secrets of the user's command (deploy/hosts/train.sh), each by its name, and no other secret.
+# AWS's own keys need no permission here: their policies allow each role that may read the
+# parameter.
 data "aws_iam_policy_document" "secrets" {
   dynamic "statement" {
     for_each = length(local.parameters) > 0 ? [local.parameters] : []
@@ -94,28 +107,36 @@ data "aws_iam_policy_document" "secrets" {
       condition {
         test     = "StringEquals"
         variable = "kms:ViaService"
-        values   = ["ssm.${var.region}.amazonaws.com", "secretsmanager.${var.region}.amazonaws.com"]
+        values = [
+          "ssm.${var.region}.amazonaws.com", "secretsmanager.${var.region}.amazonaws.com",
+        ]
       }
     }
   }
 }
 
 data "aws_iam_policy_document" "coordinator" {
-  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json]
+  source_policy_documents = [
+    data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json,
+  ]
 
-  # discovery/ec2.py. None of these can be confined to some resources.
+  # discovery/ec2.py. AWS cannot limit any of these to some resources.
   statement {
     actions = [
       "ec2:DescribeInstances", "ec2:DescribeInstanceStatus", "ec2:DescribeInstanceTypes",
-      "autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScheduledActions", "autoscaling:DescribeScalingActivities",
+      "autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScheduledActions",
+      "autoscaling:DescribeScalingActivities",
     ]
     resources = ["*"]
   }
 
   # discovery/group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
   statement {
-    actions   = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]
-    resources = ["arn:${data.aws_partition.here.partition}:autoscaling:${local.account}:autoScalingGroup:*:autoScalingGroupName/${local.group}"]
+    actions = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]
+    resources = [join("", [
+      "${local.arn}:autoscaling:${local.account}:autoScalingGroup:*:",
+      "autoScalingGroupName/${local.group}",
+    ])]
   }
 
   statement {
@@ -124,8 +145,10 @@ data "aws_iam_policy_document" "coordinator" {
   }
 
   statement {
-    actions   = ["s3:GetObject", "s3:PutObject"]
-    resources = ["${local.run}/boot/&{aws:userid}/*", "${local.run}/wheels/*", "${local.run}/diary/*"]
+    actions = ["s3:GetObject", "s3:PutObject"]
+    resources = [
+      "${local.run}/boot/&{aws:userid}/*", "${local.run}/wheels/*", "${local.run}/diary/*",
+    ]
   }
 
   statement {
@@ -146,7 +169,9 @@ data "aws_iam_policy_document" "coordinator" {
 }
 
 data "aws_iam_policy_document" "workers" {
-  source_policy_documents = [data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json]
+  source_policy_documents = [
+    data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json,
+  ]
 
   statement {
     actions   = ["s3:GetObject"]
@@ -162,8 +187,10 @@ data "aws_iam_policy_document" "workers" {
     for_each = var.data_buckets
 
     content {
-      actions   = ["s3:GetObject", "s3:ListBucket"]
-      resources = ["arn:${data.aws_partition.here.partition}:s3:::${statement.value}", "arn:${data.aws_partition.here.partition}:s3:::${statement.value}/*"]
+      actions = ["s3:GetObject", "s3:ListBucket"]
+      resources = [
+        "${local.arn}:s3:::${statement.value}", "${local.arn}:s3:::${statement.value}/*",
+      ]
     }
   }
 }

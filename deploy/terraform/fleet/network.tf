@@ -1,6 +1,7 @@
-# One network with one way out. Workers without a public address have no use of that way: they reach S3 through the
-# endpoint, which costs nothing, and each other. Secrets (var.secrets) they read through another endpoint, which costs
-# about 7 dollars a month, so that it is there only with secrets.
+# One network with one internet gateway. Workers without a public address cannot use the gateway.
+# They reach each other, and S3 through an endpoint that costs nothing. They read secrets
+# (var.secrets) through another endpoint, which costs about 7 dollars a month. It exists only if
+# there are secrets.
 
 data "aws_availability_zones" "open" {
   state = "available"
@@ -12,7 +13,9 @@ data "aws_availability_zones" "open" {
 }
 
 locals {
-  zones = length(var.zones) > 0 ? var.zones : slice(sort(data.aws_availability_zones.open.names), 0, min(3, length(data.aws_availability_zones.open.names)))
+  open_zones  = sort(data.aws_availability_zones.open.names)
+  first_three = slice(local.open_zones, 0, min(3, length(local.open_zones)))
+  zones       = length(var.zones) > 0 ? var.zones : local.first_three
 }
 
 resource "aws_vpc" "fleet" {
@@ -53,7 +56,7 @@ locals {
   ssm = length(var.secrets) > 0 && !var.worker_internet
 }
 
-# One zone is enough: the coordinator's, without which nobody trains.
+# One zone is enough: that of the coordinator, without which no worker trains.
 resource "aws_vpc_endpoint" "ssm" {
   count               = local.ssm ? 1 : 0
   vpc_id              = aws_vpc.fleet.id
@@ -115,34 +118,62 @@ locals {
   ssh         = [22, 22]
   agent       = [7411, 7411]
   https       = [443, 443]
-  words       = [1024, 65535] # the driver, its rendezvous, Gloo and NCCL listen on ports that the kernel chooses
+  # The driver, its rendezvous, Gloo and NCCL listen on ports that the kernel chooses.
+  any = [1024, 65535]
 
-  # The name ssm.REGION.amazonaws.com is the endpoint's in all of the network, so the coordinator goes there too.
+  # In all of the network the name ssm.REGION.amazonaws.com leads to the endpoint, so the
+  # coordinator uses the endpoint too.
   in_for_secrets = !local.ssm ? {} : {
-    "secrets: https from workers"         = { at = aws_security_group.ssm[0].id, ports = local.https, group = local.workers }
-    "secrets: https from the coordinator" = { at = aws_security_group.ssm[0].id, ports = local.https, group = local.coordinator }
+    "secrets: https from workers" = {
+      at = aws_security_group.ssm[0].id, ports = local.https, group = local.workers
+    }
+    "secrets: https from the coordinator" = {
+      at = aws_security_group.ssm[0].id, ports = local.https, group = local.coordinator
+    }
   }
   out_for_secrets = !local.ssm ? {} : {
-    "workers: secrets" = { at = local.workers, ports = local.https, group = aws_security_group.ssm[0].id }
+    "workers: secrets" = {
+      at = local.workers, ports = local.https, group = aws_security_group.ssm[0].id
+    }
   }
 
   in = merge(local.in_for_secrets, {
-    "workers: ssh from the coordinator"        = { at = local.workers, ports = local.ssh, group = local.coordinator }
-    "workers: the agent, from the coordinator" = { at = local.workers, ports = local.agent, group = local.coordinator }
-    "workers: gradients"                       = { at = local.workers, ports = local.words, group = local.workers }
-    "coordinator: words from workers"          = { at = local.coordinator, ports = local.words, group = local.workers }
+    "workers: ssh from the coordinator" = {
+      at = local.workers, ports = local.ssh, group = local.coordinator
+    }
+    "workers: the agent, from the coordinator" = {
+      at = local.workers, ports = local.agent, group = local.coordinator
+    }
+    "workers: gradients" = { at = local.workers, ports = local.any, group = local.workers }
+    "coordinator: messages from workers" = {
+      at = local.coordinator, ports = local.any, group = local.workers
+    }
     }, var.admin_cidr == null ? {} : {
-    "coordinator: ssh from the admin" = { at = local.coordinator, ports = local.ssh, cidr = var.admin_cidr }
+    "coordinator: ssh from the admin" = {
+      at = local.coordinator, ports = local.ssh, cidr = var.admin_cidr
+    }
   })
 
-  # AWS's own DNS, clock and metadata service are reached whatever stands here.
+  # No rule is needed for AWS's own DNS, clock and metadata service.
   out = merge(local.out_for_secrets, {
-    "coordinator: ssh to workers"       = { at = local.coordinator, ports = local.ssh, group = local.workers }
-    "coordinator: the agents"           = { at = local.coordinator, ports = local.agent, group = local.workers }
-    "coordinator: APIs, packages"       = { at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0" }
-    "workers: words to the coordinator" = { at = local.workers, ports = local.words, group = local.coordinator }
-    "workers: gradients to each other"  = { at = local.workers, ports = local.words, group = local.workers }
-    "workers: S3, and packages by it"   = { at = local.workers, ports = local.https, list = aws_vpc_endpoint.s3.prefix_list_id }
+    "coordinator: ssh to workers" = {
+      at = local.coordinator, ports = local.ssh, group = local.workers
+    }
+    "coordinator: the agents" = {
+      at = local.coordinator, ports = local.agent, group = local.workers
+    }
+    "coordinator: APIs, packages" = {
+      at = local.coordinator, ports = local.https, cidr = "0.0.0.0/0"
+    }
+    "workers: messages to the coordinator" = {
+      at = local.workers, ports = local.any, group = local.coordinator
+    }
+    "workers: gradients to each other" = {
+      at = local.workers, ports = local.any, group = local.workers
+    }
+    "workers: S3, and packages by it" = {
+      at = local.workers, ports = local.https, list = aws_vpc_endpoint.s3.prefix_list_id
+    }
     }, var.worker_internet ? {
     "workers: the internet" = { at = local.workers, ports = local.https, cidr = "0.0.0.0/0" }
   } : {})

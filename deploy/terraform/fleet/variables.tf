@@ -1,8 +1,8 @@
-# --- what must be said ---
+# --- the variables that have no default ---
 
 variable "region" {
   type        = string
-  description = "Where the fleet runs, e.g. eu-central-1; the bucket's region."
+  description = "The region of the fleet and of its bucket, e.g. eu-central-1."
 
   validation {
     condition     = can(regex("^[a-z]+(-[a-z]+)+-[0-9]+$", var.region))
@@ -12,7 +12,7 @@ variable "region" {
 
 variable "bucket" {
   type        = string
-  description = "The bucket of ../bucket, in which everything of this run stands under NAME/."
+  description = "The bucket that ../bucket has made. All objects of this run are under NAME/."
 
   validation {
     condition     = can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", var.bucket))
@@ -22,31 +22,36 @@ variable "bucket" {
 
 variable "name" {
   type        = string
-  description = "The run's name: the same name again resumes it."
+  description = "The name of the run. The same name resumes the run."
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,30}$", var.name))
-    error_message = "name must have 2 to 31 lower-case letters, digits and hyphens and begin with a letter, e.g. gpt-1."
+    error_message = "name must be 2 to 31 lower-case letters, digits, hyphens, e.g. gpt-1."
   }
 }
 
-# --- what is trained ---
+# --- the training ---
 
 variable "command" {
   type        = list(string)
   default     = ["python", "-m", "elastic_trainer.examples.gpt"]
-  description = "What every worker runs, in the folder that deploy/push.sh was given."
+  description = "The command of each worker. It runs in the folder that deploy/push.sh has sent."
 
   validation {
-    condition     = length(var.command) > 0 && alltrue([for word in var.command : can(regex("^[^\n]+$", word))])
-    error_message = "command must have at least one word, and no word may be empty or have a line break."
+    condition = length(var.command) > 0 && alltrue([
+      for word in var.command : can(regex("^[^\n]+$", word))
+    ])
+    error_message = "command must have a word, and no word may be empty or have a line break."
   }
 }
 
 variable "torch_spec" {
   type        = string
   default     = "torch==2.13.0"
-  description = "The torch to install, e.g. torch==2.13.0+cpu with pip_extra_index_url, which spares GBs without GPUs."
+  description = <<-EOT
+    The torch to install. For machines without GPUs, torch==2.13.0+cpu with pip_extra_index_url
+    is several GB smaller.
+  EOT
 
   validation {
     condition     = can(regex("^torch==[0-9A-Za-z.+]+$", var.torch_spec))
@@ -57,32 +62,47 @@ variable "torch_spec" {
 variable "pip_extra_index_url" {
   type        = string
   default     = ""
-  description = "Another package index that the coordinator may ask. It stands in user data, so it must hold no password."
+  description = <<-EOT
+    A second package index for the coordinator. It is part of the user data, so it must not
+    contain a password.
+  EOT
 
   validation {
     condition     = can(regex("^(https://[^@'\\s]+)?$", var.pip_extra_index_url))
-    error_message = "pip_extra_index_url must begin with https:// and hold no user name or password (no @)."
+    error_message = "pip_extra_index_url must begin with https://, without a password (no @)."
   }
 }
 
 variable "environment" {
   type        = map(string)
   default     = {}
-  description = "Variables of your command, e.g. { WANDB_PROJECT = \"gpt\" }. They stand in user data, so they must hold no secret: see secrets."
+  description = <<-EOT
+    Environment variables of your command, e.g. { WANDB_PROJECT = "gpt" }. They are part of the
+    user data, so put secrets into the variable secrets instead.
+  EOT
 
   validation {
     condition = alltrue([
-      for name, value in var.environment : can(regex("^[A-Za-z][A-Za-z0-9_]*$", name)) && can(regex("^[^\n]*$", value)) &&
+      for name, value in var.environment :
+      can(regex("^[A-Za-z][A-Za-z0-9_]*$", name)) && can(regex("^[^\n]*$", value)) &&
       !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name))
     ]) && length(jsonencode(var.environment)) <= 4096
-    error_message = "environment must have variables' names and values without line breaks, of 4,096 characters in all, and none of HOME, PATH, AWS_REGION, AWS_DEFAULT_REGION, ELASTIC_TRAINER_… and HOROVOD_…, which are the fleet's."
+    error_message = join(" ", [
+      "environment must have names of variables, and values without line breaks, of at most 4,096",
+      "characters in all. The fleet itself sets HOME, PATH, AWS_REGION, AWS_DEFAULT_REGION,",
+      "ELASTIC_TRAINER_… and HOROVOD_…; leave them out.",
+    ])
   }
 }
 
 variable "secrets" {
   type        = map(string)
   default     = {}
-  description = "Secret variables of your command, by the name of the SSM parameter that holds each, e.g. { WANDB_API_KEY = \"/gpt/wandb\" }; a secret of Secrets Manager is /aws/reference/secretsmanager/NAME. Terraform never reads a value."
+  description = <<-EOT
+    Secret environment variables of your command. The value is the name of an SSM parameter, e.g.
+    { WANDB_API_KEY = "/gpt/wandb" }. A secret of Secrets Manager has the name
+    /aws/reference/secretsmanager/NAME. Terraform never reads a secret.
+  EOT
 
   validation {
     condition = alltrue([
@@ -90,18 +110,30 @@ variable "secrets" {
       can(regex("^/?[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", parameter)) &&
       !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name))
     ])
-    error_message = "secrets must have the names of variables, not the fleet's own (HOME, PATH, …), and the names of SSM parameters, e.g. { WANDB_API_KEY = \"/gpt/wandb\" }, never a value."
+    error_message = join(" ", [
+      "secrets must have names of variables (not HOME, PATH and others that the fleet itself sets)",
+      "and names of SSM parameters, e.g. { WANDB_API_KEY = \"/gpt/wandb\" }, not the secrets.",
+    ])
   }
 }
 
 variable "secrets_keys" {
   type        = list(string)
   default     = []
-  description = "ARNs of your own KMS keys by which the secrets are encrypted; AWS's own keys (aws/ssm, aws/secretsmanager) need no entry."
+  description = <<-EOT
+    The ARNs of your own KMS keys that encrypt the secrets. The keys of AWS (aws/ssm,
+    aws/secretsmanager) need no entry.
+  EOT
 
   validation {
-    condition     = alltrue([for key in var.secrets_keys : can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[a-z0-9-]+$", key))])
-    error_message = "secrets_keys must be ARNs of KMS keys, e.g. arn:aws:kms:eu-central-1:111122223333:key/…, not aliases."
+    condition = alltrue([
+      for key in var.secrets_keys :
+      can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[a-z0-9-]+$", key))
+    ])
+    error_message = join(" ", [
+      "secrets_keys must be ARNs of KMS keys, not of aliases, e.g.",
+      "arn:aws:kms:eu-central-1:111122223333:key/….",
+    ])
   }
 }
 
@@ -110,7 +142,7 @@ variable "secrets_keys" {
 variable "workers" {
   type        = number
   default     = 4
-  description = "How many worker machines are wanted."
+  description = "The number of worker machines that the fleet asks for."
 
   validation {
     condition     = var.workers >= 1 && floor(var.workers) == var.workers
@@ -121,10 +153,13 @@ variable "workers" {
 variable "min_workers" {
   type        = number
   default     = 1
-  description = "Training waits while there are fewer worker machines."
+  description = "The training waits while there are fewer worker machines than this."
 
   validation {
-    condition     = var.min_workers >= 1 && var.min_workers <= var.workers && floor(var.min_workers) == var.min_workers
+    condition = (
+      var.min_workers >= 1 && var.min_workers <= var.workers &&
+      floor(var.min_workers) == var.min_workers
+    )
     error_message = "min_workers must be a whole number from 1 to workers."
   }
 }
@@ -132,7 +167,7 @@ variable "min_workers" {
 variable "max_workers" {
   type        = number
   default     = 64
-  description = "The most machines that anybody may ask the group for: a bound for the bill."
+  description = "The largest size of the group. It limits the costs."
 
   validation {
     condition     = var.max_workers >= var.workers && floor(var.max_workers) == var.max_workers
@@ -143,7 +178,7 @@ variable "max_workers" {
 variable "slots" {
   type        = number
   default     = 1
-  description = "Worker processes on a machine: its number of GPUs, or as many as you like without GPUs."
+  description = "The number of workers on a machine. With GPUs: the number of its GPUs."
 
   validation {
     condition     = var.slots >= 1 && var.slots <= 64 && floor(var.slots) == var.slots
@@ -153,19 +188,29 @@ variable "slots" {
 
 variable "instance_types" {
   type        = list(string)
-  default     = ["c6i.2xlarge", "c6id.2xlarge", "c6in.2xlarge", "m6i.2xlarge", "m6id.2xlarge", "r6i.2xlarge"]
-  description = "Types of about the same speed: the slowest sets the pace. One kind of processor (as here), if the bits matter."
+  description = <<-EOT
+    Instance types of about the same speed: the slowest machine determines the speed of all. For
+    the same bits in each run, all types must have one kind of processor, as the default has.
+  EOT
+  default = [
+    "c6i.2xlarge", "c6id.2xlarge", "c6in.2xlarge", "m6i.2xlarge", "m6id.2xlarge", "r6i.2xlarge",
+  ]
 
   validation {
-    condition     = length(var.instance_types) > 0 && alltrue([for t in var.instance_types : can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", t))])
-    error_message = "instance_types must name at least one type, e.g. [\"c6i.2xlarge\", \"m6i.2xlarge\"]."
+    condition = length(var.instance_types) > 0 && alltrue([
+      for t in var.instance_types : can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", t))
+    ])
+    error_message = "instance_types must name at least one type, e.g. [\"c6i.2xlarge\"]."
   }
 }
 
 variable "zones" {
   type        = list(string)
   default     = []
-  description = "Availability zones; [] is the region's first three. One zone has less capacity, but no traffic between zones to pay."
+  description = <<-EOT
+    Availability zones; [] means the first three of the region. One zone has less capacity, but
+    traffic between zones costs nothing then.
+  EOT
 
   validation {
     condition     = length(var.zones) <= 8 && length(distinct(var.zones)) == length(var.zones)
@@ -176,24 +221,39 @@ variable "zones" {
 variable "spot_allocation_strategy" {
   type        = string
   default     = "price-capacity-optimized"
-  description = "How the group chooses among types and zones; capacity-optimized for jobs to which an interruption is dear."
+  description = <<-EOT
+    How the group chooses types and zones. capacity-optimized has fewer interruptions and higher
+    prices.
+  EOT
 
   validation {
-    condition     = contains(["price-capacity-optimized", "capacity-optimized", "capacity-optimized-prioritized", "lowest-price"], var.spot_allocation_strategy)
-    error_message = "spot_allocation_strategy must be price-capacity-optimized, capacity-optimized, capacity-optimized-prioritized or lowest-price."
+    condition = contains([
+      "price-capacity-optimized", "capacity-optimized", "capacity-optimized-prioritized",
+      "lowest-price",
+    ], var.spot_allocation_strategy)
+    error_message = join(" ", [
+      "spot_allocation_strategy must be price-capacity-optimized, capacity-optimized,",
+      "capacity-optimized-prioritized or lowest-price.",
+    ])
   }
 }
 
 variable "capacity_rebalance" {
   type        = bool
   default     = true
-  description = "Start another worker when AWS recommends it, and then let the endangered one go. Recommendations come more often than interruptions: false if each change of the world costs you much."
+  description = <<-EOT
+    Start a new worker when AWS recommends it, and end the worker that AWS may interrupt soon. AWS
+    recommends more often than it interrupts: use false if a change of the world is expensive.
+  EOT
 }
 
 variable "image_id" {
   type        = string
   default     = null
-  description = "An image of Amazon Linux 2023 for all machines, e.g. the Deep Learning Base one for GPUs; null is the newest plain one."
+  description = <<-EOT
+    The image of all machines, which must be Amazon Linux 2023: for GPUs, the Deep Learning Base
+    image. null means the newest image without GPU drivers.
+  EOT
 
   validation {
     condition     = var.image_id == null || can(regex("^ami-[0-9a-f]+$", var.image_id))
@@ -204,7 +264,10 @@ variable "image_id" {
 variable "worker_disk_gb" {
   type        = number
   default     = 30
-  description = "The root disk of a worker in GB: about 10 for the system and torch on CPUs, 25 with CUDA, the rest for your data."
+  description = <<-EOT
+    The size of a worker's root disk in GB. The system and torch need about 10 GB, with CUDA about
+    25 GB. The rest is for your data.
+  EOT
 
   validation {
     condition     = var.worker_disk_gb >= 16
@@ -215,16 +278,21 @@ variable "worker_disk_gb" {
 variable "worker_internet" {
   type        = bool
   default     = false
-  description = "Let workers reach the internet by HTTPS (they get public addresses, which cost). Without it they reach S3 and each other."
+  description = <<-EOT
+    Let the workers connect to the internet by HTTPS. Each gets a public address, which costs
+    money. With false the workers reach only S3 and each other.
+  EOT
 }
 
 variable "data_buckets" {
   type        = list(string)
   default     = []
-  description = "Other buckets that workers may read, e.g. for the data set."
+  description = "Other buckets that the workers may read, e.g. one with the dataset."
 
   validation {
-    condition     = alltrue([for b in var.data_buckets : can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", b))])
+    condition = alltrue([
+      for b in var.data_buckets : can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", b))
+    ])
     error_message = "data_buckets must be buckets' names without s3://."
   }
 }
@@ -234,7 +302,10 @@ variable "data_buckets" {
 variable "coordinator_type" {
   type        = string
   default     = "m6i.large"
-  description = "The coordinator's type: two cores and 8 GB build and drive; the workers' kind of processor."
+  description = <<-EOT
+    The instance type of the coordinator, which builds Horovod and runs the driver: at least 2 cores
+    and 8 GB, with the kind of processor that the workers have.
+  EOT
 
   validation {
     condition     = can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", var.coordinator_type))
@@ -245,29 +316,36 @@ variable "coordinator_type" {
 variable "admin_cidr" {
   type        = string
   default     = null
-  description = "From where you may reach the coordinator by ssh, e.g. 203.0.113.7/32; null is from nowhere."
+  description = <<-EOT
+    The network from which the coordinator accepts ssh, e.g. 203.0.113.7/32. null: from none.
+  EOT
 
   validation {
-    condition     = var.admin_cidr == null || (can(cidrhost(var.admin_cidr, 0)) && !can(regex("/0$", var.admin_cidr)))
-    error_message = "admin_cidr must be a network such as 203.0.113.7/32, and not the whole internet."
+    condition = var.admin_cidr == null || (
+      can(cidrhost(var.admin_cidr, 0)) && !can(regex("/0$", var.admin_cidr))
+    )
+    error_message = "admin_cidr must be a network, e.g. 203.0.113.7/32, not the whole internet."
   }
 }
 
 variable "admin_public_key" {
   type        = string
   default     = null
-  description = "Your public ssh key (a line of a .pub file), with admin_cidr."
+  description = "Your public ssh key: the line of a .pub file. It needs admin_cidr."
 
   validation {
-    condition     = (var.admin_public_key == null) == (var.admin_cidr == null) && (var.admin_public_key == null || can(regex("^(ssh|ecdsa|sk)-[a-z0-9@.-]+ [A-Za-z0-9+/=]+[^\n]*$", var.admin_public_key)))
-    error_message = "admin_public_key must be one line of a .pub file, and be given together with admin_cidr."
+    condition = (var.admin_public_key == null) == (var.admin_cidr == null) && (
+      var.admin_public_key == null ||
+      can(regex("^(ssh|ecdsa|sk)-[a-z0-9@.-]+ [A-Za-z0-9+/=]+[^\n]*$", var.admin_public_key))
+    )
+    error_message = "admin_public_key must be one line of a .pub file, with admin_cidr beside it."
   }
 }
 
 variable "network" {
   type        = string
   default     = "10.71.0.0/16"
-  description = "The fleet's own network, from which nobody else is reached."
+  description = "The addresses of the fleet's own network."
 
   validation {
     condition     = can(cidrhost(var.network, 0)) && can(regex("/(1[6-9]|20)$", var.network))

@@ -1,5 +1,5 @@
-# One run's fleet: an on-demand coordinator and spot workers. What it writes is in the bucket, which is not its own
-# (../bucket), so destroying it destroys nothing that a run has made.
+# The fleet of one run: an on-demand coordinator and spot workers. It writes to a bucket that is not
+# part of it (../bucket), so the end of the fleet destroys no results of the run.
 
 terraform {
   required_version = ">= 1.9"

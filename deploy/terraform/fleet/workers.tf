@@ -1,5 +1,6 @@
-# The workers: spot machines of several types in several zones, all with the coordinator's image. A new coordinator has
-# new keys, so it stands in their user data, and the group renews them when it changes.
+# The workers: spot machines of several types in several zones, all with the coordinator's image.
+# A new coordinator has new keys. So the workers' user data names the coordinator, and the group
+# renews the workers when the coordinator changes.
 
 resource "aws_launch_template" "worker" {
   name_prefix            = "${local.group}-"
@@ -7,7 +8,7 @@ resource "aws_launch_template" "worker" {
   instance_type          = var.instance_types[0]
   update_default_version = true
 
-  # A worker that cannot be made turns itself off (deploy/hosts/boot.sh): nothing of it stays to be paid.
+  # A worker whose boot fails turns itself off (deploy/hosts/boot.sh), and then costs nothing.
   instance_initiated_shutdown_behavior = "terminate"
 
   user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
@@ -37,8 +38,8 @@ resource "aws_launch_template" "worker" {
     http_put_response_hop_limit = 1
   }
 
-  # A private address is given again to another machine; a name made of the instance's id never is. Horovod bans by
-  # name, and the coordinator keeps host keys by name.
+  # AWS gives a private address to another machine later, but never the identifier of an instance.
+  # Horovod bans hosts by name, and the coordinator keeps host keys by name.
   private_dns_name_options {
     hostname_type                     = "resource-name"
     enable_resource_name_dns_a_record = true
@@ -65,9 +66,9 @@ resource "aws_launch_template" "worker" {
   }
 
   lifecycle {
-    # Other boot scripts are for the next coordinator's workers: a change of the template renews all of them at once.
-    # No create_before_destroy: Terraform would force it upon the coordinator too, and two of them would give the group
-    # their orders for a while.
+    # Changed boot scripts are for the workers of the next coordinator: a change of the template
+    # would renew all workers at once. Without create_before_destroy: Terraform would apply it to
+    # the coordinator too, and for a while two coordinators would set the size of the group.
     ignore_changes       = [user_data]
     replace_triggered_by = [aws_instance.coordinator.id]
   }
@@ -76,11 +77,11 @@ resource "aws_launch_template" "worker" {
 resource "aws_autoscaling_group" "workers" {
   name                      = local.group
   vpc_zone_identifier       = [for zone in local.zones : aws_subnet.zone[zone].id]
-  min_size                  = 0 # the coordinator asks for as many as the tag Workers says: discovery/group.py
+  min_size                  = 0 # the coordinator raises it to the tag Workers: discovery/group.py
   max_size                  = var.max_workers
   capacity_rebalance        = var.capacity_rebalance
   health_check_type         = "EC2"
-  wait_for_capacity_timeout = "0" # spot comes when it comes, and training starts with what is there
+  wait_for_capacity_timeout = "0" # do not wait: training starts with the machines that there are
   suspended_processes       = ["AZRebalance"]
 
   mixed_instances_policy {
@@ -125,7 +126,7 @@ resource "aws_autoscaling_group" "workers" {
     }
   }
 
-  # The wish. A machine starts only when a coordinator can use it, so the size is the coordinator's.
+  # The wanted size. The coordinator sets the real size, when it can use the machines.
   tag {
     key                 = "Workers"
     value               = var.workers
@@ -133,13 +134,14 @@ resource "aws_autoscaling_group" "workers" {
   }
 
   depends_on = [
-    aws_iam_role_policy.workers, aws_vpc_security_group_ingress_rule.in, aws_vpc_security_group_egress_rule.out,
-    aws_main_route_table_association.fleet,
+    aws_iam_role_policy.workers, aws_vpc_security_group_ingress_rule.in,
+    aws_vpc_security_group_egress_rule.out, aws_main_route_table_association.fleet,
   ]
 }
 
-# Whoever sends a worker away (a smaller group, rebalancing, a refresh): for these seconds it is Terminating:Wait, which
-# discovery reads, so that it leaves the world at a step's end. Nobody has to answer.
+# When AWS ends a worker (a smaller group, rebalancing, a refresh), the machine is in the state
+# Terminating:Wait for these seconds. The poller reads the state, so the worker leaves the world at
+# the end of a step. The hook needs no answer.
 resource "aws_autoscaling_lifecycle_hook" "leave" {
   name                   = "leave"
   autoscaling_group_name = aws_autoscaling_group.workers.name
