@@ -124,7 +124,8 @@ def sshd() -> str | None:
 def command_of(unit: str, settings: Mapping[str, str], folder: Path) -> list[str | Path]:
     """Return what a unit of deploy/hosts runs, with a folder and a python of ours in place of the
     machines' own."""
-    (line,) = re.findall("^ExecStart=(.*)$", (HOSTS / f"{unit}.service").read_text(), re.M)
+    text = (HOSTS / f"{unit}.service").read_text().replace("\\\n", " ")
+    (line,) = re.findall("^ExecStart=(.*)$", text, re.M)
     for there, here in (("/opt/elastic-trainer/.venv/bin/python", sys.executable),
                         ("/etc/elastic-trainer", folder), ("/var/lib/elastic-trainer", folder)):
         line = line.replace(there, str(here))
