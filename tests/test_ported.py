@@ -3,6 +3,7 @@ have alone."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
@@ -23,15 +24,30 @@ ALONE = ("import runpy, sys; "
          "print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)")
 
 
-def script(name: str, folder: Path) -> Path:
-    """Write a script of the documentation into a folder, made longer, and return its path."""
+def text_of(name: str) -> str:
+    """Return a script of the documentation."""
     pages = "".join(page.read_text() for page in DOCS.glob("migrate-*.md"))
     (text,) = re.findall(rf"^```python\n(# {re.escape(name)}\n.*?)^```", pages, re.M | re.S)
+    return str(text)
+
+
+def script(name: str, folder: Path) -> Path:
+    """Write a script of the documentation into a folder, made longer, and return its path."""
+    text = text_of(name)
     short, longer = LONGER[name]
     assert text.count(short) == 1
     path = folder / name
     path.write_text(text.replace(short, longer))
     return path
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_ported_loop_has_fewer_than_ten_lines_that_are_new(name: str) -> None:
+    """All other lines stand in the loop as it was, but for their indentation; the rest goes."""
+    before, after = ([line.strip() for line in text_of(it).splitlines()[1:] if line.strip()]
+                     for it in (name.replace("after", "before"), name))
+    new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    assert 0 < len(new) < 10, new
 
 
 @pytest.mark.parametrize("name", LONGER)
