@@ -35,7 +35,7 @@ python -m elastic_trainer.discovery poll --help
 """
 BUILT_BY_US = {"Step"}
 """Classes that the user's code gets, and does not build."""
-INTERNAL = {"Step": {"advice", "end"}}
+INTERNAL = {"Step": {"advice", "end", "give_up", "is_tried"}}
 """Methods that are called by other modules of the package, and not by the user's code."""
 
 

@@ -32,6 +32,9 @@ EXIT_LEFT = 75
 (EX_TEMPFAIL)."""
 EXIT_DIFFERS = 76
 """The worker holds other bits than the other workers (replicas.py; EX_PROTOCOL)."""
+EXIT_INTERRUPTED = 130
+"""A person, a signal or `break` in the user's loop has stopped the run, which can be resumed. The
+same for a driver and for its supervisor."""
 
 REDUCERS = ("exact", "ring")
 

@@ -34,7 +34,8 @@ from elastic_trainer.observe.events import Events, read_events
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
-                                 (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_BAD_COMMAND))
+                                 (EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR,
+                                              EXIT_BAD_COMMAND))
 
 
 @pytest.mark.parametrize(("exit_code", "was_interrupted", "idle", "following"), [
@@ -42,6 +43,7 @@ OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
     (EXIT_FINISHED, True, 9, Next("finished", EXIT_FINISHED)),
     (1, True, 0, Next("interrupted", EXIT_INTERRUPTED)),
     (-signal.SIGTERM, True, 9, Next("interrupted", EXIT_INTERRUPTED)),
+    (EXIT_INTERRUPTED, False, 0, Next("interrupted", EXIT_INTERRUPTED)),  # break in the loop
     (EXIT_USER_ERROR, False, 0, Next("user_error", EXIT_USER_ERROR)),
     (EXIT_BAD_COMMAND, False, 0, Next("user_error", EXIT_BAD_COMMAND)),
     (1, False, 0, Next("failed")),

@@ -161,6 +161,17 @@ def test_the_run_goes_on_when_a_newcomer_that_was_let_go_exits_with_an_error(
     assert f.membership.verdict is None and f.world() == ["a", "b", "c", "d"]
 
 
+def test_the_attempt_is_interrupted_when_the_users_loop_was_left() -> None:
+    """By break, on one worker: all others receive that, and one of them may write the state."""
+    f = fleet()
+    f.run()
+    left, other = sorted(f.membership.workers)[:2]
+    f.report(left, "training", left="the loop was left by break")
+    f.turn()
+    assert f.membership.verdict == End("interrupted", "the loop was left by break")
+    assert f.membership.news_for(other, f.now).over == "interrupted"
+
+
 def machine(step: int = 12, shard: int = 5) -> MachineFault:
     return MachineFault(step=step, shard=shard, kind="EIO", text=f"OSError in {shard}")
 

@@ -19,24 +19,23 @@ def host(rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("do", "rank", "tensor", "point", "found"),
+    ("do", "rank", "tensor", "point", "found", "style"),
     [
-        ("flip_weight", 2, "0.weight", "step.computed", 12),
+        ("flip_weight", 2, "0.weight", "step.computed", 12, ()),
         ("flip_moment", 0, "0.weight/exp_avg", "step.prepared",
-         13),  # the checksums of step 12 are taken already
+         13, ("--iterator",)),  # the checksums of step 12 are taken already
     ])
-def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: Path, twin_of: Twin,
-                                                                      do: str, rank: int,
-                                                                      tensor: str, point: str,
-                                                                      found: int) -> None:
+def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(
+        tmp_path: Path, twin_of: Twin, do: str, rank: int, tensor: str, point: str, found: int,
+        style: tuple[str, ...]) -> None:
     """Of a weight, or of the optimizer's state: it is in no other worker's step, the host is named,
     nothing is lost."""
     plan = Plan().add(do, host=host(rank), at=point, step=12)
-    with Cluster(tmp_path, job=SLOW, plan=plan) as cluster:
+    with Cluster(tmp_path, job=(*SLOW, *style), plan=plan) as cluster:
         cluster.wait_for_world(3)
         cluster.wait_for_world(4, after=2)
         assert cluster.finish() == 0
-        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+        cluster.assert_nothing_lost(twin_of(*SLOW, *style), victims=1)
         [differs] = cluster.events("worker.replica_differs")
         [out] = cluster.events("driver.host_kept_out")
         [gone] = cluster.lost()
@@ -51,12 +50,13 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(tmp_path: 
 def test_the_run_goes_back_to_a_checkpoint_when_no_majority_holds_the_same(
         tmp_path: Path, twin_of: Twin) -> None:
     """Two workers have no majority: both drop the state, and no checkpoint since the flip
-    is restored."""
+    is restored. Here the loop is the user's own."""
+    job = (*SLOW, "--iterator")
     plan = Plan().add("flip_weight", host=host(1), at="step.prepared", step=25)
-    with Cluster(tmp_path, hosts=2, job=SLOW, plan=plan) as cluster:
+    with Cluster(tmp_path, hosts=2, job=job, plan=plan) as cluster:
         cluster.wait_until_fired()
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
         assert {e["host"] for e in cluster.events("worker.replica_differs")} == {host(0), host(1)}
         [restored] = cluster.events("state.checkpoint_restored")
     assert result["attempts"] == 2

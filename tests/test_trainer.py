@@ -7,8 +7,6 @@ so.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -721,7 +719,7 @@ def test_the_batches_of_a_step_come_once() -> None:
 def test_a_step_is_not_used_when_it_is_over() -> None:
     """A step that was kept raises where it is iterated or asked."""
     model, kept = built(), list[Any]()
-    with pytest.raises(RuntimeError, match="step 0 is over, and the loop is in a later one"):
+    with pytest.raises(RuntimeError, match="step 0 is over. Use a step inside of the body"):
         for step in trainer_of(model):
             if kept:
                 print(kept[0].loss)
@@ -771,125 +769,7 @@ def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> N
                 step.backward(mse(model, batch))
 
 
-# --- how the loop is left -------------------------------------------------------------------------
-
-
-def test_the_user_is_told_how_the_run_goes_on_when_the_loop_is_left(
-        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By break, and by return: at which checkpoint, and how a run is finished early."""
-    def leave(by_return: bool) -> None:
-        model = built()
-        for step in trainer_of(model, checkpoint_every=1):
-            for batch in step:
-                step.backward(mse(model, batch))
-            if step.number == 3:
-                if by_return:
-                    return
-                break
-
-    for by_return in (False, True):
-        leave(by_return)
-        said = capsys.readouterr().err
-        assert "left by break or return after 4 of 6 steps, so the run is not finished" in said
-        assert "step.stop" in said
-    model = built()
-    assert loop(trainer_of(model), model) == trained(built(), run_dir=None, shards=4).weights_sha256
-
-
-def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
-    """The model is left as the last finished step has left it, and the next trainer works."""
-    model, reference = built(torch.nn.BatchNorm1d(8)), built(torch.nn.BatchNorm1d(8))
-    with pytest.raises(ZeroDivisionError):
-        for step in trainer_of(model):
-            for batch in step:
-                step.backward(mse(model, batch))
-                1 / (step.number - 1)
-    trained(reference, max_steps=1)
-    assert all(torch.equal(a, b) for a, b in
-               zip(model.state_dict().values(), reference.state_dict().values(), strict=True))
-    loop(trainer_of(model), model)
-
-
-@pytest.mark.parametrize(("inside", "shard"), [(True, 2), (False, -1)])
-def test_a_fault_of_the_machine_names_the_shard_in_hand(inside: bool, shard: int,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body raises it in step 1, in the third shard or behind the inner loop. The driver blames
-    the user's code if the same shard fails on another host."""
-    blamed = list[tuple[Any, ...]]()
-    monkeypatch.setattr("elastic_trainer.training.loop.fault_of_machine",
-                        lambda error, *_: "EIO" * isinstance(error, OSError))
-    monkeypatch.setattr("elastic_trainer.training.worker.leave_as_dead",
-                        lambda kind, text, step, shard, **_: blamed.append((kind, step, shard)))
-    model, seen = built(), list[int]()
-    trainer = trainer_of(model)
-    with pytest.raises(OSError) as raised:
-        for step in trainer:
-            for batch in step:
-                seen += [step.number] * (trainer.rank == 0)
-                if inside and seen.count(1) == 3:
-                    raise OSError(5, "Input/output error")
-                step.backward(mse(model, batch))
-            if step.number == 0 and not inside:
-                raise OSError(5, "Input/output error")
-    trainer._worker.report(raised.value)  # as sys.excepthook does
-    assert blamed == [("EIO", 1, shard)]
-
-
-SCRIPT = """
-import sys, threading, torch
-from elastic_trainer import Trainer
-model = torch.nn.Linear(2, 1)
-data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
-def train():
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in Trainer(model, optimizer, data, global_batch=8, shards=2,
-                        until="2 epochs", run_dir=sys.argv[1], progress=False):
-        for x, y in step:
-            step.backward((model(x) - y).square().mean())
-        if step.number == 1:
-            BODY
-END
-"""
-
-
-@pytest.mark.parametrize(("body", "end", "event", "code"), [
-    ("raise ValueError('as planned')", "train()", "worker.failed", 1),
-    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    raise",
-     "worker.failed", 1),
-    ("raise ValueError('as planned')",
-     "try:\n    train()\nexcept ValueError as e:\n    raise KeyError from e", "worker.failed", 1),
-    ("raise ValueError('as planned')",
-     "thread = threading.Thread(target=train); thread.start(); thread.join()", "worker.failed", 0),
-    ("raise ValueError('as planned')", "try:\n    train()\nexcept ValueError:\n    pass",
-     "worker.loop_left", 0),
-    ("sys.exit(3)", "train()", "worker.loop_left", 3),
-    ("break", "train()", "worker.loop_left", 0),
-])
-def test_the_end_of_a_script_is_told(body: str, end: str, event: str, code: int,
-                                     tmp_path: Path) -> None:
-    """An exception with its traceback; what was caught, an exit and a break with where the run goes
-    on."""
-    from elastic_trainer.observe.events import read_events
-
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("BODY", body).replace("END", end))
-    done = subprocess.run([sys.executable, script, tmp_path / "run"],
-                          capture_output=True,
-                          text=True,
-                          timeout=120,
-                          cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    told = [
-        e for e in read_events(tmp_path / "run")
-        if e["event"] in ("worker.failed", "worker.loop_left")
-    ]
-    assert [e["event"] for e in told] == [event], done.stderr
-    if event == "worker.failed":
-        assert "ValueError: as planned" in told[0][
-            "error"] and "ValueError: as planned" in done.stderr
-    else:
-        assert told[0]["step"] == 2 and "after 2 of 4 steps" in done.stderr
-
+# --- the run is finished early --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inside", [True, False])

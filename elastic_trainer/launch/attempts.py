@@ -28,7 +28,13 @@ from typing import IO, Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, EXIT_USER_ERROR, ConfigError
+from elastic_trainer.config import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_HOSTS,
+    EXIT_USER_ERROR,
+    ConfigError,
+)
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.launch.orphans import Ssh, end_orphans
@@ -45,7 +51,6 @@ LOCK_S = 5.0
 """A driver that was just killed holds the run until the kernel has closed its descriptors."""
 COMPRESS_S = 30.0
 EXIT_BAD_COMMAND = 2
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress
     """
     if exit_code == EXIT_FINISHED:
         return Next("finished", EXIT_FINISHED)
-    if was_interrupted:
+    if was_interrupted or exit_code == EXIT_INTERRUPTED:
         return Next("interrupted", EXIT_INTERRUPTED)
     if exit_code in (EXIT_USER_ERROR, EXIT_BAD_COMMAND):
         return Next("user_error", exit_code)

@@ -33,7 +33,13 @@ import threading
 import time
 from typing import Any
 
-from elastic_trainer.config import ALLOCATOR, EXIT_FINISHED, EXIT_USER_ERROR, Limits
+from elastic_trainer.config import (
+    ALLOCATOR,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Limits,
+)
 from elastic_trainer.host.crash import FAULTHANDLER
 from elastic_trainer.launch.actions import Action, Differ, End, Form, Start, Stop
 from elastic_trainer.launch.addresses import Locations, own_address
@@ -73,6 +79,13 @@ a worker left behind may hold its output."""
 def stop_deadline(began: float, moved_at: float) -> float:
     """Return until when the driver waits for the workers of an attempt stopped at `began`."""
     return min(began + STOP_MOST_S, max(began, moved_at) + STOP_S)
+
+
+def exit_code_of(end: End, *, is_left: bool) -> int:
+    """Return the driver's exit code. `is_left`: the user's loop was left by break or return."""
+    if end.verdict == "interrupted" and is_left:
+        return EXIT_INTERRUPTED  # after a signal the supervisor, which sent it, knows
+    return {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR}.get(end.verdict, 1)
 
 
 def number_in(env: dict[str, str], name: str) -> int:
@@ -349,7 +362,7 @@ class MendedDriver:
         if end.verdict != "finished":
             print(f"elastic-trainer: attempt {end.verdict}: {plain_text(end.detail)}",
                   file=sys.stderr)
-        return {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR}.get(end.verdict, 1)
+        return exit_code_of(end, is_left=bool(self.membership.left))
 
     def _left_s(self, began: float, may_save: bool) -> float:
         """Return for how many seconds more workers may end by themselves."""

@@ -65,6 +65,8 @@ class Membership:
         """A worker has held the run's state in this attempt."""
         self.is_finished = False
         """A member has passed the last vote, so all members have applied the last step."""
+        self.left = ""
+        """Why the user's code on a worker has stopped the run, without an error."""
         self.verdict: End | None = None
         self.decided_at = 0.0
 
@@ -93,6 +95,8 @@ class Membership:
         worker.drains = worker.drains or heartbeat.drains
         if heartbeat.error:
             self.blame.raised(worker, heartbeat.error)
+        if heartbeat.left and not self.roster.is_let_go(worker):
+            self.left = self.left or heartbeat.left
         if heartbeat.phase == "reviving":
             worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
         elif heartbeat.phase != "booting" and heartbeat.generation == worker.generation:
@@ -191,6 +195,8 @@ class Membership:
         if error := (self.blame.user_error
                      or self.blame.common_crash(state_exists=self.state_exists)):
             return End("user_error", error)
+        if self.left:
+            return End("interrupted", self.left)
         if self.is_finished:
             working = (Phase.FINISHED, Phase.TRAINING, Phase.WAITING)
             is_over = not any(w.phase in working for w in roster.current())

@@ -219,8 +219,9 @@ _WORKERS = (
         remedy="The traceback is in `error`."),
     EventKind(
         "worker.loop_left", WARNING,
-        "The user's loop was left before its end, by `break`, `return` or an exception that the "
-        "script caught. The run ends on all ranks, and the same command goes on with it.",
+        "The user's loop was left before its end. After `break` or `return` the run stops on all "
+        "ranks, with a checkpoint of the last finished step. After an exception that the script "
+        "caught, or sys.exit(), it ends with exit code 70. The same command goes on with it.",
         has(step=STEP, how=TEXT, newest_checkpoint=WHOLE_OR_MINUS_ONE),
         "the user's loop was left {how} after {step} steps"),
     EventKind(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,8 +25,9 @@ from elastic_trainer.training.worker import Worker
 class Step:
     """One step of the run, as `for step in trainer` yields it."""
 
-    def __init__(self, worker: Worker, draw: Callable[[], Move | None], move: Move):
-        self._worker, self._draw = worker, draw
+    def __init__(self, worker: Worker, draw: Callable[[], Move | None],
+                 fail: Callable[[RuntimeError], NoReturn], move: Move):
+        self._worker, self._draw, self._fail = worker, draw, fail
         self._phases = worker.job.phases
         self._entered: list[str] = []
         """The phases whose loops were entered."""
@@ -134,11 +135,9 @@ class Step:
             case Begun():
                 self._number, self._done, self._is_trial = move.step, move.phase, move.is_trial
                 if self._done < phase:
-                    error = RuntimeError(
+                    self._fail(RuntimeError(
                         f"the run goes back to step {move.step}, and the loop is in the phase "
-                        f"{self._phases[phase]!r}. Start the same command again.")
-                    self._worker.fail(error)
-                    raise error
+                        f"{self._phases[phase]!r}. Start the same command again."))
             case PhaseFinished():
                 self._number, self._done, self._is_trial = move.step, move.phase + 1, False
             case Finished():
@@ -181,6 +180,11 @@ class Step:
     def advice(self) -> str:
         """A remedy for a person if the user's code has failed on the batch in hand."""
         return self._shard.advice if self._shard else ""
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave out the batch in hand: the user's code has raised."""
+        if self._shard:
+            self._shard.fail(error)
 
     def _in_hand(self, what: str) -> Shard:
         self._require_not_over()
@@ -247,8 +251,8 @@ class Step:
     def _require_not_over(self) -> None:
         if self._stage == "over":
             raise RuntimeError(
-                f"step {self._number} is over, and the loop is in a later one. Use the step that "
-                f"`for step in trainer` gives.")
+                f"step {self._number} is over. Use a step inside of the body of `for step in "
+                f"trainer`; trainer.result has the loss and the weights behind the loop.")
 
 
 class Unseen(dict[str, float]):

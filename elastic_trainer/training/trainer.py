@@ -27,7 +27,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils.data import default_collate
@@ -36,7 +37,7 @@ from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
-from elastic_trainer.training.moves import Move
+from elastic_trainer.training.moves import Move, Shard
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import Worker
@@ -132,8 +133,10 @@ class Trainer:
             listeners=listeners, progress=progress)
         self._worker = Worker(checked(model, optimizer, dataset, options), options)
         self._moves = self._worker.moves()
-        self._was_entered = False
+        self._leaving = Leaving(self._worker, self._end_with)
         self._step: Step | None = None
+        """The step in hand."""
+        self._was_entered = False
         self._result: Result | None = None
 
     # --- where this worker is ---------------------------------------------------------------------
@@ -196,49 +199,77 @@ class Trainer:
         if self._was_entered:
             raise RuntimeError(
                 "this trainer was iterated before. Build a new Trainer for another run.")
+        self._require_alone()
+        self._was_entered = True
+        return self._steps()
+
+    def _require_alone(self) -> None:
         if getattr(self._in_thread, "trainer", None) is not None:
             raise RuntimeError(
                 "another trainer's loop is running: a process is one worker of one run. End that "
                 "loop first, or give one Trainer several optimizers.")
-        self._was_entered = True
-        return self._steps()
 
     def _steps(self) -> Generator[Step, None, None]:
-        leaving = Leaving(self._worker)
+        self._require_alone()  # zip() enters several before it asks the first one for a step
         hook = self._worker.job.optimizer.register_step_pre_hook(self._forbid_step)
         self._in_thread.trainer = self
-        leaving.enter()
+        self._leaving.enter()
         try:
             while (move := self._next()) is not None:
-                self._step = step = Step(self._worker, self._next, move)
-                yield step
-                if misuse := step.end():
-                    self._worker.fail(misuse)
-                    raise misuse
-            leaving.finish()
+                self._step = Step(self._worker, self._next, self._fail, move)
+                yield self._step
+                if misuse := self._step.end():
+                    self._fail(misuse)
+            self._leaving.finish()
         except GeneratorExit:
             self._worker.advice = self._step.advice if self._step else ""
-            leaving.leave(sys._getframe().f_back)
+            self._leaving.leave(sys._getframe().f_back)
             if self._worker.advice:
                 print(f"elastic-trainer: {self._worker.advice}", file=sys.stderr, flush=True)
             if not self._worker.launch.horovod:
                 self._moves.close()  # it writes result.json
-            raise
-        except BaseException:
-            leaving.finish()  # it was reported where it was raised
             raise
         finally:
             self._in_thread.trainer = None
             hook.remove()
 
     def _next(self) -> Move | None:
-        """Let the worker go on to its next move; None: the run is finished."""
+        """Let the worker go on to its next move; None: the run is finished.
+
+        What the worker raises passes through the user's loop, which it may reach inside of the
+        inner loop. The worker has reported it, so the loop is not left by the user.
+        """
         try:
             return next(self._moves)
         except StopIteration as end:
             if end.value is not None:  # None: asked again, after a step that was none
                 self._result = end.value
             return None
+        except KeyboardInterrupt:
+            raise  # of a person, who is in the user's code as well as here
+        except BaseException:
+            self._leaving.finish()
+            raise
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        """End the run with a misuse of the loop."""
+        self._leaving.finish()
+        self._worker.fail(error)
+        raise error
+
+    def _end_with(self, error: BaseException) -> None:
+        """End the run on all workers with an exception that has left the loop."""
+        if not self._worker.launch.horovod:
+            self._worker.report(error)
+            return
+        # Horovod's driver takes no reports. The vote informs the other workers, so this one goes on
+        # to it.
+        if self._step:
+            self._step.give_up(error)
+        with suppress(BaseException):  # it was reported, and the interpreter shows it
+            for move in self._moves:
+                if isinstance(move, Shard):
+                    move.fail(error)
 
     def _forbid_step(self, *_: Any) -> None:
         if not self._worker.is_applying:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -105,6 +106,7 @@ class Worker:
         if stood_by:
             self.events.emit("worker.stood_by", **stood_by)
         self.driver = driver_of(self.launch)
+        require_main_thread(self.driver)
         try:
             is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)
             with shown(self.events) if is_shown else nullcontext():
@@ -187,23 +189,24 @@ class Worker:
         """Ask all workers to finish the run; the next vote carries it."""
         self.wish.reason = str(reason)
 
-    def leave(self, how: str) -> None:
+    def leave(self, how: str, *, saves: bool = False) -> None:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be
-        resumed."""
+        resumed. `saves`: first with a checkpoint of the last finished step."""
         step = self.loop.state.committed if self.loop else 0
+        text = (f"the training loop was left {how} after {step} of {self.job.schedule.steps} "
+                f"steps, so the run is not finished.")
+        if saves:
+            self.driver.leave(text)
+            if self.loop and self.loop.state.phase == 0:
+                self.loop.checkpointing.write_last(self.loop.world.rank)
         kept = self.loop.checkpointing.newest_step() if self.loop else -1
-        resumed = (
-            f"The same command goes on from the checkpoint of step {kept}"
-            if kept > 0
-            else "It has no checkpoint, so the same command begins it anew"
-        )
-        text = (
-            f"the training loop was left {how} after {step} of {self.job.schedule.steps} steps, so "
-            f"the run is not finished. {resumed}. To finish a run early, call step.stop(reason)."
-        )
+        resumed = (f"The same command goes on from the checkpoint of step {kept}." if kept > 0
+                   else "It has no checkpoint, so the same command begins it anew.")
+        text = f"{text} {resumed} To finish a run early, call step.stop(reason)."
         print(f"elastic-trainer: {text}", file=sys.stderr, flush=True)
         self.events.emit("worker.loop_left", step=step, how=how, newest_checkpoint=kept)
-        self.driver.fail(text)
+        if not saves:
+            self.driver.fail(text)
         self.events.flush()
 
     def drop_step(self) -> None:
@@ -236,6 +239,16 @@ def opened(
     )
     events.listeners += [Guarded(listener, events) for listener in listeners]
     return launch, events
+
+
+def require_main_thread(driver: Driver) -> None:
+    """Raise ConfigError if this thread cannot take the signal with which a host announces its end.
+    """
+    thread = threading.current_thread()
+    if driver.drains_on_sigterm() and thread is not threading.main_thread():
+        raise ConfigError(
+            f"the training runs in the thread {thread.name!r}, where SIGTERM cannot be handled. "
+            f"Under a launcher, train in the main thread, and run the rest in other threads.")
 
 
 def leave_if_sent(error: BaseException, events: Events) -> None:

@@ -73,6 +73,8 @@ class Heartbeat:
     """How it computes (world/arithmetic.py); None: the driver has it, or it is not known yet."""
     error: str = ""
     """The traceback of the user's own exception."""
+    left: str = ""
+    """Why the user's code stops the run, without an error."""
     machine: MachineFault | None = None
     pid: int = 0
     """0: not reported."""
@@ -86,7 +88,7 @@ class Heartbeat:
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
         fields = {name: value for name, value in vars(self).items()
-                 if name not in ("worker", "arithmetic", "error", "machine", "time")}
+                 if name not in ("worker", "arithmetic", "error", "left", "machine", "time")}
         fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
         if self.time is not None:
             fields["time"] = self.time
@@ -94,6 +96,8 @@ class Heartbeat:
             fields["arithmetic"] = dict(self.arithmetic)
         if self.error:
             fields["error"] = self.error
+        if self.left:
+            fields["left"] = self.left
         if self.machine is not None:
             fields["machine"] = dict(vars(self.machine))
         return fields

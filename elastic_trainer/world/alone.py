@@ -48,6 +48,9 @@ class Alone:
     def fail(self, error: str) -> None:
         """Do nothing: there is no driver."""
 
+    def leave(self, why: str) -> None:
+        """Do nothing: there is no driver."""
+
     def fail_machine(self, fault: MachineFault) -> None:
         """Do nothing: there is no driver."""
 

@@ -220,6 +220,12 @@ class OurDriver:
         if self._heartbeats.is_alive():
             self._report(error=error[-MAX_ERROR_CHARACTERS:])
 
+    def leave(self, why: str) -> None:
+        """Report that the user's code stops the run here. It ends on all workers, and can be
+        resumed."""
+        if self._heartbeats.is_alive():
+            self._report(left=why)
+
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""
         self._report(machine=replace(fault, text=fault.text[-MAX_ERROR_CHARACTERS:]))

@@ -112,6 +112,9 @@ class Driver(Protocol):
     def fail(self, error: str) -> None:
         """Report the user's own exception, which ends the run on all workers."""
 
+    def leave(self, why: str) -> None:
+        """Report that the user's code stops the run here: it can be resumed."""
+
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""
 

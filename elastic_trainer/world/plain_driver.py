@@ -169,6 +169,9 @@ class PlainDriver:
     def fail(self, error: str) -> None:
         """Do nothing: the vote informs the other workers."""
 
+    def leave(self, why: str) -> None:
+        """Do nothing: all workers leave their loops after the same step."""
+
     def fail_machine(self, fault: MachineFault) -> None:
         """Do nothing: Horovod's driver takes every exit for a host's failure."""
 

@@ -58,6 +58,7 @@ parser.add_argument("--iterator",
                     help="train in a loop of the user's, and not by train()")
 parser.add_argument("--raise-at", help="host:step: the loop raises on this host behind this step")
 parser.add_argument("--stop-at", help="host:step: this host asks to finish the run in this step")
+parser.add_argument("--break-on", help="on this host only")
 parser.add_argument("--break-at", type=int, help="the loop is left behind this step, everywhere")
 parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
@@ -114,8 +115,10 @@ given = {
 }
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
-    """True on the host, and in the step, of a text like "127.0.0.3:12"."""
-    return f"{os.environ.get('HOROVOD_HOSTNAME')}:{step}" == place
+    """True on the host, or in the slot, and in the step of a text like "127.0.0.3:12", "slot
+    2:12"."""
+    names = (os.environ.get("HOROVOD_HOSTNAME"), f"slot {os.environ.get('ELASTIC_TRAINER_SLOT')}")
+    return place in [f"{name}:{step}" for name in names]
 
 
 result = None
@@ -132,7 +135,8 @@ if options.iterator:
                     step.stop("as planned")
         if is_here_and_now(options.raise_at, step.number):
             raise ValueError("in the loop, as planned")
-        if step.number == options.break_at:
+        if step.number == options.break_at and (
+                options.break_on in (None, os.environ.get("HOROVOD_HOSTNAME"))):
             break
     else:
         result = trainer.result
