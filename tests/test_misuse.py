@@ -61,6 +61,17 @@ def test_clipping_behind_the_inner_loop_raises(change: str) -> None:
             CHANGES[change](model)
 
 
+def test_a_backward_pass_behind_the_inner_loop_is_not_taken_for_clipping() -> None:
+    """It may make the gradient smaller; where there are few elements, all of them."""
+    model = torch.nn.Linear(5, 1)
+    trainer = trainer_of(model)
+    for step in trainer:
+        for batch in step:
+            step.backward(model(batch[0]).mean())
+        (-0.5 * model(batch[0]).mean()).backward()
+    assert trainer.result.steps == 6
+
+
 def test_gradients_are_free_behind_the_inner_loop() -> None:
     """Reading their norm, clearing them, and a backward pass of one's own change no bit."""
     plain, model = built(), built()

@@ -42,6 +42,8 @@ PROBED = 64
 """The number of elements of a gradient that are kept while the user's code runs behind a step."""
 CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it calls zero_grad(), "
         "unscale_() and step() itself.")
+SHRUNK = 16
+"""The number of elements that must have become smaller, and none larger, to count as clipped."""
 WRITTEN_BEHIND = (
     "something has changed .grad behind the backward pass of a batch (clip_grad_norm_, zero_grad, "
     "unscale_, another backward pass). A batch is one shard of the step, so its gradient is only a "
@@ -204,24 +206,27 @@ class Gradients:
     # --- behind a step ----------------------------------------------------------------------------
 
     def note_applied(self) -> None:
-        """Note a gradient of the step that was applied, while the user's code runs behind it."""
-        self._applied = None
-        for parameter in reversed(self.parameters):
-            if (gradient := parameter.grad) is not None:
-                self._applied = gradient, gradient._version, _first(gradient).clone()
-                return
+        """Note the largest gradient of the step that was applied, while the user's code runs behind
+        it."""
+        gradients = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        largest = max(gradients, key=torch.Tensor.numel, default=None)
+        self._applied = None if largest is None else (
+            largest, largest._version, _first(largest).clone())
 
     def check_applied(self) -> None:
         """Raise RuntimeError if the user's code has clipped the gradient of the step behind it.
 
         A backward pass there adds to `.grad`, and zero_grad() clears it: neither does harm.
-        Clipping makes no element larger.
+        Clipping makes no element larger, and keeps its sign. Where there are less than SHRUNK
+        elements, a backward pass may do the same by chance, so nothing is raised.
         """
         applied, self._applied = self._applied, None
         if applied is None or applied[0]._version == applied[1]:
             return
         now, was = _first(applied[0]), applied[2]
-        if bool(now.any()) and bool(((now * was >= 0) & (now.abs() <= was.abs())).all()):
+        has_shrunk = (now * was > 0) & (now.abs() < was.abs())
+        is_as_clipped = has_shrunk | (now == was)
+        if int(has_shrunk.sum()) >= SHRUNK and bool(is_as_clipped.all()):
             raise RuntimeError(CLIPPED_BEHIND)
 
 
