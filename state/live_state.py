@@ -212,8 +212,9 @@ class LiveState:
             raise LayoutError(f"the modules' extra state is {extra} there and "
                               f"{sorted(self.extra_state.modules)} in this model")
         if values["extras"].keys() != self.extras.keys():
-            raise LayoutError(f"the extras are {sorted(values['extras'])} there and "
-                              f"{sorted(self.extras)} in this job")
+            raise LayoutError(f"the objects in state (with train(): extras) are "
+                              f"{sorted(values['extras'])} there and {sorted(self.extras)} in this "
+                              f"job")
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded

@@ -38,7 +38,7 @@ class ModelParameters:
             raise RuntimeError(
                 f"the model has other parameters than at the start "
                 f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker could join or "
-                "resume. Build all before train(), and change values in place (copy_).")
+                "resume. Build all before the training, and change values in place (copy_).")
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters, tied ones once."""

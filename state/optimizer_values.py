@@ -34,7 +34,7 @@ class OptimizerValues:
         if (sizes := self._sizes()) != self._group_sizes:
             raise RuntimeError(
                 f"the optimizer has groups of {sizes} parameters in step {step}, but it had groups "
-                f"of {self._group_sizes} at the start. Give it all parameters before train(): one "
+                f"of {self._group_sizes} at the start. Build it with all parameters: one "
                 "whose requires_grad is False is not moved until a step sets it True.")
 
     def _members(self, names: dict[int, str]) -> list[list[str]]:

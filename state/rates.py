@@ -51,8 +51,8 @@ class Rates:
         them."""
         (rates, progress), (were, progress_was) = self._now(), self._marks
         remedy = (
-            "Learning rates come from train(schedule=…) alone: hand over the torch scheduler as "
-            "schedule=scheduler and do not step it, or give a function of the step"
+            "Learning rates come from the option lr (with train(): schedule) alone: give it the "
+            "torch scheduler, and do not step it, or a function of the step"
         )
         for number, (rate, was) in enumerate(zip(rates, were, strict=True)):
             if rate != was and not (rate != rate and was != was):  # NaN is no change
@@ -60,11 +60,11 @@ class Rates:
                 before = "another" if isinstance(was, tuple) else was
                 raise RateChanged(
                     f"at step {step} the learning rate of the optimizer's group {number} is "
-                    f"{value}, but train() had set it to {before}. {remedy}.")
+                    f"{value}, but the trainer had set it to {before}. {remedy}.")
         if self.scheduler is not None and progress != progress_was:
             raise RateChanged(
                 f"at step {step} the {kind_of(self.scheduler)} has been stepped by something other "
-                f"than train(), which steps it once per finished step. {remedy}.")
+                f"than the trainer, which steps it once per finished step. {remedy}.")
 
     def set(self, multiplier: float) -> None:
         """Set the rates of a step, unless a scheduler has done so when the last step ended."""
@@ -109,7 +109,8 @@ class Rates:
         mine = kind_of(self.scheduler) if self.scheduler else None
         if theirs == mine:
             return ""
-        return f"the schedule is {theirs or 'no torch scheduler'} there, but {mine or 'none'} here"
+        return (f"the schedule of the learning rates is {theirs or 'no torch scheduler'} there, "
+                f"but {mine or 'none'} here")
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over values, after the optimizer's groups have been."""

@@ -242,7 +242,8 @@ def test_a_successor_sees_what_the_step_in_flight_has_found(
 # --- several optimizers ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("misuse", "error", "told"), [
-    (lambda step, loss: step.backward(str(loss)), TypeError, "returned str. Return the mean"),
+    (lambda step, loss: step.backward(str(loss)), TypeError,
+     r"step.backward\(\) got str. Use the mean"),
     (lambda step, loss: None, RuntimeError, r"not called in shard 0 of step 0 \(phase g\)"),
     (lambda step, loss: (step.log(acc=(1, 1)), step.backward(loss)), RuntimeError,
      r"acc was logged in shard 0 of step 0 \(phase g\), but the first batch logged nothing.*phase"),
@@ -360,9 +361,9 @@ def test_an_optimizer_without_a_scheduler_keeps_its_rate() -> None:
     (lambda made: StepLR(made["d"], 1), "StepLR, which sets the rates of one optimizer.*'d', 'g'"),
     (lambda made: {"e": StepLR(made["d"], 1)}, r"names \['e'\], but the optimizers are 'd', 'g'"),
     (lambda made: {}, r"names \[\], but the optimizers are 'd', 'g'"),
-    (lambda made: {"d": len}, "the schedule of 'd' is a builtin_function_or_method"),
+    (lambda made: {"d": len}, "the lr of 'd' is a builtin_function_or_method"),
     (lambda made: {"d": StepLR(made["g"], 1)}, "StepLR belongs to another optimizer"),
-    (lambda made: (StepLR(made["d"], 1), None)[1], "built on this optimizer, but train.. was not"),
+    (lambda made: (StepLR(made["d"], 1), None)[1], "built on this optimizer, but Trainer was not"),
     (lambda made: {"d": torch.optim.lr_scheduler.ReduceLROnPlateau(made["d"])},
      "a step with several optimizers has a loss for each"),
 ])
@@ -390,7 +391,8 @@ def test_other_schedulers_are_refused_when_the_run_goes_on(run_dir: Path) -> Non
             until=f"{until} steps", checkpoint_every=1, listeners=[ears]))
 
     run(2, Ears(), d=lambda one: StepLR(one, 2))
-    with pytest.raises(LayoutError, match="the schedule is d: StepLR there, but g: StepLR here"):
+    with pytest.raises(LayoutError, match="the schedule of the learning rates is d: StepLR there, "
+                       "but g: StepLR here"):
         run(4, Ears(), g=lambda one: StepLR(one, 2))
     ears = Ears()
     run(4, ears, d=lambda one: StepLR(one, 3))

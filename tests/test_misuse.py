@@ -3,18 +3,23 @@ once, with the remedy in the words of the caller."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_gradients import adversarial
-from test_loop import DATA, built, mse, trained
+from test_loop import DATA, built, mse, sgd, trained
 from test_trainer import loop, trainer_of
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule
+from elastic_trainer.state import rates
+from elastic_trainer.training import loop as loops
 from elastic_trainer.training.shard_sizes import remedy_for
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
@@ -36,15 +41,17 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize(("change", "isolates"), [
     *((change, False) for change in CHANGES), ("clip_grad_norm_", True), ("zero_grad", True)])
-def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(change: str, isolates: bool,
-                                                                  reduce: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(
+        change: str, isolates: bool, reduce: str, dtype: torch.dtype) -> None:
     """A batch is a shard: its clipped gradient would be a part of the step's. Also where the loss
-    has a backward pass of its own, so that each shard has gradients of its own."""
-    model = built()
+    has a backward pass of its own, so that each shard has gradients of its own, and in 16 bits."""
+    model = built().to(dtype)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="changed .grad behind the backward pass.*clip_norm=…"):
         for step in trainer_of(model, reduce=reduce):
             for batch in step:
+                batch = [tensor.to(dtype) for tensor in batch]
                 step.backward((adversarial if isolates else mse)(model, batch))
                 CHANGES[change](model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -235,3 +242,55 @@ class Bar:
 
     def update(self, n: int) -> None:
         self.n += n
+
+
+# --- the words of the caller ----------------------------------------------------------------------
+
+def with_unseen_scheduler(model: Model) -> dict[str, Any]:
+    optimizer = sgd(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"optimizer": optimizer}
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"lr": 5}, "lr is 5. Use a function"),
+    ({"lr": {"d": len}}, "the lr is a dict with the names"),
+    ({"state": {"counter": 1}}, "the objects .'counter'. in state have no state_dict"),
+    (with_unseen_scheduler, "but Trainer was not given it.*lr=scheduler"),
+])
+def test_an_error_names_the_options_of_the_trainer(options: Any, told: str) -> None:
+    """train() has other names for some of them."""
+    model = built()
+    with pytest.raises(ConfigError, match=told):
+        trainer_of(model, **(options(model) if callable(options) else options))
+
+
+def test_an_error_names_the_length_of_the_trainer_when_a_run_is_to_be_shorter(run_dir: Any) -> None:
+    """The run has a checkpoint of a later step."""
+    trained(built(), run_dir=run_dir, checkpoint_every=2)
+    (run_dir / "result.json").unlink(missing_ok=True)
+    model = built()
+    with pytest.raises(ConfigError, match=r"steps as before \(until\)"):
+        loop(trainer_of(model, until="3 steps"), model)
+
+
+OF_TRAIN_ALONE = re.compile(r"\b(after_step|extras|max_steps)\b|schedule=|train\(\)|in loss\b")
+
+
+def test_no_message_has_the_words_of_train_alone() -> None:
+    """Where a message cannot know the caller, it names both."""
+    folders = [Path(loops.__file__).parent, Path(rates.__file__).parent]
+    found = []
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        if path.stem in ("words", "train"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        raised = [node for call in ast.walk(tree) if isinstance(call, ast.Raise | ast.Return)
+                  for node in ast.walk(call) if isinstance(node, ast.JoinedStr | ast.Constant)]
+        texts = [str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+                 for node in raised if not isinstance(node, ast.Constant)
+                 or (isinstance(node.value, str) and " " in node.value)]
+        found += [f"{path.name}: {text}" for text in texts
+                  if OF_TRAIN_ALONE.search(text) and "with train()" not in text]
+    # One is of a length that Trainer cannot have: epochs and steps.
+    assert [one for one in found if not re.match("settings.py.*max_steps", one)] == []

@@ -237,7 +237,7 @@ def test_the_run_ends_when_a_scheduler_without_a_mark_is_stepped_behind_our_back
     with pytest.raises(
         RateChanged,
         match=r"at step 3 the learning rate of .* group 0 is 0\.01.*set it to 0\.1\. .*"
-        "schedule=scheduler",
+        r"with train\(\): schedule",
     ):
         trained(model, optimizer, after_step=lambda step: scheduler.step(1.0), listeners=[ears])
     assert [facts["lr"] for facts in ears.facts("worker.step_committed")] == [0.1] * 3
@@ -291,7 +291,8 @@ def test_the_run_ends_when_the_scheduler_that_was_handed_over_is_stepped_again()
     optimizer = momentum(model)
     scheduler = schedulers.StepLR(optimizer, 100)
     with pytest.raises(
-        RateChanged, match="at step 1 the StepLR has been stepped by something other than train"
+        RateChanged,
+        match="at step 1 the StepLR has been stepped by something other than the trainer",
     ):
         trained(model, optimizer, schedule=scheduler, after_step=lambda step: scheduler.step())
 
@@ -328,7 +329,7 @@ def test_the_user_is_told_when_a_run_is_resumed_with_another_kind_of_schedule(
     """The other scheduler cannot use its state."""
     first, second = (kind and KINDS[kind] for kind in kinds)
     ours(first, momentum, max_steps=2)
-    with pytest.raises(LayoutError, match="the schedule is"):
+    with pytest.raises(LayoutError, match="the schedule of the learning rates is"):
         ours(second, momentum)
 
 

@@ -237,7 +237,7 @@ def test_the_user_is_told_when_a_parameter_is_replaced() -> None:
     (lambda loss: loss.expand(2), r"a tensor of shape \(2,\)")])
 def test_the_user_is_told_when_the_loss_is_no_scalar(wrong: Any, kind: str) -> None:
     """By the type that it has returned."""
-    with pytest.raises(TypeError, match=f"returned {kind}. Return the mean"):
+    with pytest.raises(TypeError, match=f"returned {kind}. Use the mean"):
         trained(built(), loss=lambda model, batch: wrong(mse(model, batch)))
 
 

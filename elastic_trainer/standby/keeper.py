@@ -182,7 +182,7 @@ class Keeper:
             if self.end_of_process in ready:
                 raise BootFailed(self._how_it_ended())
             if time.monotonic() > deadline:
-                raise BootFailed(f"it has not reached train() in {self.boot_s:.0f} s. Raise "
+                raise BootFailed(f"it has not reached the training in {self.boot_s:.0f} s. Raise "
                                  f"the limit with ELASTIC_TRAINER_LIMITS=boot_s=…")
 
     def _wait(self) -> socket.socket | None:

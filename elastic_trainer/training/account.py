@@ -97,10 +97,10 @@ class Account:
         """Log where the settings of a resumed run differ from those it was built with now, and
         which hold."""
         state, job = self.state, self.job
-        remarks, state.settings = settle(state.settings, built)
+        remarks, state.settings = settle(state.settings, built, job.words.rate)
         if job.scheduler is None:
             now = state.rates.of(job.rate(step - 1))
-            remarks += schedule_differs(step - 1, state.rates.used, now)
+            remarks += schedule_differs(step - 1, state.rates.used, now, job.words.rate)
         for remark in remarks:
             self.remark(remark, rank)
 

@@ -53,7 +53,7 @@ class StepEnd:
             raise RuntimeError(
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
                 f"{step}, so its mean over the shards is not exact. Keep it in a float buffer, or "
-                f"change it in after_step.")
+                f"change it {self.job.words.behind}.")
         self._require_count(step)
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):

@@ -60,9 +60,9 @@ class Gradients:
         self.names, self.everyone = list(parameters), list(parameters.values())
         self.isolates = False
         """Each shard has gradients of its own, which are added to the sums (rule 2)."""
-        self._left = list[int]()
-        self._left_isolated = list[tuple[torch.Tensor | None, int]]()
-        """What a shard's backward pass has left in `.grad`: versions, and tensors of its own."""
+        self._left = list[tuple[torch.Tensor | None, int]]()
+        """What the backward pass of a shard has left in `.grad`, with the versions, where a later
+        write would not be seen otherwise."""
         self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
         """Of the last step that was applied: a gradient, its version, and its first elements."""
 
@@ -111,6 +111,7 @@ class Gradients:
 
     def open(self) -> None:
         """Prepare `.grad` for a shard's forward pass."""
+        self._left = []
         self._written = self._writes()
         for parameter in self.everyone if self.isolates else self._without_view:
             parameter.grad = None
@@ -149,21 +150,21 @@ class Gradients:
                     self.parameters, self._views, self._counted, self.narrow, strict=True)]
 
     def note_left(self) -> None:
-        """Note what the backward pass of a shard has left in `.grad` (rule 3)."""
-        self._left = [view._version for view in self._views]
-        if self.isolates:
-            self._left_isolated = [(gradient := parameter.grad, _version(gradient))
-                                   for parameter in self.parameters]
+        """Note what the backward pass of a shard has left in `.grad` (rule 3).
+
+        Not in the views: there a later write counts as a second addition, after which the shard is
+        run again, isolated. So this costs the usual step nothing.
+        """
+        if self.isolates or any(self.narrow):
+            self._left = [(gradient := parameter.grad, _version(gradient))
+                          for parameter in self.parameters]
 
     def _check_left(self) -> None:
         """Raise RuntimeError if `.grad` was written to since the backward pass of the shard."""
-        is_left = self._left == [view._version for view in self._views]
-        if self.isolates:
-            is_left = all(parameter.grad is gradient and _version(gradient) == version
-                          for parameter, (gradient, version)
-                          in zip(self.parameters, self._left_isolated, strict=True))
-            self._left_isolated = []
-        if not is_left:
+        left, self._left = self._left, []
+        if left and not all(parameter.grad is gradient and _version(gradient) == version
+                            for parameter, (gradient, version)
+                            in zip(self.parameters, left, strict=True)):
             raise RuntimeError(WRITTEN_BEHIND)
 
     def weigh_rest(self, weight: float) -> None:
@@ -175,8 +176,9 @@ class Gradients:
     def close(self) -> list[int]:
         """End a shard; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass wrote more than one sum, ParametersWritten, and
-        RuntimeError if `.grad` was written to behind the backward pass.
+        Raises GradientsWritten if its backward pass, or code behind it, wrote more than one sum,
+        ParametersWritten, and RuntimeError if `.grad` of an isolated shard was written to behind
+        the backward pass.
         """
         self.check_parameters()
         self._check_left()

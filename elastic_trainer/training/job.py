@@ -37,6 +37,7 @@ from elastic_trainer.training.settings import (
 )
 from elastic_trainer.training.several import Several, as_one, kind_of, members_of
 from elastic_trainer.training.supported import refusal, refused_dataset
+from elastic_trainer.training.words import OF_TRAIN, Words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class Job:
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
     """The policy for a loss that is not finite: one of losses.ON_NAN."""
+    words: Words = OF_TRAIN
+    """What messages call the options."""
     remarks: tuple[Remark, ...] = ()
     """Remarks for a person, logged at the start of each attempt."""
 
@@ -84,11 +87,12 @@ def checked(
     dataset: Any,
     options: Options,
     after_step: Callable[[int], None] | None = None,
+    words: Words = OF_TRAIN,
 ) -> Job:
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
-    require_values(options)
+    require_values(options, words)
     min_samples = options.min_shard_samples
     if min_samples is None:
         min_samples = fewest_samples(model, options.global_batch, options.shards)
@@ -98,7 +102,7 @@ def checked(
         dataset_size=len(dataset), global_batch=options.global_batch, shards=options.shards,
         epochs=options.epochs, seed=options.seed, max_steps=options.max_steps,
         drop_last=options.drop_last, min_shard_samples=min_samples)
-    scheduler, rate = split_schedule(options.schedule, optimizer, numbers.steps)
+    scheduler, rate = split_schedule(options.schedule, optimizer, numbers.steps, words)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -114,6 +118,7 @@ def checked(
         extras=dict(options.extras or {}),
         after_step=after_step or (lambda step: None),
         device=device,
+        words=words,
         phases=tuple(optimizer.members) if isinstance(optimizer, Several) else ("",),
     )
 
@@ -134,7 +139,7 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
     return trained[0].device
 
 
-def require_values(options: Options) -> None:
+def require_values(options: Options, words: Words) -> None:
     """Raise ConfigError for values that cannot work, whatever the model and the data are."""
     if options.reduce is not None and options.reduce not in REDUCERS:
         raise ConfigError(
@@ -155,7 +160,8 @@ def require_values(options: Options) -> None:
     ]
     if lacking:
         raise ConfigError(
-            f"the extras {lacking} have no state_dict and load_state_dict. Give them both."
+            f"the objects {lacking} in {words.objects} have no state_dict and load_state_dict. "
+            f"Give them both."
         )
 
 
@@ -168,7 +174,9 @@ class Placement:
     remarks: tuple[Remark, ...] = field(default=())
 
 
-def settled(launch: Launch, options: Options, device: torch.device) -> Placement:
+def settled(
+    launch: Launch, options: Options, device: torch.device, words: Words = OF_TRAIN
+) -> Placement:
     """Put together what the user and the launcher ask for."""
     run_dir, store, reduce = options.run_dir, options.store, options.reduce
     remarks = remarks_on_launcher(
@@ -178,6 +186,7 @@ def settled(launch: Launch, options: Options, device: torch.device) -> Placement
         launcher_store=launch.store,
         launcher_run_dir=str(launch.run_dir) if launch.run_dir else None,
         launcher_reduce=launch.reduce_asked,
+        caller=words.name,
     )
     if run_dir is not None and launch.run_dir is None:
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)

@@ -17,6 +17,7 @@ from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.settings import settings_of
+from elastic_trainer.training.words import Words
 
 
 def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
@@ -36,18 +37,19 @@ def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a shard needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
-    _require_packable(state)
+    _require_packable(state, job.words)
     return state
 
 
-def _require_packable(state: LiveState) -> None:
+def _require_packable(state: LiveState, words: Words) -> None:
     """Raise ConfigError for values that cannot be kept. Copies nothing."""
     try:
         state.packed()
     except TypeError as error:
         raise ConfigError(
-            f"{error}. Change the values in the state_dict of extras and of the schedule, in "
-            f"get_extra_state of the modules, or in the optimizer's groups.") from error
+            f"{error}. Change the values in the state_dict of {words.objects} and of "
+            f"{words.rate}, in get_extra_state of the modules, or in the optimizer's groups."
+        ) from error
     if lacking := state.extra_state.lacking:
         raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. "
                           f"Give them both.")

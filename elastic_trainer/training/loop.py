@@ -260,7 +260,7 @@ class Loop:
         if step is not None and step > planned:
             raise ConfigError(
                 f"the run has a checkpoint of step {step}, but it is to have {planned} steps. Give "
-                f"at least as many steps as before (max_steps, epochs, until), or another name "
+                f"at least as many steps as before ({self.job.words.length}), or another name "
                 f"(--run).")
         self.state.has_state = step is not None or self.world.rank == 0
         self.going_back.restored_step = step or 0

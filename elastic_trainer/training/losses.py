@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.training.words import Words
 
 ON_NAN = ("raise", "skip", "continue")
 MAX_NAMED_SAMPLES = 64
@@ -37,15 +38,14 @@ def require_policy(on_nan: str) -> None:
         raise ConfigError(f"on_nan is {on_nan!r}. Use one of {ON_NAN}.")
 
 
-def require_scalar(loss: Any) -> torch.Tensor:
+def require_scalar(loss: Any, words: Words) -> torch.Tensor:
     """Return a loss of one value without dimensions. Raises TypeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.reshape(())
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(
         loss, torch.Tensor) else f"{type(loss).__name__}"
     raise TypeError(
-        f"loss(model, batch) returned {kind}. Return the mean over the batch's samples: a tensor "
-        f"of one value.")
+        f"{words.loss} {kind}. Use the mean over the batch's samples: a tensor of one value.")
 
 
 def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:

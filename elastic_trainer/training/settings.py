@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule as Numbers
 from elastic_trainer.training.options import Schedule
 from elastic_trainer.training.several import Schedulers, Several, kind_of
+from elastic_trainer.training.words import Words
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,17 @@ def split_schedule(
     schedule: Schedule | None,
     optimizer: torch.optim.Optimizer,
     steps: int,
+    words: Words,
 ) -> tuple[LRScheduler | None, Callable[[int], float]]:
     """Return the torch scheduler, if there is one, and the multiplier of the rates. Raises
     ConfigError."""
     members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
-    given = _schedulers_of(schedule, members)
+    given = _schedulers_of(schedule, members, words.rate)
     for name, scheduler in given.items():
-        _require_usable(scheduler, members[name], steps, is_one_of_several=len(members) > 1)
+        _require_usable(scheduler, members[name], steps, words, is_one_of_several=len(members) > 1)
     for name, member in members.items():
         if name not in given:
-            _require_no_scheduler(member)
+            _require_no_scheduler(member, words)
     if isinstance(schedule, LRScheduler):
         return schedule, lambda step: 1.0
     if isinstance(schedule, Mapping):
@@ -80,68 +83,69 @@ def split_schedule(
 
 
 def _schedulers_of(schedule: Schedule | None,
-                   members: Mapping[str, torch.optim.Optimizer]) -> dict[str, LRScheduler]:
+                   members: Mapping[str, torch.optim.Optimizer],
+                   rate: str) -> dict[str, LRScheduler]:
     """Return the torch schedulers by the names of their optimizers. Raises ConfigError."""
     names = ", ".join(map(repr, members))
     if isinstance(schedule, Mapping):
         odd = [name for name in schedule if name not in members]
         if odd or not schedule or "" in members:
             raise ConfigError(
-                f"the schedule is a dict with the names {list(schedule)}, but "
+                f"the {rate} is a dict with the names {list(schedule)}, but "
                 + ("there is one optimizer. Give its torch scheduler, or a function of the step."
                    if "" in members else f"the optimizers are {names}. Give at least one of them "
                    f"a torch scheduler, by the same name."))
         for name, scheduler in schedule.items():
             if not isinstance(scheduler, LRScheduler):
                 raise ConfigError(
-                    f"the schedule of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
+                    f"the {rate} of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
                     f"schedulers. Use one function of the step for all optimizers, or an "
                     f"LRScheduler for each.")
         return dict(schedule)
     if not isinstance(schedule, LRScheduler):
         if schedule is not None and not callable(schedule):
             raise ConfigError(
-                f"schedule is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
+                f"{rate} is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
         return {}
     if "" not in members:
         raise ConfigError(
-            f"the schedule is a {type(schedule).__name__}, which sets the rates of one optimizer, "
+            f"the {rate} is a {type(schedule).__name__}, which sets the rates of one optimizer, "
             f"but there are several: {names}. Give a dict of torch schedulers by these names, or a "
             f"function of the step.")
     return {"": schedule}
 
 
-def _require_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+def _require_no_scheduler(optimizer: torch.optim.Optimizer, words: Words) -> None:
     # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13, optim/lr_scheduler.py).
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ConfigError(
-            "a torch learning-rate scheduler was built on this optimizer, but train() was not "
-            "given it, so both would set the rates. Hand it over as schedule=scheduler, or build a "
-            "new optimizer.")
+            f"a torch learning-rate scheduler was built on this optimizer, but {words.api} was not "
+            f"given it, so both would set the rates. Hand it over as {words.rate}=scheduler, or "
+            f"build a new optimizer.")
 
 
 def _require_usable(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, steps: int,
-                    is_one_of_several: bool) -> None:
+                    words: Words, is_one_of_several: bool) -> None:
     """Raise ConfigError for a torch scheduler that would fail or do harm later."""
     name = type(scheduler).__name__
     if scheduler.optimizer is not optimizer:
-        raise ConfigError(f"the schedule {name} belongs to another optimizer than train() was "
-                          f"given. Build it on this one.")
+        raise ConfigError(f"the {words.rate} {name} belongs to another optimizer than "
+                          f"{words.api} was given. Build it on this one.")
     if isinstance(scheduler, ReduceLROnPlateau):
         if is_one_of_several:
             raise ConfigError(
-                f"the schedule {name} follows the loss of a step, but a step with several "
+                f"the {words.rate} {name} follows the loss of a step, but a step with several "
                 f"optimizers has a loss for each. Use another torch scheduler, or a function of "
                 f"the step.")
         if scheduler.mode != "min":
             raise ConfigError(
-                f"the schedule {name} has mode {scheduler.mode!r}, but it gets the loss of each "
-                f"step, which is to fall. Use mode='min', or set the rate by a function of the "
-                f"step.")
+                f"the {words.rate} {name} has mode {scheduler.mode!r}, but it gets the loss of "
+                f"each step, which is to fall. Use mode='min', or set the rate by a function of "
+                f"the step.")
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
         raise ConfigError(
-            f"the schedule {name} has total_steps {scheduler.total_steps}, but the run has {steps} "
-            f"steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
+            f"the {words.rate} {name} has total_steps {scheduler.total_steps}, but the run has "
+            f"{steps} steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
 
 
 # --- what a resumed run was built with before -----------------------------------------
@@ -182,30 +186,34 @@ def settings_of(
     return found
 
 
-def settle(run: dict[str, Any], given: dict[str, Any]) -> tuple[list[Remark], dict[str, Any]]:
+def settle(run: dict[str, Any], given: dict[str, Any],
+           rate: str = "schedule") -> tuple[list[Remark], dict[str, Any]]:
     """Return remarks on the settings of a run that differ from those now given, and the settings
     that hold."""
     holds = {**given, **{key: value for key, value in run.items() if key.startswith(RUN_HOLDS)}}
-    remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given")
+    remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given",
+                        rate)
                for key in sorted(run.keys() & given.keys()) if run[key] != given[key]]
     return remarks, holds
 
 
-def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
+def schedule_differs(step: int, used: float, now: float, rate: str = "schedule") -> list[Remark]:
     """Remark that a function of the step gives another rate for a step that is done."""
     return [] if used == now or used != used else [
-        _differs(f"schedule (the rate of step {step})", used, now, "given")
+        _differs(f"schedule (the rate of step {step})", used, now, "given", rate)
     ]
 
 
-def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
+def _differs(key: str, run: Any, given: Any, holds: str, rate: str) -> Remark:
     what = {
         "run": "The run's value holds, because it is part of the checkpoint. To train with the "
                "other value, give the run another name (--run, run_dir)",
         "given": "The value given now holds from here on"
     }[holds]
+    # The event has the key under one name.
+    named = rate + key.removeprefix("schedule") if key.startswith("schedule") else key
     return Remark("job.settings_differ",
-                  f"{key} is {run!r} in the run, but {given!r} is given. {what}.",
+                  f"{named} is {run!r} in the run, but {given!r} is given. {what}.",
                   {"key": key, "run_value": run, "given": given, "holds": holds})
 
 
@@ -246,20 +254,21 @@ def remarks_on_launcher(
     launcher_run_dir: str | None,
     launcher_store: str,
     launcher_reduce: str | None,
+    caller: str = "train",
 ) -> list[Remark]:
-    """Remark on options that both train() and the launcher have, with different values."""
+    """Remark on options that both the caller and the launcher have, with different values."""
     remarks = []
     if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
         remarks.append(
             _ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}",
-                     "Use --runs-dir"))
+                     f"Start it with --runs-dir {Path(run_dir).parent} --run {Path(run_dir).name}"))
     if store and launcher_store and store != launcher_store:
         remarks.append(
-            _ignored("--store", launcher_store, f"train(store={store!r}) holds",
+            _ignored("--store", launcher_store, f"{caller}(store={store!r}) holds",
                      "Give one of the two"))
     if reduce and launcher_reduce and reduce != launcher_reduce:
         remarks.append(
-            _ignored("--reduce", launcher_reduce, f"train(reduce={reduce!r}) holds",
+            _ignored("--reduce", launcher_reduce, f"{caller}(reduce={reduce!r}) holds",
                      "Give one of the two"))
     return remarks
 

@@ -31,7 +31,7 @@ from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.batches import fetch, to_device
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.flat import Flat, SetsDiffer
-from elastic_trainer.training.gradients import GradientsWritten
+from elastic_trainer.training.gradients import CLIP, GradientsWritten
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import OF_THE_LOOP, Shard
@@ -144,7 +144,7 @@ class Shards:
         count: Any,
     ) -> None:
         job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
-        loss = require_scalar(loss)
+        loss = require_scalar(loss, job.words)
         flat.gradients.check_parameters()
         self.losses[shard] = (loss.detach(), indices)
         flat.gradients.check_untouched()
@@ -171,8 +171,9 @@ class Shards:
             if not self.reducer.has_sent():
                 raise
             raise RuntimeError(
-                f"a hook has changed .grad during the backward pass of step {step}, after a part "
-                f'of it was sent. Let it do so from the first batch on, or use reduce="exact".'
+                f"a hook, or code behind the backward pass, has changed .grad in step {step}, "
+                f'after a part of it was sent. Let a hook do so from the first batch on, or use '
+                f'reduce="exact". {CLIP}'
             ) from error
         self.state.model_buffers.adopt()
         if self.state.extra_state.modules and shard == self.job.schedule.first_shard(step):
@@ -193,7 +194,7 @@ class Shards:
             raise RuntimeError(
                 f"requires_grad of {some(names)} differs between two shards of step "
                 f"{self.state.committed}, so the gradient would depend on the number of workers. "
-                f"Change it in after_step, or in loss as a function of the step's number.")
+                f"{self._remedy_for_changes()}")
         self.reducer.lay_out(trained)
 
     def reduce(self, world: World) -> None:
@@ -221,11 +222,14 @@ class Shards:
         if differ := {name for name in everything if any(name not in names for names in trained)}:
             return (
                 f"requires_grad of {some(sorted(differ))} differs between workers in step "
-                f"{self.state.committed}. Change it in after_step, or in loss as a function of the "
-                f"step's number.")
+                f"{self.state.committed}. {self._remedy_for_changes()}")
         return (
             f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
             f"same names on each worker, from the first batch on.")
+
+    def _remedy_for_changes(self) -> str:
+        words = self.job.words
+        return (f"Change it {words.behind}, or {words.inside} as a function of the step's number.")
 
     def raise_if_failed(self, failed_rank: int, world: World) -> None:
         """Raise an exception of the user's code on all workers, if a vote has reported one.

@@ -37,8 +37,9 @@ def parameters_stay(names: Iterable[str]) -> str:
     changed."""
     return (
         f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. "
-        f"Workers compute different shards, so their weights would differ. train() steps the "
-        f"optimizer. Change weights in after_step(step), and leave max_norm of embeddings out.")
+        f"Workers compute different shards, so their weights would differ. The trainer steps the "
+        f"optimizer. Change weights behind the inner loop (with train(): in after_step), and leave "
+        f"max_norm of embeddings out.")
 
 
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

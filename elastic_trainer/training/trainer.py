@@ -40,6 +40,7 @@ from elastic_trainer.training.lengths import length_of
 from elastic_trainer.training.moves import Move, Shard
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.step import Step
+from elastic_trainer.training.words import OF_TRAINER
 from elastic_trainer.training.worker import Worker
 
 
@@ -131,7 +132,8 @@ class Trainer:
             keep_last=keep_last, keep_every=keep_every, part_bytes=part_bytes, reduce=reduce,
             compress=compress, cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
             listeners=listeners, progress=progress)
-        self._worker = Worker(checked(model, optimizer, dataset, options), options)
+        self._worker = Worker(
+            checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()
         self._leaving = Leaving(self._worker, self._end_with)
         self._step: Step | None = None

@@ -239,7 +239,7 @@ class WarmUp:
         self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any, _: Any
     ) -> None:
         flat = self.flat
-        scalar: Any = require_scalar(loss)  # torch has no types for its backward()
+        scalar: Any = require_scalar(loss, self.job.words)  # torch has no types for its backward()
         losses.append(scalar)
         flat.gradients.check_untouched()
         if not flat.gradients.isolates and not all(

@@ -143,7 +143,7 @@ class Worker:
             # Under plain horovodrun. Our driver enables it before the first import.
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        placement = settled(launch, self.options, self.job.device)
+        placement = settled(launch, self.options, self.job.device, self.job.words)
         launch = placement.launch
         if settings := determinism.required(
             self.job.device.type, placement.reduce, determinism.current()
