@@ -87,6 +87,16 @@ def test_a_breakpoint_names_the_remedy_when_there_is_no_terminal(command: list[s
     assert "python train.py" in done.stderr and "debugpy" in done.stderr
 
 
+def test_pdb_names_the_remedy_when_it_reads_the_end_of_stdin(command: list[str]) -> None:
+    """pdb.set_trace() is not ours. The traceback has the remedy."""
+    job = Path(command[-1])
+    job.write_text(JOB.replace("breakpoint()", "import pdb; pdb.set_trace()"))
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          timeout=DEADLINE_S)
+    assert done.returncode != 0 and "BdbQuit" in done.stderr + done.stdout
+    assert "breakpoint() there opens the launcher's terminal" in done.stderr + done.stdout
+
+
 def test_the_variable_of_the_user_chooses_the_debugger(command: list[str]) -> None:
     """PYTHONBREAKPOINT, as in plain Python: 0 turns breakpoints off."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,

@@ -16,11 +16,13 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+from bdb import BdbQuit
 from types import FrameType
 from typing import Any
 
 from elastic_trainer.config import Launch
 from elastic_trainer.standby.worker import is_standby
+from elastic_trainer.training.batches import add_note
 
 REMEDY = ("Start the run from a terminal on this host, debug `python train.py` without the "
           "launcher, or use a debugger that listens on a port "
@@ -33,6 +35,14 @@ def offer() -> None:
         "PYTHONBREAKPOINT")
     if is_usual and (is_standby() or Launch.from_environment().horovod):
         sys.breakpointhook = _break
+
+
+def advise(error: BaseException) -> None:
+    """Add the remedy to the exception with which pdb ends."""
+    if isinstance(error, BdbQuit):
+        add_note(error, "pdb was quit, or has read the end of stdin, which a launched worker has "
+                        "from the beginning. breakpoint() there opens the launcher's terminal; "
+                        "pdb.set_trace() does not.")
 
 
 def _break(*_: Any, **__: Any) -> None:

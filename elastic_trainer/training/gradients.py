@@ -74,6 +74,7 @@ class Gradients:
                        for parameter, view in zip(self.parameters, views, strict=True)]
         """Which of the trained parameters have fewer bits than their sum: then `.grad` is no view
         of it."""
+        self._by_size = sorted(self.parameters, key=torch.Tensor.numel, reverse=True)
         with_view = {id(parameter) for parameter, is_narrow
                      in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
         self._without_view = [p for p in self.everyone if id(p) not in with_view]
@@ -210,8 +211,8 @@ class Gradients:
     def note_applied(self) -> None:
         """Note the largest gradient of the step that was applied, while the user's code runs behind
         it."""
-        gradients = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
-        largest = max(gradients, key=torch.Tensor.numel, default=None)
+        gradients = (parameter.grad for parameter in self._by_size)
+        largest = next((one for one in gradients if one is not None), None)
         self._applied = None if largest is None else (
             largest, largest._version, _first(largest).clone())
 

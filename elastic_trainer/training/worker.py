@@ -168,6 +168,8 @@ class Worker:
     def report(self, error: BaseException) -> None:
         """Report the user's exception: it ends the run everywhere. A fault of the machine ends this
         process alone."""
+        if self.launch.horovod:
+            debugger.advise(error)
         text = "".join(traceback.format_exception(error))
         if self.loop and (kind := self.loop.fault_of_machine(error)):
             leave_as_dead(
