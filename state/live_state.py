@@ -31,6 +31,7 @@ from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, outline, pack, unpack
 from elastic_trainer.state.model_buffers import ModelBuffers
 from elastic_trainer.state.model_parameters import ModelParameters
+from elastic_trainer.state.modes import Modes
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.optimizer_values import OptimizerValues
 from elastic_trainer.state.rates import Rates
@@ -47,7 +48,7 @@ class LiveState:
         """What decides which samples and which bits a step has. Values of another job are
         refused."""
         self.parameters = ModelParameters(model)
-        self.model_buffers = ModelBuffers(model)
+        self.model_buffers, self.modes = ModelBuffers(model), Modes(model)
         self.optimizer_values = OptimizerValues(model, optimizer)
         self.rates = Rates(optimizer, scheduler)
         self.extra_state = ExtraState(model)
@@ -114,26 +115,30 @@ class LiveState:
         it back."""
         self.begun = self.ticks + 1
         self.model_buffers.begin()
+        self.modes.begin()
         self.extra_state.begin()
 
     def restore(self) -> None:
         """Put back what a forward pass has changed: before each shard, and when a step broke."""
         self.model_buffers.reset()
+        self.modes.reset()
         self.extra_state.reset()
 
     def forget(self) -> None:
         """Forget the step in flight, and the values of its begin."""
         self.begun = self.ticks
         self.model_buffers.forget()
+        self.modes.forget()
         self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Return the buffers' values at the step's begin."""
         return self.model_buffers.before
 
-    def take_up(self, before: dict[str, torch.Tensor]) -> None:
-        """Go on with a step in flight whose begin had these buffers."""
+    def take_up(self, before: dict[str, torch.Tensor], evaluating: list[str]) -> None:
+        """Go on with a step in flight whose begin had these buffers and modes."""
         self.model_buffers.take_up(before)
+        self.modes.take_up(evaluating)
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
@@ -153,6 +158,7 @@ class LiveState:
             self.clocks_ms = (self.clocks_ms[1], self.last_vote[2])
         self.prepared = self.ticks
         self.model_buffers.forget()
+        self.modes.end()
 
     # --- as bytes ---------------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ class LiveState:
             "lineage": self.lineage,
             **self.rates.values(),
             "parameters": parameters,
-            "evaluating": buffers.evaluating(),
+            "evaluating": self.modes.evaluating(),
             "trained": self.parameters.trained(),
             "buffers": buffers.named,
             "aliases": buffers.aliases,
@@ -248,7 +254,9 @@ class LiveState:
         self.fits(values)
         # from here on nothing can fail but the memory
         self.parameters.load(values["parameters"], values.get("trained"))
-        self.model_buffers.load(values["buffers"], values.get("evaluating"))
+        self.model_buffers.load(values["buffers"])
+        if "evaluating" in values:
+            self.modes.load(values["evaluating"])
         self.optimizer_values.load(values["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])

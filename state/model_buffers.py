@@ -1,12 +1,11 @@
-"""The buffers and modes of a model: kept at a step's begin, put back before each shard.
+"""The buffers of a model: kept at a step's begin, put back before each shard.
 
 model → here → each shard's begin, checkpoint, newcomer
 
 What always holds:
 1. The model's buffers stay the same tensors. One that a forward pass replaces (`self.mean = …`) is
    put back, and takes the values of its replacement at the shard's end.
-2. Each shard starts with the buffers and modes of the step's begin. So `model.eval()` at the end of
-   a loss has its effect from the next step on: the next shard is another worker's in another world.
+2. Each shard starts with the buffers of the step's begin.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from elastic_trainer.state.names import named_buffers, named_parameters, plain
 
 
 class ModelBuffers:
-    """The buffers of one model, by their plain names, and the modes of its modules."""
+    """The buffers of one model, by their plain names."""
 
     def __init__(self, model: torch.nn.Module):
-        self._model, self._modules = model, list(model.modules())
+        self._model = model
         self.before: dict[str, torch.Tensor] = {}
         """The values of the step's begin; empty if no step is in flight."""
-        self._modes_before: list[bool] = []
         self.take()
 
     def take(self) -> None:
@@ -49,13 +47,12 @@ class ModelBuffers:
 
     def begin(self) -> None:
         """Keep what a forward pass changes."""
-        self._modes_before = [module.training for module in self._modules]
         if self.named:
             self.before = {name: b.detach().clone() for name, b in self.named.items()}
 
     def forget(self) -> None:
         """Forget the step's begin."""
-        self.before, self._modes_before = {}, []
+        self.before = {}
 
     def take_up(self, before: dict[str, torch.Tensor]) -> None:
         """Go on with a step in flight whose begin had these buffers."""
@@ -69,12 +66,8 @@ class ModelBuffers:
                 self.named[name].copy_(replacement)
 
     def reset(self) -> None:
-        """Put the buffers and modes of the step's begin back."""
+        """Put the buffers of the step's begin back."""
         self._put_back_replaced()
-        # The list is empty if no step is in flight.
-        for module, training in zip(self._modules, self._modes_before, strict=False):
-            if module.training != training:  # setting it takes longer than this comparison
-                module.training = training
         for name, before in self.before.items():
             if self.named[name].shape != before.shape:
                 # A forward pass has resized it. That is an error, which is raised after this.
@@ -95,20 +88,11 @@ class ModelBuffers:
         owner, _, leaf = name.rpartition(".")
         setattr(self._model.get_submodule(owner), leaf, buffer)
 
-    # --- as values --------------------------------------------------------------------------------
-
-    def evaluating(self) -> list[str]:
-        """Return the names of the modules that are not in training mode."""
-        return sorted({plain(name) for name, m in self._model.named_modules() if not m.training})
-
-    def load(self, values: dict[str, torch.Tensor], evaluating: list[str] | None) -> None:
-        """Take over values, and modes if they are given."""
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        """Take over values."""
         with torch.no_grad():
             for name, tensor in values.items():
                 self.named[name].copy_(tensor)
-        if evaluating is not None:
-            for name, module in self._model.named_modules():
-                module.training = plain(name) not in evaluating
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -24,7 +24,8 @@ CHECKPOINTS = st.builds(CheckpointBallot,
 BALLOTS = st.builds(
     Ballot, samples=st.integers(0, 2**30), digest=st.integers(0, 2**40), has_failed=st.booleans(),
     clock_ms=st.integers(0, 2**40), finishes=st.booleans(), checkpoint=CHECKPOINTS,
-    checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wishes=WISHES)
+    checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wishes=WISHES,
+    modes=st.sampled_from([0, 1, 2**16, 2**32 - 1]))
 
 
 def counted(ballots: list[Ballot]) -> Outcome:
@@ -45,6 +46,7 @@ def counted(ballots: list[Ballot]) -> Outcome:
                    change_waits=any(wish.change_soon for wish in wishes),
                    differs=len({b.checksum
                                 for b in ballots}) > 1,
+                   modes_differ=len({b.modes for b in ballots}) > 1,
                    clock_ms=ballots[0].clock_ms,
                    finishes=sum(b.finishes for b in ballots))
 
@@ -56,7 +58,7 @@ def test_the_sums_of_all_ballots_say_what_the_ballots_say(ballots: list[Ballot])
     encoded = [ballot.encode(rank) for rank, ballot in enumerate(ballots)]
     sums = [sum(column) for column in zip(*encoded, strict=True)]
     assert Outcome.decode(sums, len(ballots)) == counted(ballots)
-    assert len(sums) == 18 and all(total < 2**63 for total in sums)
+    assert len(sums) == 22 and all(total < 2**63 for total in sums)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.config import Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.live_state import LiveState
@@ -44,6 +44,15 @@ class Account:
         if self.state.is_finished_early:
             return self.state.committed
         return self.job.schedule.steps
+
+    def require_length(self, restored_step: int | None) -> None:
+        """Raise ConfigError if the run has more steps already than it is to have."""
+        planned = self.job.schedule.steps
+        if restored_step is not None and restored_step > planned:
+            raise ConfigError(
+                f"the run has a checkpoint of step {restored_step}, but it is to have {planned} "
+                f"steps. Give at least as many steps as before ({self.job.words.length}), or "
+                f"another name (--run).")
 
     def remark(self, remark: Remark, rank: int) -> None:
         """Log a remark, and write its sentence to stderr; by rank 0 alone."""

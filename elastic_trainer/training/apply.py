@@ -125,6 +125,7 @@ class StepEnd:
         self.flat.divide()
         self.flat.hand_out()
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
+        state.modes.apply(self.flat.modes_changed())
         if job.scaler:
             job.scaler.unscale_(optimizer)
         if job.clip_norm is not None:

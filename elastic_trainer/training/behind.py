@@ -1,9 +1,12 @@
 """The user's code behind a step: whether it has run; and the clock of the run.
 
-apply (a step, or a phase, is finished) → here → the user's code, once → checkpoint, next step
+apply (a step, or a phase, is finished) → here → the user's code, once: behind the step, and before
+the batches of the next one → checkpoint, change of the world, next step
 
 What always holds:
-1. A step, or a phase, that this worker has applied is handed over exactly once.
+1. A step, or a phase, that this worker has applied is handed over exactly once. Then the next step
+   begins. A worker that joins enters its inner loop, so what is copied has what the user's code
+   does before that loop (model.train(), for example).
 2. While the user's code runs, what it changes is half changed. Then nothing is copied.
 3. The clock runs from a worker's first step on: in shards, vote and apply, in the user's code, and
    while the world changes. It does not run between two attempts. A ballot carries it (rank 0's), so
@@ -14,18 +17,18 @@ What always holds:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.gradients import Gradients
-from elastic_trainer.training.moves import Finished, PhaseFinished
+from elastic_trainer.training.moves import Begun, Finished, PhaseFinished
 
 
 class Behind:
     """How far the user's code behind the steps has run, on this worker."""
 
-    def __init__(self, state: LiveState, gradients: Gradients):
-        self.state, self.gradients = state, gradients
+    def __init__(self, state: LiveState, gradients: Gradients, steps_due: Callable[[], int]):
+        self.state, self.gradients, self._steps_due = state, gradients, steps_due
         self.ticks = -1
         """How many phases were finished when the user's code last ran behind one; -1: this worker
         has not joined."""
@@ -48,9 +51,10 @@ class Behind:
         """Begin where the state was restored: with the steps and the clock of a checkpoint."""
         self.ticks, self._zero_at = self.state.ticks, None
 
-    def hand_over(self) -> Iterator[PhaseFinished | Finished]:
-        """Yield the step, or the phase, that was applied, unless the user's code has run behind it.
-        Raises RuntimeError if it clips the gradient."""
+    def hand_over(self) -> Iterator[PhaseFinished | Finished | Begun]:
+        """Yield the step, or the phase, that was applied, unless the user's code has run behind it;
+        then the step that begins, if there is one. Raises RuntimeError if that code clips the
+        gradient."""
         state, ticks = self.state, self.state.ticks
         if -1 < self.ticks < ticks:
             self.is_running = True
@@ -59,7 +63,13 @@ class Behind:
             yield (Finished(state.committed - 1) if is_whole
                    else PhaseFinished(state.committed, state.phase - 1))
             self.gradients.check_applied()
+            if is_whole and not self.is_over():
+                yield Begun(state.committed)
             self.is_running, self.ticks = False, ticks
+
+    def is_over(self) -> bool:
+        """Return whether all steps of the run are finished."""
+        return self.state.committed >= self._steps_due()
 
     def is_at_begin(self) -> bool:
         """Return whether the state is that of a step's begin: the user's code has run behind all

@@ -3,7 +3,7 @@ front.
 
 shards → here → reducer (in place) → here → optimizer, buffers, loss
 
-One buffer: | shards run | to be trained | statistics | used | tally | gradients … |
+One buffer: | shards run | to be trained | statistics | used | tally | modes | gradients … |
             |---- known before the backward pass -----|
 
 What always holds:
@@ -14,6 +14,8 @@ What always holds:
 3. The counts say in how many shards each parameter of the model was to be trained, and in how many
    it got a gradient. From them follows whether all shards trained the same parameters, and which
    parameters no shard has used.
+4. In the modes, the worker that has run the step's first shard marks the modules whose mode
+   (train or eval) that shard has changed. All others add zeros.
 """
 
 from __future__ import annotations
@@ -53,19 +55,21 @@ class Layout:
     early_stop: int
     """What lies before is known before the backward pass. The counts of parameters used begin."""
     tally_start: int
+    modes_start: int
     head_stop: int
-    """The end of the tally, and of all that is no gradient."""
+    """The end of the modes, and of all that is no gradient."""
 
 
 def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statistics: int,
-             tally: int) -> Layout:
+             tally: int, modes: int) -> Layout:
     """Return the layout for these parameters of the model, with this number of elements for the
-    statistics and for the tally."""
+    statistics, for the tally and for the modes."""
     members = [number for number, is_trained in enumerate(trained) if is_trained]
     statistics_start = 1 + len(parameters)
     early_stop = statistics_start + statistics
     tally_start = early_stop + len(parameters)
-    head_stop = tally_start + tally
+    modes_start = tally_start + tally
+    head_stop = modes_start + modes
     lengths = {_sum_dtype(parameter.dtype): ALIGNED for parameter in parameters}
     lengths[torch.float32] = -(-head_stop // ALIGNED) * ALIGNED
     places = []
@@ -73,7 +77,8 @@ def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statis
         dtype, count = _sum_dtype(parameters[number].dtype), parameters[number].numel()
         places.append((dtype, lengths[dtype], lengths[dtype] + count))
         lengths[dtype] += count
-    return Layout(members, places, lengths, statistics_start, early_stop, tally_start, head_stop)
+    return Layout(members, places, lengths, statistics_start, early_stop, tally_start, modes_start,
+                  head_stop)
 
 
 class Sums(dict[torch.dtype, torch.Tensor]):
@@ -86,8 +91,8 @@ class Flat:
     """The flat buffers of this worker, and what the shards add to them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
-                 buffers: dict[str, torch.Tensor], device: torch.device):
-        self.device = device
+                 buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0):
+        self.device, self._modes = device, modes
         self.gradients = Gradients(parameters)
         self.statistics = Statistics(buffers, device)
         self.tally = Tally()
@@ -108,7 +113,8 @@ class Flat:
             self.statistics = Statistics(buffers, self.device)
         self.trained = list(trained)
         everyone = self.gradients.everyone
-        self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size)
+        self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size,
+                               self._modes)
         self._strides = [_stride(everyone[number]) for number in self.layout.members]
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
         """What a shard adds to the counts before its backward pass."""
@@ -166,7 +172,13 @@ class Flat:
         if self.tally.size:
             elements = torch.tensor(self.tally.elements(), device=self.device)
             layout = self.layout
-            sums[torch.float32][layout.tally_start : layout.head_stop].add_(elements)
+            sums[torch.float32][layout.tally_start : layout.modes_start].add_(elements)
+
+    def add_modes(self, sums: Sums, changed: list[int]) -> None:
+        """Mark the modules whose modes the step's first shard, which this worker has run, has
+        changed."""
+        for number in changed:
+            sums[torch.float32][self.layout.modes_start + number] += 1.0
 
     # --- what the reduced sums say ----------------------------------------------------------------
 
@@ -187,8 +199,14 @@ class Flat:
         """Return what all shards of the step have counted and logged, by name: total and weight."""
         if not self.tally.size:
             return {}
-        elements = self._front(self.layout.tally_start, self.layout.head_stop)
+        elements = self._front(self.layout.tally_start, self.layout.modes_start)
         return read(self.tally.names, elements.tolist())
+
+    def modes_changed(self) -> list[int]:
+        """Return the numbers of the modules whose modes the step's first shard has changed."""
+        marks: list[int] = self._front(
+            self.layout.modes_start, self.layout.head_stop).nonzero().flatten().tolist()
+        return marks
 
     def counted(self) -> float:
         """Return the total of what the shards have counted; 0.0: the losses are means over

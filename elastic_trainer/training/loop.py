@@ -7,9 +7,9 @@ What always holds:
 1. Where training is follows from the number of finished steps alone (schedule.py).
 2. Nothing that outlives a step changes before every worker holds the step's gradient. Then
    everything changes together.
-3. Behind each finished step the user's code runs, once. Then come checkpoints and changes of the
-   world. So whatever is copied is copied at the beginning of a step, after the same code on every
-   worker.
+3. Behind each finished step the user's code runs, once, up to the inner loop of the next step. Then
+   come checkpoints and changes of the world. So whatever is copied is copied at the beginning of a
+   step, after the same code on every worker.
 
 What it does not do: run the user's code. It yields moves (moves.py), and trainer.py hands them to
 the user's loop.
@@ -24,12 +24,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.config import Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import owner_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training import modes_differ
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.apply import StepEnd, weights_sha256
 from elastic_trainer.training.behind import Behind
@@ -64,7 +65,8 @@ class Loop:
         self._settings = self.state.settings
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
-        self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device)
+        self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
+                         len(self.state.modes))
         self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, compress)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
@@ -73,13 +75,13 @@ class Loop:
                                     self.wish)
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
-        self.behind = Behind(self.state, self.flat.gradients)
+        self.account = Account(job, self.state, launch, events, reduce)
+        self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due)
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
                              driver.is_broken)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica)
-        self.account = Account(job, self.state, launch, events, reduce)
         self.has_joined = False
         """True from this worker's first step on."""
         self._shard_s = 0.0
@@ -91,12 +93,9 @@ class Loop:
         return Hooks(
             all_parts=self.replica.all_parts,
             part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
-            expected_step_s=self._expected_step_s, is_saving=checkpointing.is_saving,
+            expected_step_s=lambda size: self._shard_s * -(-self.job.schedule.shards // size),
             write_alone=self._write_while_waiting, is_moving=checkpointing.is_moving,
-            published=checkpointing.newest_step)
-
-    def _expected_step_s(self, size: int) -> float:
-        return self._shard_s * -(-self.job.schedule.shards // size)
+            is_saving=checkpointing.is_saving, published=checkpointing.newest_step)
 
     def moves(self) -> Generator[Move, None, Result]:
         """Warm up, stand ready, and train in generation after generation. A run that is finished
@@ -146,9 +145,11 @@ class Loop:
         """
         state, world, checkpointing = self.state, self.world, self.checkpointing
         pace, is_entered = self._enter(), True
-        while (step := state.committed) < self.account.steps_due():
-            if is_entered or state.phase == 0:
+        while not self.behind.is_over():
+            step = state.committed
+            if is_entered:
                 yield Begun(step, state.phase)
+            if is_entered or state.phase == 0:
                 started = time.monotonic()
             is_entered = False
             # The user's code, once for each shard.
@@ -164,6 +165,8 @@ class Loop:
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
             self.shards.raise_if_failed(control.failed_rank, world)
+            if control.modes_differ:
+                modes_differ.refuse(state, world)
             if control.differs:  # this leaves the loop, unless the user allows mixed machines
                 self.generations.settle_difference(step, held, range(world.size))
             self.end.judge_loss(step, self.shards, world)
@@ -171,10 +174,11 @@ class Loop:
             self.events.reach("step.applied", step=step)
             if state.phase == 0:
                 self._note_step(step, time.monotonic() - started, voted - computed, pace)
-            yield from self.behind.hand_over()  # the user's code behind the step
-            checkpointing.obey(control, world)  # one copy; the store works behind the training
-            if state.phase == 0:
-                self._obey(control)  # may leave the loop: the world changes at a step's end only
+            yield from self.behind.hand_over()  # the user's code, up to the next inner loop
+            with state.modes.to_copy(is_last=self.behind.is_over()):
+                checkpointing.obey(control, world)  # one copy; the store works behind the training
+                if state.phase == 0:
+                    self._obey(control)  # may leave the loop: the world changes between steps only
         self._finish()
 
     def _enter(self) -> Pace:
@@ -211,6 +215,7 @@ class Loop:
                                self.state.phase + 1 == self.state.phases)
         return Ballot(
             samples=samples, digest=digest, checksum=checksum(held),
+            modes=self.state.modes.checksum(),
             clock_ms=self.behind.clock_ms(), finishes=self.wish.reason is not None,
             checkpoint=checkpoint if is_last else replace(checkpoint, is_wanted=False))
 
@@ -256,12 +261,8 @@ class Loop:
         """Begin with values where no worker has any: those of the newest checkpoint, or those that
         rank 0 was built with."""
         self.account.begin(self.world.rank)
-        step, planned = self.checkpointing.restore(self.world), self.job.schedule.steps  # the store
-        if step is not None and step > planned:
-            raise ConfigError(
-                f"the run has a checkpoint of step {step}, but it is to have {planned} steps. Give "
-                f"at least as many steps as before ({self.job.words.length}), or another name "
-                f"(--run).")
+        step = self.checkpointing.restore(self.world)  # the store
+        self.account.require_length(step)
         self.state.has_state = step is not None or self.world.rank == 0
         self.going_back.restored_step = step or 0
         self.behind.go_back()
@@ -288,7 +289,8 @@ class Loop:
         held = self.replica.all_parts() if world.size > 1 else []
         if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
             self.generations.settle_difference(state.committed, held, range(world.size))
-        self.checkpointing.publish_now(world, self._vote_on_checkpoint)
+        with state.modes.to_copy(is_last=True):
+            self.checkpointing.publish_now(world, self._vote_on_checkpoint)
         if state.is_finished_early and state.committed < self.job.schedule.steps:
             self.account.finished_early(world, self.wish.reason)
         if world.rank == 0:

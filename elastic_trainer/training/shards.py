@@ -99,6 +99,7 @@ class Shards:
             done()
         if self.flat.shards_run:
             self.flat.add_tally(self.reducer.mine())
+            self.flat.add_modes(self.reducer.mine(), self.state.modes.changed)
         if self.error is None:
             with self.user_code():
                 self.state.optimizer_values.check_groups(step)
@@ -176,8 +177,10 @@ class Shards:
                 f'reduce="exact". {CLIP}'
             ) from error
         self.state.model_buffers.adopt()
-        if self.state.extra_state.modules and shard == self.job.schedule.first_shard(step):
-            self.state.extra_state.keep()
+        if shard == self.job.schedule.first_shard(step):
+            self.state.modes.keep()
+            if self.state.extra_state.modules:
+                self.state.extra_state.keep()
 
     def _follow_requires_grad(self) -> None:
         """Train those parameters that require a gradient now: the user's code may have changed

@@ -43,7 +43,8 @@ class Successor:
         state, facts = self.state, values["facts"]
         state.load(values["state"])
         state.begun, state.prepared = values["begun"], values["prepared"]
-        state.take_up(values["buffers_before"])
+        state.take_up(values["buffers_before"],
+                      values.get("evaluating_before", state.modes.evaluating()))
         if values["gradients"]:
             self.reducer.lay_out(facts["trained"])
         state.extra_state.take_up(values["extra_state"])

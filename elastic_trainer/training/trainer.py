@@ -66,7 +66,8 @@ class Trainer:
       first for batches that are only tried (the warm-up). Each worker runs other shards there. Use
       step.log() for sums.
     - Before the inner loop the number of the step is not always known, and the code does not run
-      again for a step that broke. Put what depends on step.number into the inner loop.
+      again for a step that broke. Put what depends on step.number into the inner loop. What the
+      code changes in `state`, and modes that it sets (model.train()), a newcomer receives.
     - Behind the inner loop the code runs once for each finished step, and never for batches that
       are only tried. A run that goes on from a checkpoint runs it again for the steps that it does
       again: after the loss of all workers, when it is resumed, or because replicas held different

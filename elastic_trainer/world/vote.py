@@ -1,6 +1,6 @@
 """The vote: each worker's ballot at the end of a step, and the outcome that all workers know.
 
-one Ballot a worker → 18 integers → their sums over all workers → the same Outcome everywhere
+one Ballot a worker → 22 integers → their sums over all workers → the same Outcome everywhere
 
 What always holds:
 1. If a vote passes on any member, the gradients of all members were reduced, so each member can
@@ -77,6 +77,8 @@ class Ballot:
     """The user's code has asked to finish the run after this step."""
     checksum: int = 0
     """The checksum of a slice of its state (replicas.py)."""
+    modes: int = 0
+    """The checksum of the modes (train or eval) with which the step began."""
     checkpoint: CheckpointBallot = CheckpointBallot()
     wishes: Wishes = Wishes()
 
@@ -87,7 +89,7 @@ class Ballot:
         return [1, self.samples, self.digest, wishes.change, wishes.stop, self.has_failed,
                 mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
                 wishes.drains, wishes.change_soon, self.clock_ms if rank == 0 else 0,
-                self.finishes, *summands(self.checksum)]
+                self.finishes, *summands(self.checksum), *summands(self.modes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,8 @@ class Outcome:
     differs: bool
     """The workers do not all hold the same bits in the slice of the state that was compared: no
     worker applies the step."""
+    modes_differ: bool = False
+    """The workers did not all begin the step with the same modes: no worker applies the step."""
     clock_ms: int = 0
     """The time for which the run has trained, by rank 0."""
     finishes: int = 0
@@ -141,11 +145,12 @@ class Outcome:
             upload_failed=upload_failed > 0, checkpoint=checkpoint > 0, published=known - 1,
             all_drain=drains == size, change_waits=change_soon > 0,
             clock_ms=clock_ms, finishes=finishes,
-            differs=not are_same(checksums, size), failed_rank=failed_rank)
+            differs=not are_same(checksums[:4], size),
+            modes_differ=not are_same(checksums[4:], size), failed_rank=failed_rank)
 
 
 def outcome_of(world: Voters, step: int, ballot: Ballot) -> Outcome:
-    """Vote; all workers call it. Network: one allreduce of 18 integers."""
+    """Vote; all workers call it. Network: one allreduce of 22 integers."""
     sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
     if world.size > 1:
         world.wait(world.allreduce_start(sums, "vote"))

@@ -1,0 +1,137 @@
+"""The modes (train or eval) of a model's modules: the same on every worker, whatever sets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loop import INPUT, SIZE, built, mse
+from test_trainer import Fault, in_a_breaking_world, trainer_of
+
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.state.modes import Modes
+from elastic_trainer.training.modes_differ import sentence
+
+SCHEDULE = Schedule(dataset_size=SIZE, global_batch=8, shards=4, epochs=2, seed=3,
+                    min_shard_samples=2)
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
+
+
+def normed() -> Any:
+    """A model whose bits depend on a mode, without random numbers."""
+    return built(torch.nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_modes_that_differ_between_workers_end_the_run(where: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step is applied, on all workers, with the module and the rank. Else the weights
+    would depend on the world, in silence."""
+    models, steps = [normed() for _ in range(3)], list[int]()
+
+    def run(rank: int) -> str:
+        model, trainer, seen = models[rank], trainer_of(models[rank]), list[int]()
+        with pytest.raises(RuntimeError) as raised:
+            for step in trainer:
+                if where == "before" and rank == 0 and len(seen) == 2:
+                    model[2].eval()
+                for batch in step:
+                    step.backward(mse(model, batch))
+                if where == "behind" and trainer.is_first and step.number == 1:
+                    model[2].eval()
+                seen.append(step.number)
+        steps.extend(seen)
+        return str(raised.value)
+
+    told = in_a_breaking_world(monkeypatch, 3, run)
+    assert len(set(told)) == 1 and max(steps) == 1
+    assert "the mode (train or eval) of 2 differs between the workers in step 2: 2 is in eval " \
+           "mode on rank 0 alone" in told[0]
+
+
+def test_the_user_is_told_which_modules_differ_and_where() -> None:
+    """The first ones of many, and the model itself by what it is."""
+    told = sentence(7, [["", "a"], ["a"], ["", "a", "b"]])
+    assert told.startswith("the mode (train or eval) of the model, b differs between the workers "
+                           "in step 7: the model is in eval mode on rank 0, 2 alone.")
+    assert "if trainer.is_first" in told and "model.train()" in told
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_modes_that_the_inner_loop_sets_are_those_of_every_worker(
+        size: int, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that has no shard, and of one that rolls a step forward. The shards leave other
+    modes, and those of the first one hold. The same in every world."""
+    def run(model: Any, *listeners: Any) -> tuple[str, list[list[bool]]]:
+        trainer = trainer_of(model, listeners=listeners, reduce=reduce)
+        seen = list[list[bool]]()
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+                shards = [SCHEDULE.shard_samples(step.number, shard) for shard in range(4)]
+                first, _, third, *_ = (INPUT[shard[0]] for shard in shards if len(shard))
+                if step.number % 2 and torch.equal(batch[0][0], first):
+                    model[2].train(not model[2].training)
+                if torch.equal(batch[0][0], third):
+                    model[1].eval()
+            seen.append([module.training for module in model])
+        return trainer.result.weights_sha256, seen
+
+    models = [normed() for _ in range(size)]
+    alone = run(normed())
+    assert [modes[2] for modes in alone[1]] == [True, False, False, True, True, False]
+    assert all(modes[1] for modes in alone[1])
+    for ended in in_a_breaking_world(
+            monkeypatch, size,
+            lambda rank: run(models[rank], *[Fault(("step.voted", 1))] * (rank == 1))):
+        assert ended[1] == alone[1] and (reduce == "ring" or ended[0] == alone[0])
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_modes_that_are_set_before_the_inner_loop_hold_when_a_run_goes_on(
+        is_left: bool, tmp_path: Path) -> None:
+    """model.train() stands before the inner loop, and model.eval() behind it. A resumed worker has
+    run the first one before it had the checkpoint. The run was left, or it was finished and gets
+    more steps."""
+    def run(until: int, folder: Path | None = None, leaves_at: int = -1) -> str:
+        model = normed()
+        trainer = trainer_of(model, until=f"{until} steps", checkpoint_every=3, run_dir=folder)
+        for step in trainer:
+            model.train()
+            for batch in step:
+                step.backward(mse(model, batch))
+            if step.every("1 epoch"):
+                model.eval()
+            if folder and trainer._worker.loop:
+                checkpoints = trainer._worker.loop.checkpointing.checkpoints
+                assert checkpoints
+                checkpoints.wait()
+            if step.number == leaves_at:
+                return ""
+        assert not model.training  # as the last evaluation has left it
+        return trainer.result.weights_sha256
+
+    straight = run(12)
+    run(12, tmp_path, leaves_at=7) if is_left else run(6, tmp_path)
+    assert run(12, tmp_path) == straight
+
+
+def test_a_compiled_module_has_the_mode_of_the_one_that_it_wraps() -> None:
+    """So a world may have both kinds of workers: they have the same number of modules."""
+    plain = normed()
+    compiled: Any = torch.compile(normed())
+    both = [Modes(plain), Modes(compiled)]
+    assert len({len(modes) for modes in both}) == 1
+    for model in (plain, compiled):
+        model.eval()
+    assert both[0].evaluating() == both[1].evaluating() == ["", "0", "1", "2", "3"]
+    for modes in both:
+        modes.load(["2"])
+    assert compiled.training and not compiled._orig_mod[2].training
+    assert both[1].evaluating() == ["2"]
+    for modes in both:
+        modes.begin()
+    assert both[0].checksum() == both[1].checksum() != 0
