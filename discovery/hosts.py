@@ -185,8 +185,9 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
     past = {i.id: _remember(history.past.get(i.id, Past()), health.get(i.id), now)
             for i in instances}
     reasons = {i.id: _forbidden(i, past[i.id], policy) for i in instances}
-    unheard = _unheard([past[i] for i, why in reasons.items() if not why], history, now, policy)
-    # Silent agents get more time, because the others are heard again only now.
+    fit = [past[i] for i, why in reasons.items() if not why]
+    unheard = _count_silent(fit, history, now, policy)
+    # Silent agents get more time, because the others answer again only now.
     if history.unheard and not unheard:
         past = {i: replace(p, heard_at=max(p.heard_at, now - policy.silence_s / 2))
                 if p.is_listed and p.heard_at is not None else p for i, p in past.items()}
@@ -271,8 +272,8 @@ def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
     return past.sick if policy.agents else ""
 
 
-def _unheard(fit: Sequence[Past], history: History, now: float, policy: Policy) -> int:
-    """Return the number of listed hosts whose agents are not heard, if it is too large to be the
+def _count_silent(fit: Sequence[Past], history: History, now: float, policy: Policy) -> int:
+    """Return the number of listed hosts whose agents are silent, if it is too large to be the
     hosts' own fault; else 0."""
     silent_s = [now - past.heard_at for past in fit if past.is_listed and past.heard_at is not None]
     # When the first one's time is up, the others' soon is.

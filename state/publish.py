@@ -69,7 +69,7 @@ class Known:
     parts_step: int = -1
     """The step of that checkpoint."""
 
-    def hear(self, published: int) -> None:
+    def receive(self, published: int) -> None:
         """Take over the newest step that rank 0, or the store, reports as published."""
         if published > self.newest_step or self.published_at is None:
             self.newest_step = max(published, self.newest_step)

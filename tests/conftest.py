@@ -106,7 +106,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no variable of a launcher's: the test trains alone, in its own process."""
     for name in list(os.environ):
         if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_")):
@@ -114,7 +114,7 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nobody_started_us: None) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> Path:
     """Return the folder of a run, which a launcher would name: the test trains alone, in its own
     process."""
     monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path / "run"))

@@ -202,8 +202,8 @@ def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path,
     assert not examining.is_alive()
 
 
-def test_a_notice_is_heard_while_a_gpu_hangs(metadata: MetadataServer, nvidia_smi: Path,
-                                             tmp_path: Path) -> None:
+def test_a_notice_is_reported_while_a_gpu_hangs(
+        metadata: MetadataServer, nvidia_smi: Path, tmp_path: Path) -> None:
     """The agent's process examines and listens at once."""
     key = tmp_path / "key"
     key.write_bytes(KEY)
@@ -779,8 +779,8 @@ def test_no_other_user_silences_an_agent_of_roots(agent: tuple[Agent, str], name
         assert len(theirs.health()["workers"][0]["worker"]) <= 120
 
 
-def test_an_answer_is_heard_however_many_workers_there_are(agent: tuple[Agent, str],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_arrives_for_any_number_of_workers(
+        agent: tuple[Agent, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number and their names are bounded: an answer that is too long is none."""
     crowd = [{"pid": 4_000_000, "worker": f"{number}" * 300, "doing": "step 123456789"}
              for number in range(5000)]
@@ -802,7 +802,7 @@ def test_an_agent_of_roots_counts_the_workers_of_the_keys_owner(
 
 @pytest.mark.parametrize("phase", ["standby", "waiting", "training", "reviving", "finished"])
 @pytest.mark.parametrize("step", [0, 123456, 12345678])
-def test_an_agent_knows_every_short_name_of_a_worker(phase: str, step: int) -> None:
+def test_an_agent_recognizes_every_short_name_of_a_worker(phase: str, step: int) -> None:
     """Neither package imports the other; the kernel keeps 15 characters, and no number is cut."""
     code = (f"from elastic_trainer.host.processes import show; show({phase!r}, {step}); "
             "print(open('/proc/self/comm').read())")

@@ -24,9 +24,8 @@ ODD = "127.0.0.4"
 
 
 @pytest.mark.parametrize("policy", ["refuse", "warn"])
-def test_a_host_with_other_arithmetic_is_told_before_it_enters(tmp_path: Path,
-                                                               twin_of: Callable[..., str],
-                                                               policy: str) -> None:
+def test_a_host_with_other_arithmetic_is_reported_before_it_enters(
+        tmp_path: Path, twin_of: Callable[..., str], policy: str) -> None:
     """Refused: it has no place, the rest goes on to the same bits. With `warn` it enters."""
     options = [] if policy == "refuse" else ["--mixed-hardware", "warn"]
     with Cluster(tmp_path, start_with=3, job=(*SLOW, "--odd-host", ODD),

@@ -285,7 +285,7 @@ touches_nothing()""")
     assert "All workers died of SIGSEGV in string_at (" in said and "before the first step" in said
 
 
-def test_an_attempt_knows_that_the_run_has_had_hosts(tmp_path: Path, signals: None) -> None:
+def test_an_attempt_is_informed_that_the_run_has_had_hosts(tmp_path: Path, signals: None) -> None:
     """From then on a discovery that fails is away, and no mistake in the command."""
     command = script(tmp_path, f"""
 open({str(tmp_path / 'told')!r}, "a").write(os.environ["ELASTIC_TRAINER_HAD_HOSTS"])

@@ -113,7 +113,7 @@ class Fleet:
     def checkpoint(self, *, without: int | None = None) -> None:
         """Publish a checkpoint; worker `without` dies before its share is up."""
         for worker in self.workers:
-            worker.known.hear(self.workers[0].known.newest_step)  # as each vote tells it
+            worker.known.receive(self.workers[0].known.newest_step)  # as each vote tells it
         for rank, (worker, state) in enumerate(zip(self.workers, self.states, strict=True)):
             if rank != without:
                 worker.begin(state, rank, self.size)
@@ -283,7 +283,7 @@ def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> 
     planned = []
     for fails in (False, False, "share", False, False, "record", False):
         for worker, state in zip(fleet.workers, fleet.states, strict=True):
-            worker.known.hear(fleet.workers[0].known.newest_step)  # as each vote tells it
+            worker.known.receive(fleet.workers[0].known.newest_step)  # as each vote tells it
             worker.begun_at = worker.begun_at and time.monotonic() - 100.0
             worker.begin(state, fleet.workers.index(worker), 2)
             worker.wait()

@@ -118,7 +118,7 @@ def test_the_last_checkpoint_is_tried_a_few_times_and_not_twice() -> None:
         assert not is_last_wanted(0, False, **(facts | change))
 
 
-def test_a_leave_is_saved_by_a_checkpoint_of_the_step_at_which_it_was_heard_of() -> None:
+def test_a_leave_is_saved_by_a_checkpoint_of_the_step_at_which_it_was_noticed() -> None:
     """Or of a later one; rank 0 does not try again."""
     facts: dict[str, Any] = {"heard_step": 7, "newest_step": 6, "is_tried": False}
     assert is_leave_unsaved(True, **facts)
@@ -155,7 +155,7 @@ class Leaving(Alone):
 
     leaves = wants = False
 
-    def somebody_leaves(self) -> bool:
+    def is_host_leaving(self) -> bool:
         return self.leaves
 
     def wants_change(self) -> bool:

@@ -62,8 +62,9 @@ def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module],
                 "shape": []} in shown["tensors"]
 
 
-def test_a_checkpoint_says_what_job_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_names_its_job(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
     """Which samples, which optimizer, with which versions: for whoever finds it in a year."""
     monkeypatch.setenv("ELASTIC_TRAINER_RUN_DIR", str(tmp_path))
     model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(10, 2))
@@ -140,8 +141,8 @@ def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(
     assert main(["checkpoints", "export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
 
 
-def test_prune_deletes_only_what_nobody_needs(run: tuple[str, torch.nn.Module],
-                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_deletes_only_objects_without_use(
+        run: tuple[str, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
     """Left over from a dead writer, yes; what may be in flight, no."""
     store = FolderStore(Path(run[0]))
     old, young = (f"{PARTS}/000000000001-{step:012d}/000000-x.bin" for step in (35, 41))
@@ -216,9 +217,9 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
                          [(["ls", "nowhere"], "has no checkpoint"),
                           (["show", "URL", "--step", "7"], "[20, 30, 40]"),
                           (["ls", "gs://bucket/x"], "neither a folder nor s3")])
-def test_the_user_is_told_when_there_is_nothing_to_see(run: tuple[str, torch.nn.Module],
-                                                       arguments: list[str], said: str,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_printed_when_there_is_no_checkpoint_to_show(
+        run: tuple[str, torch.nn.Module], arguments: list[str], said: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and what to name instead."""
     assert main(["checkpoints", *(run[0] if a == "URL" else a for a in arguments)]) == 2
     assert said in capsys.readouterr().err

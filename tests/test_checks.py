@@ -102,7 +102,7 @@ def test_a_new_account_s_quota_fails_with_what_is_needed_and_the_command_that_as
     )
 
 
-def test_a_quota_that_is_enough_passes_and_one_that_is_for_fewer_says_for_how_many() -> None:
+def test_a_quota_that_is_enough_passes_and_a_smaller_one_names_its_number_of_workers() -> None:
     """To the vCPU."""
     assert quotas(WISH, spot=32.0)[0].is_well
     failed(quotas(WISH, spot=31.0)[0], "need 32", "set workers = 3 ")
@@ -161,7 +161,7 @@ def test_an_unknown_quota_is_not_enough() -> None:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def test_credentials_that_are_not_taken_say_how_to_get_some() -> None:
+def test_credentials_that_are_refused_show_how_to_get_others() -> None:
     """None, old or wrong ones."""
     failed(checks.credentials(no("ExpiredToken")), "as planned (ExpiredToken)", "aws sso login")
     assert checks.credentials("account 1, as arn:aws:iam::1:user/me").is_well
@@ -183,7 +183,8 @@ def test_credentials_that_are_not_taken_say_how_to_get_some() -> None:
         ("UnauthorizedOperation", "did not answer ec2:Describe", "do ec2:Describe"),
     ],
 )
-def test_a_region_that_does_not_answer_says_why(code: str, fact: str, remedy: str) -> None:
+def test_a_region_that_does_not_answer_is_reported_with_the_reason(
+        code: str, fact: str, remedy: str) -> None:
     """Not enabled, not there, or not allowed."""
     failed(checks.region(WISH, no(code)), fact, remedy)
     assert checks.region(WISH, ZONES).is_well
@@ -217,7 +218,7 @@ def test_each_zone_must_offer_some_type_and_one_of_them_the_coordinator_s() -> N
     failed(checks.zones(WISH, ZONES, no("X"))[0], "did not answer", "do ec2:Describe")
 
 
-def test_a_type_that_only_some_zones_have_is_said_and_passes() -> None:
+def test_a_type_that_only_some_zones_have_is_reported_and_passes() -> None:
     """The group has others."""
     found = checks.zones(WISH, ZONES, {zone: {"c6i.2xlarge", "m6i.large"} for zone in ZONES})[0]
     assert found.is_well and "none of them has m6i.2xlarge" in found.fact
@@ -327,9 +328,8 @@ def test_nothing_more_is_asked_with_credentials_that_are_not_taken(
     assert "no-such-profile" in found.fact
 
 
-def test_what_aws_says_reaches_the_terminal_without_control_characters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_of_aws_reach_the_terminal_without_control_characters(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Endpoints can be anybody's (AWS_ENDPOINT_URL), and a tag or an image's name is free text."""
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asdict(WISH))))
     found = [checks.lacks("image", "It is \x1b[2J\x1b]0;gone\x07.", "Run \r this.")]
@@ -499,7 +499,7 @@ def test_a_new_account_sees_all_that_it_lacks_and_a_complete_one_may_apply(perso
     assert not person.client("ec2").describe_instances()["Reservations"]
 
 
-def test_another_wish_is_checked_as_it_is_said(person: Person) -> None:
+def test_options_on_the_command_line_replace_those_of_the_file(person: Person) -> None:
     """Variables of the file and of the command line; GPUs; a wrong zone; a wrong image."""
     person.applied[STANDARD] = 32.0
     status, output = person.check("-var", "workers=5")
@@ -513,7 +513,8 @@ def test_another_wish_is_checked_as_it_is_said(person: Person) -> None:
     assert status == 1 and "no image ami-00000000000000000" in output
 
 
-def test_variables_that_terraform_refuses_are_said_in_terraform_s_words(person: Person) -> None:
+def test_variables_that_terraform_refuses_are_reported_with_terraforms_message(
+        person: Person) -> None:
     """Before anything is asked of AWS; a file that is not there has an exit code of its own."""
     status, output = person.check(workers=0)
     assert status == 1 and "workers must be a whole number" in output

@@ -64,7 +64,7 @@ def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
     assert [json.loads(line)["step"] for line in office.lines] == list(range(20))
 
 
-def test_a_worker_that_starts_anew_in_place_is_heard() -> None:
+def test_lines_of_a_worker_that_starts_anew_in_place_are_accepted() -> None:
     """It counts its lines from one again, under the same name; only what was written already is not
     written again."""
     office = Office()
@@ -77,7 +77,7 @@ def test_a_worker_that_starts_anew_in_place_is_heard() -> None:
     assert len(office.lines) == 6
 
 
-def test_it_says_when_the_driver_takes_no_line() -> None:
+def test_a_flush_reports_that_the_driver_takes_no_line() -> None:
     """The loop must not vote on a step whose forerunner's line may be lost."""
     office = Office()
     office.server.answer = lambda message, address: {}[""]  # no answer at all

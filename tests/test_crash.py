@@ -47,7 +47,7 @@ def test_the_place_is_the_main_threads_when_a_thread_without_python_died() -> No
 @pytest.mark.parametrize("lines",
                          [[], ["Traceback (most recent call last):", '  File "a.py", line 1, in f'],
                           ["Fatal Python error: Aborted", ""]])
-def test_the_place_is_unknown_when_nobody_has_told(lines: list[str]) -> None:
+def test_the_place_of_a_crash_is_unknown_without_a_report(lines: list[str]) -> None:
     """An exception is none, and a process may die without a frame."""
     assert place_of(lines) == ""
 

@@ -198,7 +198,7 @@ def body(**facts: Any) -> bytes:
         pytest.param(b"[[]," * 10**5, id="many lists"),
     ],
 )
-def test_a_record_is_damaged_when_it_speaks_of_the_impossible(record: bytes) -> None:
+def test_a_record_is_damaged_when_it_has_impossible_values(record: bytes) -> None:
     """Before memory is taken or time is spent for what it speaks of."""
     with pytest.raises(Damaged), within_8_mib():
         use(record)
@@ -461,9 +461,8 @@ def test_a_run_does_not_start_afresh_when_the_newest_checkpoint_names_none(tmp_p
         assert Fleet(tmp_path, steps=0).restore() == [4]
 
 
-def test_a_record_that_nobody_could_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_could_not_be_read_is_not_written(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint fails with a remedy, and the one before it stays the newest."""
     fleet = Fleet(tmp_path)
     fleet.restore()
@@ -476,7 +475,7 @@ def test_a_record_that_nobody_could_read_is_not_written(
     assert Fleet(tmp_path, steps=0).restore() == [4]
 
 
-def test_a_run_says_so_when_no_number_is_left(tmp_path: Path) -> None:
+def test_an_error_is_raised_when_the_commit_log_has_no_number_left(tmp_path: Path) -> None:
     """By the name of what is to be deleted."""
     facts = facts_of(WRITTEN) | {
         "sequence": commit_log.FURTHEST,
@@ -538,9 +537,8 @@ def store_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_the_command_says_damaged_whatever_a_record_holds(
-    data: st.DataObject, store_of_two: Path
-) -> None:
+def test_the_command_reports_damage_for_any_content_of_a_record(
+        data: st.DataObject, store_of_two: Path) -> None:
     """`ls`, `show`, `verify` and `export` end with a line for a person; none with a traceback."""
     path = store_of_two / commit_log._name(3)
     whole = path.read_bytes()

@@ -478,7 +478,7 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(
     assert "ADDRESS='10.0.0.7'\n" == (worker.root / "etc/elastic-trainer/host.env").read_text()
 
 
-def test_whoever_the_units_run_as_may_read_and_enter_what_was_unpacked(
+def test_the_users_of_the_units_may_read_and_enter_what_was_unpacked(
         fleet: tuple[Machine, Machine]) -> None:
     """However its owner had kept it at home: they are the run's user's, and root unpacks."""
     for machine in fleet:
@@ -568,7 +568,7 @@ def test_a_worker_that_gives_up_reports_it_and_asks_for_nothing_else(tmp_path: P
     assert "autoscaling" not in worker.called() and worker.called().endswith("systemctl poweroff\n")
 
 
-def test_requirements_that_cannot_be_installed_are_said_in_the_bucket_and_nothing_is_released(
+def test_requirements_that_cannot_be_installed_are_reported_in_the_bucket_without_a_release(
         tmp_path: Path) -> None:
     """With the file's name and the commands after mending it; no worker is asked for."""
     machine = coordinator_in(tmp_path)
@@ -707,7 +707,7 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(
     assert "Permission denied" in entered(f"{WORKER}.ec2.internal", stranger).stderr
 
 
-def test_a_known_host_key_stays_known_when_the_bucket_says_another(
+def test_a_known_host_key_stays_known_when_the_bucket_has_another(
         fleet: tuple[Machine, Machine]) -> None:
     """The first answer holds; what is no key, or no worker's name, gets no line."""
     coordinator, worker = fleet
@@ -889,7 +889,7 @@ esac
 """What a machine has said in two boots."""
 
 
-def test_what_a_machine_said_before_its_last_boot_goes_to_the_bucket_too_and_once(
+def test_logs_from_before_the_last_boot_go_to_the_bucket_once(
         fleet: tuple[Machine, Machine]) -> None:
     """One object for each boot, by its id; one that has said nothing more does not go again."""
     machine, before, now = fleet[1], "a" * 32, "b" * 32
@@ -989,7 +989,7 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", sorted(p.name for p in HOSTS.glob("*.sh")))
-def test_a_script_parses_and_says_what_it_is(script: str) -> None:
+def test_a_script_parses_and_has_a_head_comment(script: str) -> None:
     """bash reads it; it stops at the first failure; it can be executed. (tests/run has shellcheck
     look at all.)"""
     text = (HOSTS / script).read_text()
@@ -1021,7 +1021,7 @@ def git(folder: Path, *words: str) -> None:
                    capture_output=True)
 
 
-def test_push_sends_what_git_tracks_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path) -> None:
     """Of the three packages, of deploy/hosts and of the user's folder, as it lies there: no secret,
     no data, no environment that git does not know goes into the bucket, and none is left out in
     silence.

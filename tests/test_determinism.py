@@ -64,8 +64,7 @@ def test_the_users_own_setting_stays_where_it_does_not_contradict(changes: dict[
     ({"has_tf32_products": True}, "TF32 is on for products of matrices"),
     ({"workspace": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG is ':0:0', .*Use :4096:8"),
 ])
-def test_the_user_is_told_when_a_setting_contradicts_exact(changes: dict[str, Any],
-                                                           message: str) -> None:
+def test_a_setting_that_contradicts_exact_is_refused(changes: dict[str, Any], message: str) -> None:
     """The user has set it, because torch's default is another."""
     with pytest.raises(ConfigError, match=message):
         required("cuda", "exact", replace(DEFAULT, **changes))

@@ -155,7 +155,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("examples", list(blocks()))
 def test_a_code_block_works(examples: list[Example], folders: dict[str, Path],
-                            monkeypatch: pytest.MonkeyPatch, nobody_started_us: None) -> None:
+                            monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
     """As it stands on its page, after the blocks before it."""
     monkeypatch.chdir(folders[name_of(Path(examples[0].path))])
     try:
@@ -166,7 +166,7 @@ def test_a_code_block_works(examples: list[Example], folders: dict[str, Path],
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_code_block_says_what_it_is(page: Path) -> None:
+def test_every_code_block_names_its_language(page: Path) -> None:
     """Its language decides whether it is run, checked or shown; an indented block has none."""
     found = [token for token in tokens_of(page) if token.type in ("fence", "code_block")]
     assert [token.map for token in found
@@ -487,7 +487,7 @@ def test_every_exit_code_has_a_row_in_troubleshooting() -> None:
             if name.startswith("EXIT_")} <= rows
 
 
-def test_the_reference_is_what_the_docstrings_say() -> None:
+def test_the_reference_is_generated_from_the_docstrings() -> None:
     """`python docs/reference.py` writes it anew."""
     made = subprocess.run([sys.executable, ROOT / "docs" / "reference.py", "--print"],
                           capture_output=True,

@@ -279,7 +279,7 @@ def test_a_worker_may_end_by_itself_when_it_is_asked_to_stop(workers: Workers,
     worker.stop(True, 0)
 
 
-def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
+def test_each_line_has_its_host_when_workers_print(workers: Workers) -> None:
     """Also what is no UTF-8, and a last line without an end."""
     workers.start(["sh", "-c", r"echo one; printf '\377two' >&2"], host="127.0.0.3").wait()
     until(lambda: len(workers.output.getvalue().splitlines()) == 2)
@@ -287,8 +287,8 @@ def test_each_line_says_its_host_when_workers_print(workers: Workers) -> None:
     assert lines == ["[127.0.0.3]<stderr>: \ufffdtwo", "[127.0.0.3]<stdout>: one"]
 
 
-def test_a_worker_is_heard_though_it_writes_no_line_end(workers: Workers,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_a_line_end_is_forwarded(
+        workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """A progress bar, and a prompt, are seen while the worker goes on."""
     monkeypatch.setattr("elastic_trainer.host.lines.UPDATE_S", 0.01)
     workers.start(["sh", "-c", r"printf '\r 1%%\r 2%%'; printf 'ready? ' >&2; sleep 1000"])
@@ -419,8 +419,8 @@ def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
 
 
-def test_the_far_exit_is_seen_soon_when_somebody_there_holds_the_output(workers: Workers, ssh: Path,
-                                                                       tmp_path: Path) -> None:
+def test_the_exit_over_ssh_is_noticed_soon_when_another_process_holds_the_output(
+        workers: Workers, ssh: Path, tmp_path: Path) -> None:
     """sshd waits for the end of the output; the driver does not."""
     child = f"setsid sh -c 'echo $$ > {tmp_path}/child; exec sleep 1000'"
     started = f"until [ -s {tmp_path}/child ]; do sleep 0.01; done"
@@ -778,7 +778,7 @@ def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
     return spoken
 
 
-def test_a_silent_worker_is_logged_when_it_is_heard_again(
+def test_a_silent_worker_is_logged_when_its_heartbeats_return(
         spoken: Callable[..., list[tuple[str, dict[str, Any]]]]) -> None:
     """Below the time that evicts it; not for a beat or two, and not when it was the driver that
     stood still."""
@@ -862,7 +862,8 @@ def test_a_worker_has_its_own_key_and_not_the_runs(starting: Callable[..., Any])
     assert driver.key != bytes.fromhex("11" * 32)
 
 
-def test_the_driver_hears_no_worker_speak_for_its_neighbour(starting: Callable[..., Any]) -> None:
+def test_the_driver_refuses_a_worker_that_uses_its_neighbours_name(
+        starting: Callable[..., Any]) -> None:
     """No heartbeat, no event, no last message: neither its life, nor its death, nor its error is
     another worker's to report."""
     driver, environments = starting("127.0.0.1", "127.0.0.2")

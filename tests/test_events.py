@@ -43,7 +43,7 @@ def test_a_full_disk_costs_the_lines_that_found_it_full(tmp_path: Path) -> None:
     assert len(lines) == len(logged) + 1  # the torn one
 
 
-def test_a_line_is_whole_in_the_event_log_before_its_listeners_hear_it(tmp_path: Path) -> None:
+def test_a_line_is_whole_in_the_event_log_before_its_listeners_are_called(tmp_path: Path) -> None:
     """Listeners act on what the event log has."""
     events, heard = Events(tmp_path, attempt=3), list[tuple[Any, Any]]()
     events.listeners.append(lambda event, facts: heard.append((read_events(tmp_path)[-1], facts)))

@@ -20,7 +20,7 @@ from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
 
 
@@ -172,14 +172,14 @@ class OneWay(Holding):
     (lambda: Holding({"tally": Odd()}), r"extra_state/2\._extra_state/tally holds a Odd"),
     (lambda: OneWay(1), r"2\._extra_state.*no set_extra_state"),
 ])
-def test_the_user_is_told_at_the_start_when_extra_state_cannot_be_kept(
+def test_extra_state_that_cannot_be_kept_is_refused_at_the_start(
         make: Callable[[], torch.nn.Module], named: str) -> None:
     """With the module's name."""
     with pytest.raises(ConfigError, match=named):
         trained(built(make()))
 
 
-def test_the_user_is_told_when_a_checkpoint_lacks_the_extra_state(run_dir: Path) -> None:
+def test_a_checkpoint_that_lacks_the_extra_state_is_refused(run_dir: Path) -> None:
     """A run of a model without it, or of a version that did not keep it, is not gone on with in
     silence."""
     trained(built(torch.nn.Identity()), max_steps=2)

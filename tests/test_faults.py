@@ -196,7 +196,7 @@ def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin
     assert result["steps_redone"] == 0
 
 
-def test_nobody_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_of: Twin) -> None:
+def test_no_worker_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_of: Twin) -> None:
     """A newcomer that dies before it stands ready costs no generation; its host gets another
     chance."""
     plan = Plan().add("crash", host=host(4), at="boot")
@@ -224,7 +224,7 @@ def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path,
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
 
 
-def test_nobody_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
+def test_no_worker_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
     """A newcomer that never stands ready is never in any generation, and is stopped when the run is
     over."""
     plan = Plan().add("hang", host=host(4), at="boot")
@@ -394,8 +394,8 @@ def test_no_step_is_done_again_when_hosts_join_and_flap(tmp_path: Path, twin_of:
     assert result["steps_redone"] == 0
 
 
-def test_nobody_notices_when_a_newcomer_leaves_as_it_stands_ready(tmp_path: Path,
-                                                                  twin_of: Twin) -> None:
+def test_no_worker_notices_when_a_newcomer_leaves_as_it_stands_ready(
+        tmp_path: Path, twin_of: Twin) -> None:
     """Its host leaves the list after its message that it is ready, and before the step boundary at
     which it would enter."""
     # no worker gets to a boundary
@@ -612,7 +612,7 @@ def test_ends_at_once_with_the_traceback_when_the_user_code_raises(tmp_path: Pat
         assert "a bad sample, as planned" in (tmp_path / "output.log").read_text()
 
 
-def test_goes_on_from_the_last_step_when_all_workers_are_told_to_leave(
+def test_goes_on_from_the_last_step_when_all_workers_have_to_leave(
         tmp_path: Path, twin_of: Twin) -> None:
     """SIGTERM to all workers: no worker may keep the state, so it is written to the store, and no
     step is done again."""

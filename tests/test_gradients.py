@@ -39,7 +39,7 @@ LATE = INPUT[torch.from_numpy(Schedule(dataset_size=SIZE, **NUMBERS).shard_sampl
 """A shard that the warm-up does not see, the last one of its step."""
 
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def adamw(model: Model) -> torch.optim.Optimizer:
@@ -231,7 +231,7 @@ def test_a_hook_sees_the_gradient_of_one_shard_when_it_changes_it(act: Any, redu
         torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
 
 
-def test_the_user_is_told_when_a_hook_changes_what_is_on_its_way(
+def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ring` a hook that the warm-up has not seen comes after the network has begun."""
     # The last gradients wait for the pass to end.
@@ -449,8 +449,8 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("layers", [(0, 2), (2, 4), (4, 4)],
                          ids=["other lengths", "other lengths behind", "same length"])
-def test_all_workers_say_so_when_their_parameters_differ(layers: tuple[int, int],
-                                                         reduce: str) -> None:
+def test_all_workers_raise_when_their_parameters_differ(
+        layers: tuple[int, int], reduce: str) -> None:
     """An error with names, and no collective that waits for ever."""
     def make(rank: int) -> dict[str, Any]:
         model = deep()
@@ -467,7 +467,7 @@ def test_all_workers_say_so_when_their_parameters_differ(layers: tuple[int, int]
         in_a_world(3, lambda rank: job(**make(rank)), reduce)
 
 
-def test_the_user_is_told_when_two_shards_of_a_step_train_different_parameters() -> None:
+def test_two_shards_of_a_step_that_train_different_parameters_are_an_error() -> None:
     """Whoever runs both would have another gradient than those who share them."""
     calls = [0]
 
@@ -483,8 +483,7 @@ def test_the_user_is_told_when_two_shards_of_a_step_train_different_parameters()
 
 
 @pytest.mark.parametrize("where", ["after_step", "loss"])
-def test_the_user_is_told_when_a_group_is_added_to_the_optimizer_during_training(
-        where: str) -> None:
+def test_a_group_that_is_added_to_the_optimizer_during_training_is_an_error(where: str) -> None:
     """A newcomer builds its optimizer as the script does at the start, so no worker could join or
     resume."""
     model = deep()

@@ -134,7 +134,7 @@ def test_a_file_of_this_machine_is_used_and_printed_when_it_is_not_listed(
     assert "no hash of numpy==2.4.6. The hash of its index is used" in capsys.readouterr().err
 
 
-def test_a_plan_of_pips_says_what_is_here_and_leaves_this_project_out() -> None:
+def test_a_plan_of_pip_lists_what_is_here_and_leaves_this_project_out() -> None:
     """As pip writes it (`--report`)."""
     def item(name: str, **info: object) -> dict[str, object]:
         return {"metadata": {"name": name, "version": "1.0"}, "download_info": info}
@@ -202,7 +202,7 @@ def test_the_licence_of_every_pinned_package_is_listed() -> None:
             if output in ("", "none")] == ["cuda-toolkit==13.0.3.0"]
 
 
-def test_the_listed_licences_are_those_that_the_packages_say() -> None:
+def test_the_listed_licences_are_those_that_the_packages_declare() -> None:
     """As far as they are installed here."""
     assert {pin_of(one): LICENCES[pin_of(one)] for one in installed()} == {
         pin_of(one): hashes.licence(one.metadata.json) for one in installed()}
@@ -287,7 +287,7 @@ def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
             if "pypi" in one["bom-ref"] and "licenses" not in one] == []
 
 
-def test_a_copyright_file_tells_licences_only_if_it_is_made_for_machines(tmp_path: Path) -> None:
+def test_a_copyright_file_has_licences_only_if_it_is_machine_readable(tmp_path: Path) -> None:
     """Debian's format (DEP 5); each licence once. Others are prose."""
     file = tmp_path / "copyright"
     assert sbom.licences_of(file) == []

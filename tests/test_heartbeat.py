@@ -125,7 +125,7 @@ def test_a_worker_reads_an_answer_of_version_0_1() -> None:
                             "version": "z"}).over == "failed"
 
 
-def test_an_answer_says_only_what_is_the_case() -> None:
+def test_an_answer_has_only_fields_that_apply() -> None:
     """A worker without news costs the driver some bytes for each heartbeat."""
     assert News(version="x").to_dict() == {"version": "x"}
     seat = Seat(generation=1, rank=0, size=1)

@@ -143,7 +143,7 @@ def test_a_damaged_patch_is_refused(sources: Path, patch: Patch, damage: tuple[s
     assert (sources / "some/file.cc").read_text() == TEXT
 
 
-def test_each_patch_says_first_why_it_is_there() -> None:
+def test_each_patch_begins_with_its_reason() -> None:
     """A title, and sentences; the order is in the names."""
     names = [path.name for path in recipe.patches()]
     assert [name[:3] for name in names] == [f"{number:02}-" for number in range(1, len(names) + 1)]
@@ -272,7 +272,7 @@ def test_the_set_up_runs_before_anything_is_installed() -> None:
 # --- what is missing -----------------------------------------------------------------------------
 
 
-def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+def test_all_that_is_missing_is_reported_at_once(tmp_path: Path) -> None:
     """Each with its remedy, before anything is done; here on a machine without tools."""
     (tmp_path / "home").mkdir()
     env = {

@@ -313,7 +313,7 @@ def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> No
         assert history.unheard == 0 and len(listed) == size
 
 
-def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
+def test_a_host_leaves_for_its_own_reason_while_most_agents_are_silent() -> None:
     """The cloud's state and a notice count; the rest stays, also when it is one alone by then."""
     policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(4)]
     decision = decide(fleet, {i.id: Health("ready", heard_at=0.0)
@@ -336,7 +336,7 @@ def test_a_host_leaves_for_its_own_reason_while_we_do_not_hear() -> None:
     assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
 
 
-def test_a_host_that_is_still_silent_when_others_are_heard_again_has_more_time() -> None:
+def test_a_host_that_is_still_silent_when_others_answer_again_has_more_time() -> None:
     """One lost question must not cost it its place."""
     policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(3)]
 

@@ -32,7 +32,7 @@ from elastic_trainer.training.loop import Loop
 from elastic_trainer.world.collectives import PeersLost
 
 StepLR = torch.optim.lr_scheduler.StepLR
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 # --- before this worker has joined ----------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_the_code_behind_the_last_step_runs_once_more_when_only_the_store_knows_
 
 @pytest.mark.parametrize("point", ["step.applied", "step.computed"])
 def test_a_successor_sees_what_the_step_in_flight_has_found(
-        point: str, nobody_started_us: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        point: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends when it has applied step 2, or before. Its successor hands the step out,
     with the metrics and the interval that one process alone would see."""
     ballot = Loop._ballot
@@ -367,8 +367,7 @@ def test_an_optimizer_without_a_scheduler_keeps_its_rate() -> None:
     (lambda made: {"d": torch.optim.lr_scheduler.ReduceLROnPlateau(made["d"])},
      "a step with several optimizers has a loss for each"),
 ])
-def test_the_user_is_told_when_the_schedulers_do_not_fit(schedule: Callable[[Any], Any],
-                                                         told: str) -> None:
+def test_schedulers_that_do_not_fit_are_refused(schedule: Callable[[Any], Any], told: str) -> None:
     """At the start, with the names."""
     model = Pair()
     made = optimizers(model)

@@ -21,7 +21,7 @@ from elastic_trainer.training.worker import require_main_thread
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.place import Dismissed
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def test_the_line_on_stderr_names_the_checkpoint_when_the_loop_is_left(

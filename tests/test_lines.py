@@ -64,7 +64,7 @@ def test_memory_is_bounded_when_no_line_ever_ends(text: bytes) -> None:
         assert text in (b"\x1e", MARK[:5], b"\xff") or "".join(line.decode() for line in passed)
 
 
-def test_of_updates_the_newest_is_told_at_a_bounded_rate_and_the_last_one_always() -> None:
+def test_the_newest_update_is_printed_at_a_bounded_rate_and_the_last_one_always() -> None:
     """tqdm begins each with a carriage return, others end them with it."""
     for form in (b"\r%3d%%", b"%3d%%\r"):
         updates = [form % number for number in range(101)]
@@ -74,7 +74,7 @@ def test_of_updates_the_newest_is_told_at_a_bounded_rate_and_the_last_one_always
         assert 101 // 7 <= len(numbers) <= 101 // 5 + 2
 
 
-def test_text_without_a_line_end_is_told_while_it_waits_for_one() -> None:
+def test_text_without_a_line_end_is_printed_while_it_waits_for_one() -> None:
     """A prompt, or dots: once, and the line that continues is not shown twice."""
     lines = Lines(MARK, 5.0)
     assert lines.take(b"ready? ", 100.0) == [] and lines.wait_s(103.0) == 2.0

@@ -65,7 +65,7 @@ NUMBERS: dict[str, Any] = {"global_batch": 8, "shards": 4, "epochs": 2, "seed": 
 SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)
 
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def mse(model: Model, batch: Any) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size
         assert result.weights_sha256 == alone.weights_sha256
 
 
-def test_the_user_is_told_at_the_start_when_the_smallest_shard_cannot_be_computed() -> None:
+def test_a_smallest_shard_that_cannot_be_computed_is_refused_at_the_start() -> None:
     """And not at the end of the first epoch: how small it is, what was raised, and what to
     change."""
     lines, steps = torch.utils.data.Subset(DATA, range(17)), list[int]()
@@ -270,7 +270,7 @@ def test_a_shard_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) ->
         trained(built(), min_shard_samples=2)  # its steps are others
 
 
-def test_what_is_left_out_is_told_when_the_last_batch_is_dropped(
+def test_the_samples_left_out_are_logged_when_the_last_batch_is_dropped(
         run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On stderr, in the event log, and by verify, which proves that each other sample counted
     once."""
@@ -755,7 +755,7 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[Base
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size: int) -> None:
+def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> None:
     """Found by the vote of the next step. Of three the odd one leaves; of two nobody knows who is
     right."""
     models = [built() for _ in range(size)]
@@ -794,7 +794,7 @@ def test_nobody_applies_a_step_when_one_workers_weights_have_become_others(size:
     ({"clip_norm": -1.0}, "clip_norm is -1"),
     ({"dataset": TensorDataset(torch.empty(0, 5), torch.empty(0, 3))}, "dataset_size is 0"),
 ])
-def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(
+def test_an_impossible_number_is_refused_before_anything_runs(
         changes: dict[str, Any], named: str) -> None:
     """A ConfigError names the key and its value."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -804,14 +804,14 @@ def test_the_user_is_told_before_anything_runs_when_a_number_cannot_be(
         trained(built(), **({"loss": loss} | changes))
 
 
-def test_the_user_is_told_when_the_optimizer_is_another_models() -> None:
+def test_an_optimizer_of_another_model_is_refused() -> None:
     """It would step weights that nobody trains."""
     with pytest.raises(ConfigError,
                        match=r"4 parameters that are not the model's.*model\.parameters"):
         trained(built(), sgd(built()))
 
 
-def test_the_user_is_told_at_the_start_when_an_extra_cannot_be_kept() -> None:
+def test_an_extra_that_cannot_be_kept_is_refused_at_the_start() -> None:
     """And not by each checkpoint's failure; where it is, and what it is."""
     class Metrics:
         def state_dict(self) -> dict[str, Any]:
@@ -824,7 +824,7 @@ def test_the_user_is_told_at_the_start_when_an_extra_cannot_be_kept() -> None:
         trained(built(), extras={"metrics": Metrics()})
 
 
-def test_the_user_is_told_when_nothing_can_be_trained() -> None:
+def test_a_model_without_parameters_to_train_is_refused() -> None:
     """All parameters are frozen."""
     model = built()
     optimizer = sgd(model)
@@ -893,7 +893,7 @@ def test_the_run_goes_on_when_a_listener_raises(run_dir: Path, monkeypatch: pyte
     assert result.weights_sha256 == trained(built()).weights_sha256
 
 
-def test_the_exit_code_says_that_it_was_the_users_code_when_a_worker_has_not_stood_ready(
+def test_the_exit_code_is_that_of_a_user_error_when_a_worker_has_not_stood_ready(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver knows nothing of it yet; the exception itself leaves as it is, and its traceback
     is shown."""
@@ -932,7 +932,7 @@ def test_max_steps_are_done_when_no_epochs_are_given(capsys: pytest.CaptureFixtu
     assert ears.facts("job.steps_capped") == [] and capsys.readouterr().err == ""
 
 
-def test_the_user_is_told_which_holds_when_the_epochs_have_fewer_steps_than_max_steps(
+def test_the_length_that_holds_is_logged_when_the_epochs_have_fewer_steps_than_max_steps(
         capsys: pytest.CaptureFixture[str]) -> None:
     """In one line and one event at the start, with both values."""
     ears = Ears()
@@ -1088,7 +1088,7 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(
     monkeypatch.setattr("elastic_trainer.training.timing.time.monotonic", lambda: clock)
     clock += 1e6  # booted long ago
     checkpointing.tick(rank=0)
-    checkpoints.known.hear(-1)
+    checkpoints.known.receive(-1)
     assert ears.facts("state.checkpoint_overdue") == []
     clock += 1e6
     for finished in (1, 2):
@@ -1106,8 +1106,8 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(
     {"reduce": "ring"},
 ],
                          ids=["global_batch", "seed", "dataset", "reduce"])
-def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path,
-                                                                   changes: dict[str, Any]) -> None:
+def test_other_numbers_are_refused_when_a_run_is_resumed(
+        run_dir: Path, changes: dict[str, Any]) -> None:
     """The step alone says which samples are done, so under another schedule some would be lost and
     some repeated."""
     trained(built(), max_steps=2)
@@ -1115,7 +1115,7 @@ def test_the_user_is_told_when_a_run_is_resumed_with_other_numbers(run_dir: Path
         trained(built(), **changes)
 
 
-def test_the_user_is_told_when_a_run_is_resumed_with_fewer_steps_than_it_has(run_dir: Path) -> None:
+def test_fewer_steps_than_the_run_has_are_refused_when_it_is_resumed(run_dir: Path) -> None:
     """It would be finished at once, with steps that it was not to have."""
     trained(built(), max_steps=4)
     with pytest.raises(ConfigError, match="checkpoint of step 4.*as many steps"):
@@ -1123,7 +1123,7 @@ def test_the_user_is_told_when_a_run_is_resumed_with_fewer_steps_than_it_has(run
     assert trained(built(), max_steps=4).steps == 4
 
 
-def test_the_diary_tells_each_step_once_when_a_run_is_resumed(run_dir: Path) -> None:
+def test_the_event_log_has_each_step_once_when_a_run_is_resumed(run_dir: Path) -> None:
     """In order, with the samples that the schedule says; a line that is written again says so."""
     trained(built(), max_steps=2)
     trained(built())
@@ -1186,7 +1186,7 @@ def raises_after(step: int) -> Callable[[int], None]:
     return after_step
 
 
-def test_a_worker_knows_its_number_on_its_host_when_it_was_launched(
+def test_a_worker_has_its_number_on_its_host_when_it_was_launched(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Which GPU is mine; 0 when nobody launched it."""
     assert local_rank() == 0
@@ -1259,9 +1259,9 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
         ([(12, 13, True), (13, 13, True), (12, 13, True)], []),
         ([(13, 13, True), (13, 13, True), (0, 0, False)], [])
     ])
-def test_a_step_that_is_done_again_is_told_whoever_had_begun_it(
-        ranks: list[tuple[int, int,
-                          bool]], told: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_done_again_is_logged_whichever_worker_had_begun_it(
+        ranks: list[tuple[int, int, bool]], told: list[int],
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by rank 0, also when the reconcile itself breaks and is entered again."""
     heard = []
     events = Events(None, attempt=1)
@@ -1322,7 +1322,7 @@ def test_a_newcomer_gets_one_state_or_none_when_those_who_have_it_differ(order: 
         assert repr(got[2].result()) == repr(Ordered("ab", 1.0).values)
 
 
-def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(
+def test_an_upload_rests_no_more_when_a_worker_waits_for_another_world(
         run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vote tells everybody, also those who have not heard of the change."""
     rested = threading.Event()
@@ -1352,7 +1352,8 @@ def test_an_upload_rests_no_more_when_somebody_waits_for_another_world(
 
 
 @pytest.mark.parametrize("what", ["nothing", "weights", "loss", "program"])
-def test_the_warm_up_says_how_a_worker_computes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_describes_the_arithmetic_of_a_worker(
+        what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on each worker of a kind. A loss that is not the same twice says nothing, and
     weights are no processor."""
     own = torch.Generator()
@@ -1395,8 +1396,8 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
     assert said(True).result
 
 
-def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arithmetic_is_logged_when_a_run_goes_on(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint's record says how its writers computed."""
     ears = Ears()
     trained(built(), max_steps=3, run_dir=run_dir, listeners=[ears])
@@ -1410,7 +1411,7 @@ def test_a_run_that_goes_on_with_other_arithmetic_is_told(run_dir: Path,
     assert told["differs"]["cpu"][0] == "another" and not told["refused"]
 
 
-def test_a_standby_learns_its_place_when_the_script_asks_for_its_number(
+def test_a_standby_gets_its_place_when_the_script_asks_for_its_number(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that chooses its GPU by it boots up to there."""
     monkeypatch.setattr(standby, "wait_for_place",

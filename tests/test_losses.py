@@ -29,7 +29,7 @@ from elastic_trainer import LossNotFinite
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.verify import verify
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 # In shard 2 of step 1, and once more in the second epoch.
 BAD = int(SCHEDULE.shard_samples(1, 2)[0])
 BAD_STEPS = [

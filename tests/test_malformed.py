@@ -241,7 +241,7 @@ def test_the_supervisor_reads_the_log_of_an_older_version() -> None:
     assert (longer.newest_checkpoint, longer.newest_step) == (max(published), 99)
 
 
-def test_the_supervisor_hears_from_the_driver_how_far_the_run_has_come() -> None:
+def test_the_driver_reports_to_the_supervisor_how_far_the_run_has_come() -> None:
     """Also after attempts that dropped steps: the furthest counts."""
     reached = [{
         "time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps,
@@ -254,8 +254,8 @@ def test_the_supervisor_hears_from_the_driver_how_far_the_run_has_come() -> None
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(0, 10**18),
        st.integers(0, 8))
-def test_one_worker_cannot_say_for_all_how_far_the_run_has_come(steps: list[int], lie: int,
-                                                                who: int) -> None:
+def test_one_worker_alone_does_not_decide_how_far_the_run_has_come(
+        steps: list[int], lie: int, who: int) -> None:
     """More than half of them have finished so many steps; in a world of 3 or more one that says
     less counts for nothing."""
     output = of_most(steps)
@@ -267,13 +267,13 @@ def test_one_worker_cannot_say_for_all_how_far_the_run_has_come(steps: list[int]
         assert with_lie >= min(others)
 
 
-def test_the_driver_tells_at_once_when_the_run_has_come_further_than_ever() -> None:
+def test_the_driver_reports_at_once_when_the_run_has_come_further_than_ever() -> None:
     """And that the attempt has trained; what follows is told every 10 s, and at the end."""
     reached = Reached(steps=50, checkpoint=40)
     assert reached.news(0.0, is_last=True) is None
     logged = []
     for second in range(40):
-        reached.hear(30 + second, 30 if second < 25 else 45)
+        reached.receive(30 + second, 30 if second < 25 else 45)
         if news := reached.news(float(second)):
             logged.append((second, news["steps"], news["checkpoint"]))
     assert logged == [(0, 30, 30), (10, 40, 30), (20, 50, 30), (21, 51, 30), (25, 55, 45),
@@ -282,7 +282,7 @@ def test_the_driver_tells_at_once_when_the_run_has_come_further_than_ever() -> N
     assert reached.news(99.0, is_last=True) is None
 
 
-def test_what_the_dead_have_said_counts_when_all_are_dead() -> None:
+def test_reports_of_dead_workers_count_when_all_are_dead() -> None:
     """The newest step that most have finished does not depend on who lives on."""
     members = Membership(first_workers=1, min_workers=1, max_workers=None)
     for number, (step, published) in enumerate([(7, 5), (8, 5), (10**12, 10**12)]):
@@ -525,7 +525,7 @@ def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path,
     assert len(line) <= MAX_LINE_BYTES and parse(line)
 
 
-def test_a_line_of_an_event_fits_into_a_word_to_the_driver() -> None:
+def test_a_line_of_an_event_fits_into_a_message_to_the_driver() -> None:
     """Each quote and backslash of it is escaped once more on its way."""
     line = json.dumps(COMMITTED | {"x": "\\" * (MAX_LINE_BYTES // 2 - 400)})
     assert MAX_LINE_BYTES - 1000 < len(line) <= MAX_LINE_BYTES

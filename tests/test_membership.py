@@ -213,7 +213,7 @@ def test_a_run_goes_on_when_a_machine_fails_before_the_others_report_training() 
     assert len(f.world()) == 4 and f.membership.verdict is None
 
 
-def test_a_run_ends_when_those_who_might_have_held_the_state_say_that_they_do_not() -> None:
+def test_a_run_ends_when_no_worker_that_might_hold_the_state_holds_it() -> None:
     """They wait for their next place after the only one that held it is gone."""
     f = fleet()
     while not f.world():
@@ -427,7 +427,7 @@ def test_the_first_world_is_of_those_who_compute_as_most_do(odd: str, world: str
 
 @pytest.mark.parametrize("other", [replace(PLAIN, inputs=9, result=9), replace(PLAIN, result=0),
                                    replace(PLAIN, facts=(("cpu", "Xeon"),))])
-def test_everybody_enters_when_nothing_says_that_the_bits_differ(other: Arithmetic) -> None:
+def test_all_newcomers_enter_when_there_is_no_sign_that_the_bits_differ(other: Arithmetic) -> None:
     """Weights built without a seed, a loss that draws by itself, a processor of another name: all
     are allowed."""
     f = fleet("abcd")

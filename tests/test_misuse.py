@@ -22,7 +22,7 @@ from elastic_trainer.state import rates
 from elastic_trainer.training import loop as loops
 from elastic_trainer.training.shard_sizes import remedy_for
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 Model = torch.nn.Module
 clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
 

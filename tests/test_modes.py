@@ -81,9 +81,8 @@ def test_a_group_is_asked_in_by_its_folder(tmp_path: Path, umask: int, store: st
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o770, 0o2755])
-def test_a_folder_that_others_may_read_asks_nobody_in(
-    tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_a_folder_that_others_may_read_is_shared_with_no_group(
+        tmp_path: Path, umask: int, mode: int) -> None:
     """`mkdir` makes such ones. What is there keeps its mode, and what is made in it is its user's
     alone."""
     run_dir = tmp_path / "run"
@@ -95,9 +94,8 @@ def test_a_folder_that_others_may_read_asks_nobody_in(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
-def test_who_may_not_read_a_run_is_told_how_its_owner_lets_a_group_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_who_may_not_read_a_run_gets_the_commands_that_share_it(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the commands; a run of an earlier version is shared by them, too."""
     run_dir = tmp_path / "runs" / "run"
     written(run_dir, run_dir / "checkpoints")

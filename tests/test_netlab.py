@@ -40,8 +40,8 @@ def store(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def test_goes_on_when_hosts_are_cut_off_without_a_word(lab: Lab, tmp_path: Path,
-                                                       twin_of: Twin) -> None:
+def test_goes_on_when_hosts_are_cut_off_without_a_signal(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """No RST, no FIN: the beats' silence ends it, be it a worker's host, rank 0's, or rank 0's that
     its peers still hear; when it is back it joins again, and may go again. No step was voted on
     before the last one's line was kept, so at most one is told again. A full disk of a worker's
@@ -127,8 +127,8 @@ def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_pa
     assert result["attempts"] == 3
 
 
-def test_one_of_two_goes_when_they_do_not_hear_each_other(lab: Lab, tmp_path: Path,
-                                                          twin_of: Twin) -> None:
+def test_one_of_two_leaves_when_they_do_not_reach_each_other(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """Both still reach the driver; the younger one goes, and comes back when the line is mended."""
     lab.boot(COORDINATOR, *THREE)
     with Fleet(lab, tmp_path, THREE, job=JOB) as fleet:
@@ -158,8 +158,8 @@ def open_ports(lab: Lab, name: str) -> list[int]:
                    if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
 
 
-def test_a_line_that_is_slow_or_flaps_and_a_stranger_disturb_nobody(lab: Lab, tmp_path: Path,
-                                                                    twin_of: Twin) -> None:
+def test_a_slow_or_flapping_line_and_an_unauthenticated_client_disturb_no_worker(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """One host does not reach the store: no checkpoint, and the training goes on; then its line is
     slow; then it comes and goes within the time limits. Another's clock is wrong by minutes. A
     client sends rubbish, a pickle, and a worker's own messages at every open port: refused and

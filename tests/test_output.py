@@ -19,7 +19,7 @@ open(sys.argv[1], "w").write("went on")
 """
 
 
-def test_a_worker_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+def test_a_worker_goes_on_when_no_process_reads_its_output(tmp_path: Path) -> None:
     """Both pipes break between two prints, as when the driver is killed; the third line of work is
     done all the same."""
     worker = subprocess.Popen(

@@ -263,8 +263,8 @@ def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(
     assert (over.value.verdict, over.value.detail) == ("user_error", "rank 2 raised ValueError")
 
 
-def test_writes_while_it_waits_when_the_driver_says_so(script: Script,
-                                                       worker: Callable[..., OurDriver]) -> None:
+def test_writes_while_it_waits_when_the_driver_asks_for_it(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """It goes on waiting, and says so; after the end of the attempt it is asked once more who
     writes."""
     script.say(place(1))
@@ -290,7 +290,7 @@ def test_the_attempt_is_over_for_a_worker_without_a_driver() -> None:
     assert time.monotonic() - started >= SOON_LOST.driver_lost_s
 
 
-def test_a_worker_waits_no_second_time_when_its_beats_have_lost_the_driver() -> None:
+def test_a_worker_waits_no_second_time_when_its_heartbeats_have_lost_the_driver() -> None:
     """Its time starts at the driver's last answer, not at the end of the step."""
     driver = OurDriver(
         Launch(driver=f"127.0.0.1:{free_port()}", key=KEY, worker="a/0/1", limits=LIMITS))
@@ -340,7 +340,7 @@ def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     return broken
 
 
-def test_the_driver_hears_that_a_worker_lives_when_it_does_nothing(
+def test_the_driver_gets_heartbeats_when_a_worker_does_nothing(
         script: Script, worker: Callable[..., OurDriver]) -> None:
     """Beats come by themselves, from the start, and say what was noted last."""
     driver = worker()
@@ -457,7 +457,7 @@ def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
 # --- what a worker says ---------------------------------------------------------------------------
 
 
-def test_the_driver_hears_of_the_error_when_the_users_code_fails(
+def test_the_driver_gets_the_error_when_the_users_code_fails(
         script: Script, worker: Callable[..., OurDriver]) -> None:
     """Its whole text, before the worker ends."""
     driver = worker()
@@ -473,14 +473,14 @@ def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(
     assert script.heard == []
 
 
-def test_the_driver_hears_that_the_last_vote_has_passed(script: Script,
-                                                        worker: Callable[..., OurDriver]) -> None:
+def test_the_driver_gets_the_message_that_the_last_vote_has_passed(
+        script: Script, worker: Callable[..., OurDriver]) -> None:
     """With the number of steps."""
     worker().finish(12)
     assert (script.heard[-1]["phase"], script.heard[-1]["step"]) == ("finished", 12)
 
 
-def test_the_driver_hears_of_it_when_a_worker_starts_anew_in_place(
+def test_the_driver_gets_a_message_when_a_worker_starts_anew_in_place(
         script: Script, worker: Callable[..., OurDriver]) -> None:
     """From whatever thread notices."""
     worker().revive_soon()
@@ -623,7 +623,7 @@ def test_a_worker_leaves_at_a_step_boundary_when_it_is_terminated_under_plain_ho
 
 # --- how a worker was launched --------------------------------------------------------------------
 
-def test_a_worker_knows_its_driver_when_the_environment_names_it() -> None:
+def test_a_worker_takes_its_driver_from_the_environment() -> None:
     """All of it is read in one place."""
     launch = Launch.from_environment({
         "ELASTIC_TRAINER_RUN_DIR": "/runs/x", "ELASTIC_TRAINER_ATTEMPT": "3",
@@ -651,7 +651,7 @@ def test_a_worker_is_alone_when_the_environment_is_empty() -> None:
                                                                               "exact")
 
 
-def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
+def test_an_unknown_reducer_in_the_environment_is_refused() -> None:
     """The text names the key and the values that work."""
     with pytest.raises(ConfigError, match="ELASTIC_TRAINER_REDUCE.*mean.*exact.*ring"):
         Launch.from_environment({"ELASTIC_TRAINER_REDUCE": "mean"})
@@ -659,7 +659,7 @@ def test_the_user_is_told_when_the_environment_names_no_reducer() -> None:
 
 @pytest.mark.parametrize("limits",
                          ["heartbeat_s=2", "silence_s=0.5", "driver_lost_s=0.5", "beat_s=0"])
-def test_the_user_is_told_when_heartbeats_are_too_rare_for_their_limits(limits: str) -> None:
+def test_heartbeats_that_are_too_rare_for_the_limits_are_refused(limits: str) -> None:
     """A worker would take its driver for lost, or be taken for frozen, between two heartbeats."""
     remedy = "heartbeat_s is .* In ELASTIC_TRAINER_LIMITS set heartbeat_s to at most"
     with pytest.raises(ConfigError, match=remedy):

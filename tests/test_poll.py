@@ -140,7 +140,7 @@ def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
 # --- its own end ----------------------------------------------------------------------------------
 
 
-def test_a_poller_that_is_restarted_while_the_cloud_is_silent_knows_what_the_last_one_knew(
+def test_a_poller_that_is_restarted_while_the_cloud_is_silent_has_the_memory_of_the_last_one(
         story: Callable[..., Story]) -> None:
     """The list, the excluded hosts, the agents to ask. A lost request costs no host its place, and
     a notice is heard."""
@@ -254,7 +254,7 @@ def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -
     assert s.poll(100.0) == [1] and s.poller.question.failures == 5001
 
 
-def test_a_cloud_that_fails_is_asked_ever_more_seldom(story: Callable[..., Story]) -> None:
+def test_a_cloud_that_fails_is_asked_with_back_off(story: Callable[..., Story]) -> None:
     """The pause doubles with each failure up to its end, and is the usual one after an answer."""
     s, asked = story(1, agent_port=None, policy=Policy(settle_s=0.0), interval_s=5.0), list[float]()
 
@@ -439,7 +439,7 @@ def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
     assert printed(s, capfd) is None
 
 
-def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(
+def test_a_listed_host_that_is_silent_makes_the_list_too_old(
         story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
     """It is as old as the least that is known of anybody on it."""
     s = story(3)
@@ -460,7 +460,7 @@ def test_a_listed_host_that_is_not_heard_makes_the_list_too_old(
     assert printed(s, capfd) == [1, 2, 3]
 
 
-def test_a_list_is_not_young_and_empty_when_somebody_has_fallen_silent(
+def test_a_list_is_not_new_and_empty_when_a_host_has_fallen_silent(
         story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
     """One has a notice and reports it; the other, silent and unknown to a silent cloud, may work
     all the same."""

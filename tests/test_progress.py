@@ -44,7 +44,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
                              | options))
 
 
-def test_lines_say_how_far_it_is_where_stderr_is_no_terminal() -> None:
+def test_lines_show_the_progress_where_stderr_is_no_terminal() -> None:
     """The first step, and the end; stdout is the user's alone."""
     done = run()
     first, last = done.stderr.splitlines()

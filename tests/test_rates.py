@@ -34,7 +34,7 @@ from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, pack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.rates import RateChanged
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer
 ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1, "epochs": 4}))  # 12 steps
 
@@ -220,7 +220,7 @@ def test_the_weights_are_the_same_when_more_workers_step_a_scheduler(kind: str, 
 # --- who may set a rate ------------------------------------------------------------
 
 
-def test_the_user_is_told_at_the_start_when_a_scheduler_is_not_handed_over() -> None:
+def test_a_scheduler_that_is_not_handed_over_is_refused_at_the_start() -> None:
     """train() would overwrite its rates."""
     model = built()
     optimizer = momentum(model)
@@ -297,7 +297,7 @@ def test_the_run_ends_when_the_scheduler_that_was_handed_over_is_stepped_again()
         trained(model, optimizer, schedule=scheduler, after_step=lambda step: scheduler.step())
 
 
-def test_the_user_is_told_at_the_start_when_a_scheduler_cannot_do_it() -> None:
+def test_a_scheduler_that_does_not_work_here_is_refused_at_the_start() -> None:
     """Another optimizer's, one that ends too early, one for another number, one that holds no
     value."""
 
@@ -323,9 +323,8 @@ def test_the_user_is_told_at_the_start_when_a_scheduler_cannot_do_it() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("StepLR", "CyclicLR"), ("StepLR", None), (None, "StepLR")])
-def test_the_user_is_told_when_a_run_is_resumed_with_another_kind_of_schedule(
-    kinds: tuple[str | None, str | None], run_dir: Path
-) -> None:
+def test_another_kind_of_schedule_is_refused_when_a_run_is_resumed(
+        kinds: tuple[str | None, str | None], run_dir: Path) -> None:
     """The other scheduler cannot use its state."""
     first, second = (kind and KINDS[kind] for kind in kinds)
     ours(first, momentum, max_steps=2)
@@ -403,9 +402,7 @@ def test_a_tensor_rate_follows_a_function_of_the_step_in_place() -> None:
     assert_close(model, reference)
 
 
-def test_the_user_is_told_when_a_run_is_resumed_with_a_tensor_where_it_had_a_number(
-    run_dir: Path,
-) -> None:
+def test_a_tensor_where_the_run_had_a_number_is_refused_when_it_is_resumed(run_dir: Path) -> None:
     """Their arithmetic differs."""
     ours(None, lambda model: tensor_adam(model, lr=0.01), max_steps=2)
     with pytest.raises(LayoutError, match="lr of the optimizer's group 0 is 0.01 there"):

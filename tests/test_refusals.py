@@ -425,9 +425,8 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Ec2, St
 ASKS = {"AutoScalingGroupName": "mine-workers", "MaxRecords": 100}
 
 
-def test_the_group_that_lacks_machines_says_why_with_the_quota_of_its_types(
-    ec2: Callable[..., tuple[Ec2, Stubber]],
-) -> None:
+def test_a_group_that_lacks_machines_is_reported_with_the_quota_of_its_types(
+        ec2: Callable[..., tuple[Ec2, Stubber]]) -> None:
     """In the shape in which AWS answers. Machines that end do not count."""
     cloud, scaling = ec2(group(there=1))
     scaling.add_response(
@@ -460,9 +459,8 @@ def test_a_whole_group_is_asked_nothing_more(ec2: Callable[..., tuple[Ec2, Stubb
     assert Ec2({"Fleet": "mine"}).supply() is None
 
 
-def test_a_coordinator_that_may_not_ask_says_which_permission_it_needs(
-    ec2: Callable[..., tuple[Ec2, Stubber]],
-) -> None:
+def test_a_coordinator_that_may_not_ask_names_the_permission_that_it_needs(
+        ec2: Callable[..., tuple[Ec2, Stubber]]) -> None:
     """Everything else that keeps it from knowing is an error, not "nothing was refused"."""
     cloud, scaling = ec2(group())
     scaling.add_client_error(

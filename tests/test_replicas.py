@@ -145,7 +145,7 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6), st.integers(1, 4096))
-def test_the_sums_say_whether_all_are_the_same(values: list[int], copies: int) -> None:
+def test_the_sums_show_whether_all_are_the_same(values: list[int], copies: int) -> None:
     """For worlds of thousands, in 64 bits."""
     held = values * copies
     sums = [sum(column) for column in zip(*map(summands, held), strict=True)]

@@ -120,7 +120,7 @@ def test_result_counts_the_kept_history() -> None:
     assert result["pauses"] == [0.4] and result["workers_lost"] == {"crashed": 2}
 
 
-def test_books_close_and_say_what_every_second_went_into() -> None:
+def test_the_report_accounts_for_every_second() -> None:
     """Booting until the first generation, pauses as measured, restarting from the last step to the
     next world."""
     result = summarize(RUN)
@@ -145,7 +145,7 @@ def test_hosts_account_for_their_workers() -> None:
     }
 
 
-def test_time_between_invocations_is_nobodys() -> None:
+def test_time_between_invocations_is_not_counted() -> None:
     """A run that a person stopped over night is not slower for it."""
     night = 50_000.0
     stopped = [*RUN[:13], event(9.5, "attempt.ended", exit_code=0, verdict="interrupted")]
@@ -409,7 +409,7 @@ def test_watch_shows_the_end_when_it_is_stopped(tmp_path: Path, is_terminal: boo
         assert len(shown.splitlines()) == RECENT_EVENTS + 1
 
 
-def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_events_and_the_kill_command_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
     """In a log too: each event as a line when it happens, and with the first line of the training
     how to kill a worker."""
     console = Console(file=io.StringIO(), width=60)
@@ -428,7 +428,8 @@ def test_events_and_the_kill_command_are_said_where_there_is_no_terminal(tmp_pat
     assert len(lines) == len(set(lines))
 
 
-def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_the_fleet_shows_what_the_workers_do(
+        capsys: pytest.CaptureFixture[str]) -> None:
     """Workers that do the same are counted together."""
     host = {
         "name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot",
@@ -444,7 +445,7 @@ def test_the_fleet_s_table_says_what_the_workers_do(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("age_s", [0.0, 3600.0])
-def test_the_fleet_s_table_says_how_old_it_is_when_its_poller_is_dead(
+def test_the_table_of_the_fleet_shows_its_age_when_its_poller_is_dead(
         capsys: pytest.CaptureFixture[str], age_s: float) -> None:
     """It is of some moment in the past then, however it looks."""
     print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})

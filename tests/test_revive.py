@@ -218,7 +218,7 @@ def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_i
 @pytest.mark.parametrize(("thrown", "text"),
                          [("_ZSt21__throw_runtime_errorPKc", "Connect timeout, as planned"),
                           ("_ZSt17__throw_bad_allocv", "std::bad_alloc")])
-def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(
+def test_the_c_plus_plus_exception_that_would_have_ended_the_process_is_named(
         thrown: str, text: str) -> None:
     """The function that is called instead of the abort gets the text of the exception."""
     code = (f"import ctypes, os\nfrom elastic_trainer.world import revive\n"
@@ -231,7 +231,7 @@ def test_it_is_said_which_c_plus_plus_exception_would_have_ended_the_process(
     assert (ended.returncode, ended.stdout) == (7, f"{text}\n")
 
 
-def test_whoever_cannot_say_why_is_started_anew_all_the_same() -> None:
+def test_a_process_without_a_known_reason_is_started_anew_too() -> None:
     """The text is for people; without it the abort must not happen either."""
     code = (
         "import ctypes, os\nfrom elastic_trainer.world import revive\nrevive._uncaught = lambda: "

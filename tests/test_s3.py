@@ -316,8 +316,8 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     assert all(torch.equal(copied[name], tensor) for name, tensor in exported.items())
 
 
-def test_a_host_with_a_wrong_clock_is_told_so(proxy: FaultyProxy, url: str,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_a_wrong_clock_gets_an_error_that_names_the_clock(
+        proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that checks signatures refuses them; nothing of ours depends on a clock."""
     off = datetime.timedelta(minutes=20)
     now = botocore.auth.get_current_datetime

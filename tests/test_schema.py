@@ -175,7 +175,7 @@ def test_warnings_and_errors_have_their_level_on_the_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind.closes],
                          ids=lambda kind: kind.name)
-def test_the_books_book_the_time_before_an_event_where_the_table_says(kind: EventKind) -> None:
+def test_the_time_before_an_event_is_accounted_for_as_the_table_declares(kind: EventKind) -> None:
     """The account of the last period is the one that the event closes."""
     history = History(run="x", generations=1)
     start = 10.0

@@ -184,8 +184,8 @@ def test_late_lines_are_read_also_when_their_segment_is_compressed_by_now(tmp_pa
 
 
 @pytest.mark.parametrize("segment_bytes", [200, 1500])
-def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
-                                                         segment_bytes: int) -> None:
+def test_readers_report_the_same_for_segments_as_for_one_file(
+        tmp_path: Path, segment_bytes: int) -> None:
     """Verify, report and the supervisor read a run with kills, a start from a checkpoint and an
     end."""
     story = Story()
@@ -210,7 +210,8 @@ def test_readers_say_the_same_of_segments_as_of_one_file(tmp_path: Path,
     assert newest_attempt(cut) == story.attempt
 
 
-def test_a_follower_reads_only_what_is_new_and_knows_what_all_of_it_says(tmp_path: Path) -> None:
+def test_a_follower_reads_only_what_is_new_and_has_the_state_of_the_whole_log(
+        tmp_path: Path) -> None:
     """This holds for a follower in another process, too, by what was saved. It does not need the
     lines before."""
     events = Events(tmp_path, segment_bytes=300)

@@ -17,7 +17,7 @@ from elastic_trainer.schedule import cosine
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.training.settings import remarks_on_effect, remarks_on_launcher
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer
 
 
@@ -37,7 +37,7 @@ def resumed(first: dict[str, Any], second: dict[str, Any],
     return ears, optimizer
 
 
-def test_nothing_is_said_when_a_run_is_resumed_as_it_was(
+def test_nothing_is_logged_when_a_run_is_resumed_as_it_was(
         run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """However much state it has."""
     options: dict[str, Any] = {"clip_norm": 0.5, "schedule": cosine(warmup_steps=2, total_steps=6)}
@@ -46,7 +46,7 @@ def test_nothing_is_said_when_a_run_is_resumed_as_it_was(
     assert differences(ears) == {} and "given" not in capsys.readouterr().err
 
 
-def test_the_runs_hyperparameters_hold_and_that_is_said_when_others_are_given(
+def test_the_runs_hyperparameters_hold_and_others_are_logged(
         run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are in the checkpoint. One line each, with both values, and what to do."""
     def other(model: torch.nn.Module) -> Optimizer:
@@ -81,7 +81,7 @@ def test_the_values_that_hold_are_the_runs_when_it_is_resumed_once_more(run_dir:
     ({"schedule": cosine(warmup_steps=2, total_steps=6)
       }, {"schedule": cosine(warmup_steps=3, total_steps=6)}, "schedule (the rate of step 1)"),
 ])
-def test_what_is_given_holds_and_that_is_said_when_it_is_no_part_of_the_state(
+def test_a_given_value_that_is_no_part_of_the_state_holds_and_is_logged(
         run_dir: Path, first: dict[str, Any], second: dict[str, Any], key: str) -> None:
     """From the first step on."""
     ears, _ = resumed(first, second)
@@ -106,7 +106,7 @@ def test_a_torch_schedulers_settings_are_compared_when_a_run_is_resumed(run_dir:
     }
 
 
-def test_the_user_is_told_when_a_run_is_resumed_with_another_optimizer(run_dir: Path) -> None:
+def test_another_optimizer_is_refused_when_a_run_is_resumed(run_dir: Path) -> None:
     """Its state says nothing to the other one, also where the names are the same."""
     with pytest.raises(LayoutError, match="the optimizer is AdamW there, but Adam in this job"):
         resumed({}, {}, (adamw, lambda model: torch.optim.Adam(model.parameters(), lr=0.01)))
@@ -121,7 +121,7 @@ def test_compress_is_refused_when_the_sums_are_exact() -> None:
     assert trained(built(), compress=True, reduce="ring").steps == 6
 
 
-def test_the_user_is_told_when_no_checkpoint_can_be_written(
+def test_an_event_is_logged_when_no_checkpoint_can_be_written(
         capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody who asks for checkpoints learns only after a crash that there is none."""
     ears = Ears()
@@ -150,7 +150,7 @@ def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:
     assert remarks_on_effect(True, "cpu", 4, {}) == []
 
 
-def test_the_user_is_told_when_there_are_more_workers_than_shards(
+def test_an_event_is_logged_when_there_are_more_workers_than_shards(
         capsys: pytest.CaptureFixture[str]) -> None:
     """Some compute nothing, for as long as the run lasts."""
     in_a_world(6, lambda rank: job(built()))

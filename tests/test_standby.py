@@ -488,7 +488,7 @@ def test_a_file_that_was_written_while_it_booted_is_a_changed_one() -> None:
     assert changed_files(loaded, now, 10, roots=("/my",)) == ["/my/new", "/my/other", "/my/gone"]
 
 
-def test_a_standby_does_not_begin_before_its_shim_says_that_it_waits_for_it(bench: Bench) -> None:
+def test_a_standby_does_not_begin_before_its_shim_confirms_that_it_waits(bench: Bench) -> None:
     """[6] A shim that had no answer in time has become the worker itself by now."""
     bench.write()
     bench.serve()

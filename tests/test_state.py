@@ -101,7 +101,7 @@ def test_refuses_another_models_values_before_there_is_a_byte() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["short", "long", "header", "shape", "dtype"])
-def test_refuses_bytes_when_they_are_not_what_the_header_says(spoil: str) -> None:
+def test_refuses_bytes_that_do_not_match_the_header(spoil: str) -> None:
     """Every length is checked before anything is built."""
     packed = pack({"a": torch.arange(10), "b": [1, (2.5, None)]})
     header, data = packed.header, payload(packed)

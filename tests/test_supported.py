@@ -15,7 +15,7 @@ from elastic_trainer.state.live_state import LiveState
 Model = torch.nn.Module
 
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 class Late(Model):
@@ -63,7 +63,7 @@ def running_mean(module: Any, x: torch.Tensor) -> None:
     module.late = 0.9 * module.late + 0.1 * x.mean(0)
 
 
-def test_the_user_is_told_at_the_start_when_a_late_buffer_is_a_running_value() -> None:
+def test_a_late_buffer_that_is_a_running_value_is_refused_at_the_start() -> None:
     """The warm-up has changed it, and its former value is unknown."""
     with pytest.raises(
             ConfigError,
@@ -97,8 +97,8 @@ class Grows(Model):
      r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\) in step 1\. .*largest size"),
 ],
                          ids=["in the first pass", "in the second step"])
-def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception], named: str,
-                                              in_place: bool) -> None:
+def test_a_buffer_that_grows_is_an_error(
+        after: int, error: type[Exception], named: str, in_place: bool) -> None:
     """With its name, before a worker applies the step: nothing of the step remains."""
     model, reference = built(Grows(after, in_place)), built(Grows(99, False))
     with pytest.raises(error, match=named):
@@ -111,7 +111,7 @@ def test_the_user_is_told_when_a_buffer_grows(after: int, error: type[Exception]
         assert torch.equal(mine, theirs)
 
 
-def test_the_user_is_told_when_a_buffer_appears_during_training() -> None:
+def test_a_buffer_that_appears_during_training_is_an_error() -> None:
     """A worker that has not run that shard does not have it."""
     class Sudden(Grows):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_user_is_told_before_anything_runs_when_it_cannot_be_trained(kind: str) -> None:
+def test_what_cannot_be_trained_is_refused_before_anything_runs(kind: str) -> None:
     """By name, with a remedy."""
     make, optimizer, message = REFUSED[kind]
     model = make()

@@ -16,7 +16,7 @@ def events_of(*steps: tuple[float, float]) -> list[tuple[str, int]]:
     return heard
 
 
-def test_steps_that_become_slower_are_told_once_and_so_is_their_end() -> None:
+def test_steps_that_become_slower_are_logged_once_and_so_is_their_end() -> None:
     """Also where they are longer than a whole pace, and where each of many is short."""
     assert events_of(*[(1.0, 0.1)] * 10, *[(2.0, 1.1)] * 15, *[(1.0, 0.1)] * 5) == [
         ("worker.steps_slower", 14), ("worker.steps_as_before", 29)]
@@ -24,14 +24,14 @@ def test_steps_that_become_slower_are_told_once_and_so_is_their_end() -> None:
                 *[(1 / 32, 0.0)] * 200) == [("worker.steps_slower", 384 + 95)]
 
 
-def test_steps_that_become_slower_still_are_told_again() -> None:
+def test_steps_that_become_slower_still_are_logged_again() -> None:
     """However long it has been slow already."""
     assert events_of(*[(1.0, 0.1)] * 5, *[(2.0, 1.1)] * 50, *[(9.0, 8.1)] * 10,
                      *[(2.0, 1.1)] * 5) == [
         ("worker.steps_slower", 9), ("worker.steps_slower", 59)]
 
 
-def test_a_few_slow_steps_are_not_told() -> None:
+def test_a_few_slow_steps_are_not_logged() -> None:
     """Nor what is a little slower, nor faster."""
     assert events_of(*[(1.0, 0.1), (9.0, 8.1), (1.0, 0.1), (1.0, 0.1), (9.0, 8.1)] * 4) == []
     assert events_of(*[(1.0, 0.1)] * 10, *[(1.4, 0.5)] * 10, *[(0.5, 0.1)] * 10) == []

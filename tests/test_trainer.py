@@ -45,7 +45,7 @@ from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations
 
 Model = torch.nn.Module
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def trainer_of(model: Model, optimizer: Any = None, dataset: Any = DATA, **changes: Any) -> Trainer:
@@ -744,7 +744,7 @@ def test_one_trainer_is_iterated_once_and_alone() -> None:
 
 
 @pytest.mark.parametrize("until", ["", "0 steps", "10", "10 hours", "-1 epochs", 5])
-def test_the_user_is_told_at_once_when_the_length_of_the_run_is_unclear(until: Any) -> None:
+def test_an_unclear_length_of_the_run_is_refused_at_once(until: Any) -> None:
     """With two examples that work."""
     with pytest.raises(ConfigError, match="until is .*10 epochs"):
         trainer_of(built(), until=until)

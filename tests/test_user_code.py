@@ -17,7 +17,7 @@ from elastic_trainer.training.gradients import ParametersWritten
 Model = torch.nn.Module
 
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 class Conv(Model):
@@ -189,14 +189,14 @@ def moves_data(model: Model, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [steps_itself, moves_data])
-def test_the_user_is_told_when_the_loss_changes_weights(loss: Any) -> None:
+def test_a_loss_that_changes_weights_is_an_error(loss: Any) -> None:
     """Replicas would differ, and healthy machines would be blamed for it."""
     with pytest.raises((ParametersWritten, ConfigError),
                        match=r"has changed the parameters 0\.weight"):
         trained(built(), loss=loss)
 
 
-def test_the_user_is_told_when_a_later_step_changes_weights() -> None:
+def test_a_later_step_that_changes_weights_is_an_error() -> None:
     """The warm-up has not seen it."""
     model, steps = built(), list[int]()
 
@@ -211,7 +211,7 @@ def test_the_user_is_told_when_a_later_step_changes_weights() -> None:
     assert steps == [0, 1]
 
 
-def test_the_user_is_told_when_the_optimizer_steps_in_the_backward_pass() -> None:
+def test_an_optimizer_that_steps_in_the_backward_pass_is_an_error() -> None:
     """As hooks that save the gradients' memory do."""
     model = built()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,7 +220,7 @@ def test_the_user_is_told_when_the_optimizer_steps_in_the_backward_pass() -> Non
         trained(model)
 
 
-def test_the_user_is_told_when_a_parameter_is_replaced() -> None:
+def test_a_parameter_that_is_replaced_is_an_error() -> None:
     """A new object is in no buffer, and no checkpoint could name it."""
     model = built()
 
@@ -235,7 +235,7 @@ def test_the_user_is_told_when_a_parameter_is_replaced() -> None:
 @pytest.mark.parametrize(("wrong", "kind"), [
     (lambda loss: None, "NoneType"), (float, "float"), (lambda loss: (loss, 1), "tuple"),
     (lambda loss: loss.expand(2), r"a tensor of shape \(2,\)")])
-def test_the_user_is_told_when_the_loss_is_no_scalar(wrong: Any, kind: str) -> None:
+def test_a_loss_that_is_no_scalar_is_an_error(wrong: Any, kind: str) -> None:
     """By the type that it has returned."""
     with pytest.raises(TypeError, match=f"returned {kind}. Use the mean"):
         trained(built(), loss=lambda model, batch: wrong(mse(model, batch)))
@@ -261,7 +261,7 @@ class Counter(Model):
         return torch.as_tensor(self.inner(x))
 
 
-def test_the_user_is_told_when_a_whole_number_changes_by_more_than_the_sums_hold() -> None:
+def test_a_whole_number_that_changes_by_more_than_the_sums_hold_is_an_error() -> None:
     """It was rounded in silence. Up to there it is exact."""
     model = everywhere(lambda: job_of(Counter(2**22 - 1)))
     assert int(model.get_buffer("count")) == 6 * (2**22 - 1)

@@ -152,7 +152,7 @@ def test_a_step_may_be_done_again_when_only_the_dead_knew_that_it_was_finished()
     assert any("step 3 again with loss 7.0" in note for note in judged([*again]).notes)
 
 
-def test_a_step_may_be_done_again_when_the_generation_that_told_it_never_trained() -> None:
+def test_a_step_may_be_done_again_when_the_generation_that_logged_it_never_trained() -> None:
     """A worker died in its transfer, and the next generation logs the same again."""
     events = last_line_of_the_dead()
     redone = find(events, "worker.step_redone")
@@ -330,7 +330,7 @@ def test_proves_a_restart_from_nothing_when_no_checkpoint_was_published() -> Non
     assert verdict.violations == () and verdict.steps_rolled_back == 5
 
 
-def test_proves_a_finish_that_is_said_twice_when_rank_0_died_after_the_first() -> None:
+def test_proves_a_finish_that_is_logged_twice_when_rank_0_died_after_the_first() -> None:
     """The next rank 0 may repeat the finish and the last line, with the same values."""
     story = Story()
     story.start(3)
@@ -464,7 +464,7 @@ def short_last_batch_padded(events: list[Event]) -> None:
     events[step_line(events, 13)]["samples"] = 8
 
 
-def go_back_without_a_word(events: list[Event]) -> None:
+def go_back_silently(events: list[Event]) -> None:
     at = step_line(events, 8)
     again = [dict(events[step_line(events, step)]) for step in (6, 7, 8)]
     events[at + 1 : at + 1] = again
@@ -670,7 +670,7 @@ DOCTORED = [
     (digests_of_two_steps_exchanged, "step 1 has digest"),
     (one_sample_less, "step 2 counted 7 samples, but 8 were due"),
     (short_last_batch_padded, "step 13 counted 8 samples, but 2 were due"),
-    (go_back_without_a_word, "step 6 comes again where 9 is due"),
+    (go_back_silently, "step 6 comes again where 9 is due"),
     (survivors_go_back, "goes back to step 3 within an attempt"),
     (checkpoint_restored_within_an_attempt, "goes back to step 3 within an attempt"),
     (two_rank_0_write_at_once, "step 5 comes again where 6 is due"),
@@ -738,7 +738,7 @@ def test_whole_epoch_digest_catches_what_two_wrong_steps_would_hide() -> None:
     assert any("epoch 0 do not add up" in violation for violation in judged(events).violations)
 
 
-def test_says_what_was_proved_and_what_was_violated() -> None:
+def test_prints_what_was_proved_and_what_was_violated() -> None:
     """A verdict speaks in sentences, and not in more than a screen of them."""
     assert (
         judged(eventful()).sentences()[0]
@@ -790,9 +790,8 @@ def write_result_of(folder: Path, events: list[Event], **changes: Any) -> None:
         (eventful()[:-9], {"finished": False}, True),
     ],
     ids=["empty", "no finish", "no end", "whole", "steps", "samples", "weights", "unfinished"])
-def test_the_event_log_must_say_what_the_result_says(tmp_path: Path, kept: Any, changes: dict[str,
-                                                                                              Any],
-                                                     is_proved: bool) -> None:
+def test_the_event_log_must_agree_with_the_result(
+        tmp_path: Path, kept: Any, changes: dict[str, Any], is_proved: bool) -> None:
     """The finish of a run cannot be removed from its event log unnoticed."""
     write_result_of(tmp_path, eventful(), **changes)
     verdict = verify(write(tmp_path, kept or []))
@@ -807,7 +806,7 @@ def test_an_older_result_is_one_of_the_run_when_it_was_made_longer(tmp_path: Pat
     assert not verify(write(tmp_path, longer())).is_proved
 
 
-def test_nothing_is_proved_when_nothing_is_told(tmp_path: Path) -> None:
+def test_nothing_is_proved_when_nothing_is_logged(tmp_path: Path) -> None:
     """An empty event log is no proof, and neither is one without a step."""
     for events in ([], eventful()[:3]):
         assert not verify(write(tmp_path, events)).is_proved

@@ -52,7 +52,7 @@ def counted(ballots: list[Ballot]) -> Outcome:
 
 
 @given(st.lists(BALLOTS, min_size=1, max_size=9))
-def test_the_sums_of_all_ballots_say_what_the_ballots_say(ballots: list[Ballot]) -> None:
+def test_the_sums_of_all_ballots_have_what_the_ballots_have(ballots: list[Ballot]) -> None:
     """Each field of the outcome follows from its own fields of the ballots, for each size of the
     world."""
     encoded = [ballot.encode(rank) for rank, ballot in enumerate(ballots)]

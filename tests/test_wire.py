@@ -218,7 +218,7 @@ def test_the_driver_refuses_an_unauthenticated_message_and_goes_on(ear: Ear, kin
 
 @pytest.mark.parametrize(
     "data", [b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /message HTTP/1.1\r\n\r\n"])
-def test_the_driver_goes_on_when_a_client_speaks_another_protocol(ear: Ear, data: bytes) -> None:
+def test_the_driver_goes_on_when_a_client_uses_another_protocol(ear: Ear, data: bytes) -> None:
     """Port scanners, browsers and TLS clients get no answer of the protocol."""
     assert b" 200 " not in send(ear.address, data)
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
@@ -378,7 +378,7 @@ def test_a_question_that_is_sent_back_is_no_answer() -> None:
         thread.join()
 
 
-def test_a_worker_cannot_speak_for_its_neighbour(ear: Ear) -> None:
+def test_a_worker_cannot_send_in_its_neighbours_name(ear: Ear) -> None:
     """Its key is valid for its own name only, and the name in the body is checked, too."""
     neighbour = "a/1/2"
     with pytest.raises(DriverUnreachable, match="403"):

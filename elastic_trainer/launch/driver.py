@@ -219,7 +219,7 @@ class MendedDriver:
         code = process.wait()
         place = process.died_in(code)
         with self.changed:
-            self.reached.hear(*self.membership.reached())  # with this worker's last heartbeat
+            self.reached.receive(*self.membership.reached())  # with this worker's last heartbeat
             refused = self.desk.forget(process.name)
             reason = self.membership.exited(process.name, code, time.monotonic(), place)
             known = {"died_in": place, "lines_refused": refused}
@@ -313,7 +313,7 @@ class MendedDriver:
                          workers=list(form.members))
 
     def _report_reached(self, *, is_last: bool = False) -> None:
-        self.reached.hear(*self.membership.reached())
+        self.reached.receive(*self.membership.reached())
         if news := self.reached.news(time.monotonic(), is_last=is_last):
             self.events.emit("driver.step_reached", **news)
 

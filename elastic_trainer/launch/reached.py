@@ -35,7 +35,7 @@ class Reached:
         self._ever = steps, checkpoint
         self._logged, self._logged_at = (0, 0), 0.0
 
-    def hear(self, steps: int, checkpoint: int) -> None:
+    def receive(self, steps: int, checkpoint: int) -> None:
         """Take what most living members report."""
         self.steps = max(self.steps, steps)
         self.checkpoint = max(self.checkpoint, min(checkpoint, self.steps))

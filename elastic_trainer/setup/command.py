@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     target = here()
     if target is not None and is_done(target):
-        say(f"Horovod {VERSION} for torch {target.torch.version} is installed in {sys.prefix}. "
-            f"Nothing to do.")
+        report(f"Horovod {VERSION} for torch {target.torch.version} is installed in {sys.prefix}. "
+               f"Nothing to do.")
         return 0
     missing = lacks(target)
     if options.check and target is not None:
-        say(plan(target))
+        report(plan(target))
     if missing:
         print(*(f"setup: {sentence}" for sentence in missing), sep="\n", file=sys.stderr)
     if missing or options.check or target is None:
@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def say(sentence: str) -> None:
+def report(sentence: str) -> None:
     """Print a sentence at once."""
     print(f"setup: {sentence}", flush=True)
 
 
 def is_done(target: Target) -> bool:
-    """Say whether this environment has the Horovod that it needs."""
+    """Return whether this environment has the Horovod that it needs."""
     found = installed_horovod()
     return found is not None and (found.version, found.made_for) == (VERSION, target.name)
 
@@ -101,15 +101,15 @@ def set_up(target: Target) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     with locked(kept / "lock"):
         if is_done(target):  # by the call that this one waited for
-            say(f"Horovod {VERSION} is installed in {sys.prefix}.")
+            report(f"Horovod {VERSION} is installed in {sys.prefix}.")
             return
         before = installed_horovod()
         commands = Commands(Path(sys.prefix) / LOG)
         is_built = kept_wheel(kept) is None
         if is_built:
-            say(f"building Horovod {VERSION} for torch {target.torch.version} ({target.gpu}); "
-                f"{DURATION}")
-            say_without_nccl(target)
+            report(f"building Horovod {VERSION} for torch {target.torch.version} ({target.gpu}); "
+                   f"{DURATION}")
+            report_missing_nccl(target)
             remove_remains(kept)
             build(target, kept, commands)
         wheel = kept_wheel(kept)
@@ -117,16 +117,16 @@ def set_up(target: Target) -> None:
         install(wheel, commands)
         done = "built" if is_built else "took the kept wheel of"
         place = f" in the place of Horovod {before.version}" if before else ""
-        say(f"{done} Horovod {VERSION} for torch {target.torch.version} ({target.gpu}), and "
-            f"installed it in {sys.prefix}{place}. The wheel is kept: {wheel}")
+        report(f"{done} Horovod {VERSION} for torch {target.torch.version} ({target.gpu}), and "
+               f"installed it in {sys.prefix}{place}. The wheel is kept: {wheel}")
 
 
-def say_without_nccl(target: Target) -> None:
-    """Say why a torch for GPUs gets a Horovod without NCCL."""
+def report_missing_nccl(target: Target) -> None:
+    """Report why a torch for GPUs gets a Horovod without NCCL."""
     if target.torch.cuda and target.gpu != "nccl":
-        say(f"torch is built for CUDA {target.torch.cuda}, but nvcc or nccl.h is missing, so "
-            f"Horovod is built without NCCL. To have NCCL, install the CUDA toolkit and "
-            f"libnccl-dev, and run this again.")
+        report(f"torch is built for CUDA {target.torch.cuda}, but nvcc or nccl.h is missing, so "
+               f"Horovod is built without NCCL. To have NCCL, install the CUDA toolkit and "
+               f"libnccl-dev, and run this again.")
 
 
 @contextmanager
@@ -140,6 +140,6 @@ def locked(file: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another set-up to finish")
+            report("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -65,7 +65,7 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def say(what: str) -> None:
+def report(what: str) -> None:
     """Print a line for a person into the worker's own output."""
     print(f"elastic-trainer: {what}", file=sys.stderr, flush=True)
 
@@ -78,8 +78,8 @@ def take(command: list[str]) -> socket.socket | None:
     folder = standby_folder(os.environ)
     try:
         if not is_private(folder):
-            say(f"{folder} belongs to another user, or others can enter it, so no standby is taken "
-                f"from it. Run chmod 700 {folder}")
+            report(f"{folder} belongs to another user, or others can enter it, so no standby is "
+                   f"taken from it. Run chmod 700 {folder}")
             return None
         waiting = sorted(folder.glob(f"{command_name(command, os.getcwd())}-*.sock"))
     except OSError:
@@ -94,7 +94,7 @@ def take(command: list[str]) -> socket.socket | None:
         keeper.close()
         if answer:
             reason = answer.decode(errors="replace")
-            say(f"The standby {path.name} was not taken ({reason}). The next one is asked.")
+            report(f"The standby {path.name} was not taken ({reason}). The next one is asked.")
     return None
 
 
@@ -169,12 +169,12 @@ def main() -> None:
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            say(f"{command[0]} cannot be run: {error}.")
+            report(f"{command[0]} cannot be run: {error}.")
             os._exit(127)
     try:
         status = accompany(keeper)
     except OSError as error:
-        say(str(error))
+        report(str(error))
         status = signal.SIGKILL
     end_like(status)
 

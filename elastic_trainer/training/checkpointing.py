@@ -231,7 +231,7 @@ class Checkpointing:
     def _is_leave_unsaved(self) -> bool:
         heard = self.state.committed if self._leave_heard is None else self._leave_heard
         return self.checkpoints is not None and is_leave_unsaved(
-            self.driver.somebody_leaves(), heard_step=heard, is_tried=self._is_leave_tried,
+            self.driver.is_host_leaving(), heard_step=heard, is_tried=self._is_leave_tried,
             newest_step=self.checkpoints.known.newest_step)
 
     def ballot(self, rank: int) -> CheckpointBallot:
@@ -261,7 +261,7 @@ class Checkpointing:
             self.timing.tick(self.state.committed + 1, checkpoints.known.newest_step,
                              checkpoints.known.published_at)
         # Not while one is in flight, which does not hold what was trained since it was begun.
-        if self._leave_heard is None and self.phase is Phase.IDLE and self.driver.somebody_leaves():
+        if self._leave_heard is None and self.phase is Phase.IDLE and self.driver.is_host_leaving():
             self._leave_heard = self.state.committed
 
     def note_step(self, step_s: float) -> None:
@@ -275,7 +275,7 @@ class Checkpointing:
         """
         if (checkpoints := self.checkpoints) is None:
             return
-        checkpoints.known.hear(control.published)
+        checkpoints.known.receive(control.published)
         if not self._has_room:
             self._has_room = True
             checkpoints.memory.prepare(self.state, world.size)
@@ -345,7 +345,7 @@ class Checkpointing:
         started, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
         while tries < LAST_TRIES:
             published = checkpoints.find_published(state.lineage)  # the store
-            checkpoints.known.hear(published)
+            checkpoints.known.receive(published)
             if published >= state.committed:
                 return
             if self.driver.is_writer(rank, time.monotonic() - started):

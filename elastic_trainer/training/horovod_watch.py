@@ -45,7 +45,7 @@ class Watch:
     def __init__(self, launch: Launch, driver: Driver, events: Events):
         self._launch, self._driver, self._events = launch, driver, events
         self._is_on = True
-        self._shows, sys.excepthook = sys.excepthook, self._hear
+        self._shows, sys.excepthook = sys.excepthook, self._handle_exception
 
     def end(self) -> None:
         """Stop: the run is finished."""
@@ -67,7 +67,7 @@ class Watch:
         self._driver.fail(text)
         self._events.flush()
 
-    def _hear(self, kind: type[BaseException], error: BaseException,
+    def _handle_exception(self, kind: type[BaseException], error: BaseException,
               trace: TracebackType | None) -> None:
         self.fail(error, 0, 1)  # outside of the training no fault of the machine is looked for
         self._shows(kind, error, trace)

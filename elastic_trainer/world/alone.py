@@ -24,7 +24,7 @@ class Alone:
         """Never."""
         return False
 
-    wants_stop = drains = must_hurry = somebody_leaves = is_broken = is_finished = wants_change
+    wants_stop = drains = must_hurry = is_host_leaving = is_broken = is_finished = wants_change
     drains_on_sigterm = counts_idle_generations = compares_arithmetic = wants_change
     takes_machine_faults = revives_workers = wants_change
 

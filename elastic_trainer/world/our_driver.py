@@ -174,7 +174,7 @@ class OurDriver:
         """True when this worker's own host wants it to leave (SIGTERM), within seconds."""
         return self._reports.drains
 
-    def somebody_leaves(self) -> bool:
+    def is_host_leaving(self) -> bool:
         """True when the host of a member of this generation has left the list."""
         return self._news.notice == "leave"
 

@@ -87,7 +87,7 @@ class Driver(Protocol):
     def must_hurry(self) -> bool:
         """True when this worker has seconds to leave (SIGTERM), not the minutes of a notice."""
 
-    def somebody_leaves(self) -> bool:
+    def is_host_leaving(self) -> bool:
         """True when the host of a member of this generation has left the list."""
 
     def is_writer(self, rank: int, waited_s: float) -> bool:

@@ -143,7 +143,7 @@ class PlainDriver:
         """Never: a worker notices the death of this driver only at the next change."""
         return False
 
-    is_broken = is_finished = somebody_leaves = wants_stop
+    is_broken = is_finished = is_host_leaving = wants_stop
     counts_idle_generations = compares_arithmetic = takes_machine_faults = wants_stop
     revives_workers = wants_stop
 
