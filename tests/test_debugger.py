@@ -33,6 +33,25 @@ print("steps", trainer.result.steps)
 """
 
 
+IN_HOROVODS_STYLE = """
+import horovod.torch as hvd
+import torch
+from elastic_trainer import ElasticState
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+state = ElasticState(model, optimizer)
+
+@hvd.elastic.run
+def train(state):
+    breakpoint()
+
+train(state)
+"""
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[list[str]]:
     """A run of two workers that all come to a breakpoint."""
@@ -78,8 +97,11 @@ def test_each_worker_gets_the_terminal_in_turn_when_all_come_to_a_breakpoint(
         os.close(person)
 
 
-def test_a_breakpoint_names_the_remedy_when_there_is_no_terminal(command: list[str]) -> None:
+@pytest.mark.parametrize("job", [JOB, IN_HOROVODS_STYLE], ids=["trainer", "horovods_style"])
+def test_a_breakpoint_names_the_remedy_when_there_is_no_terminal(command: list[str],
+                                                                 job: str) -> None:
     """pdb would read the end of stdin, and raise BdbQuit."""
+    Path(command[-1]).write_text(job)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                           timeout=DEADLINE_S)
     assert done.returncode != 0 and "BdbQuit" not in done.stderr + done.stdout

@@ -33,6 +33,7 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.standby.worker import is_standby
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
+from elastic_trainer.training import debugger
 from elastic_trainer.training.failures import end_as_user_error
 from elastic_trainer.training.horovod_commit import Named
 from elastic_trainer.training.horovod_member import Member
@@ -143,6 +144,7 @@ def _routed() -> Member | None:
     except ConfigError:
         end_as_user_error()  # its exit code ends the run; the driver does not know this worker yet
         raise
+    debugger.offer()
     return member
 
 
