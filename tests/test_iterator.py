@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_loop import INPUT, SIZE, Ears, built, mse, sgd, trained
 from test_trainer import (
+    Average,
     Fault,
     Pair,
     adversarial,
@@ -27,6 +28,8 @@ from test_trainer import (
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.store import StoreUnavailable
+from elastic_trainer.training.apply import weights_sha256
 from elastic_trainer.training.failures import UserExited
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.world.collectives import PeersLost
@@ -192,16 +195,47 @@ def test_a_finished_run_has_no_step_when_it_is_started_again(run_dir: Path) -> N
     assert seen == [] and trainer.result.steps == 6
 
 
-def test_the_code_behind_the_last_step_runs_once_more_when_only_the_store_knows_the_end(
-        tmp_path: Path) -> None:
-    """The worker learns after its warm-up that there is no step left. The step has the number and
-    the loss of the last one, metrics that are NaN, and the result is the same."""
-    seen, trainer = finish_again(
-        lambda step, seen: (step.number, step.every("1 epoch"), step.loss, step.metrics["acc"]),
-        store=f"{tmp_path}/store")
-    [(number, ends_epoch, loss, acc)] = seen
-    assert (number, ends_epoch, loss) == (5, True, trainer.result.loss) and acc != acc
+def test_a_finished_run_has_no_step_when_only_its_store_knows(tmp_path: Path) -> None:
+    """The worker looks there before its loop begins. The result is the same."""
+    seen, trainer = finish_again(lambda step, seen: step.number, store=f"{tmp_path}/store")
+    assert seen == [] and trainer.result.steps == 6
     assert trainer.result.weights_sha256 == trained(built()).weights_sha256
+
+
+@pytest.mark.parametrize("does_store_answer", [True, False])
+def test_the_code_behind_the_last_step_changes_nothing_when_it_runs_once_more(
+        does_store_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was finished early, or the store does not answer at the start: then the worker learns
+    the end after its warm-up. The step has the number, the loss and the metrics of the last one.
+    What the code changes in `state` and in the weights is put back."""
+    if not does_store_answer:
+        monkeypatch.setattr("elastic_trainer.training.account.open_store", silent)
+    ends, results = list[Any](), list[Any]()
+    for _ in range(3):
+        model, average, seen = built(), Average(), list[Any]()
+        trainer = trainer_of(model, store=f"{tmp_path}/store", state={"average": average})
+        for step in trainer:
+            for batch in step:
+                if does_store_answer and step.number == 3:
+                    step.stop("good enough")
+                step.backward(mse(model, batch))
+                step.log(acc=(step.number, 2))
+            average.update(model)
+            if len(results):
+                torch.nn.init.zeros_(model[0].weight)
+            seen.append((step.number, step.loss, step.metrics["acc"], step.every("2 steps")))
+        ends.append(seen[-1:])
+        results.append((trainer.result.weights_sha256, trainer.result.steps, average.updates,
+                        weights_sha256(trainer._worker.loop.state)))
+    last = 3 if does_store_answer else 5
+    assert len(seen) == 1 and ends[0] == ends[1] == ends[2]
+    assert (ends[0][0][0], ends[0][0][2:]) == (last, (4 * last / 8, True))
+    assert results[0] == results[1] == results[2] and results[0][1:3] == (last + 1, last + 1)
+
+
+def silent(url: str) -> Any:
+    """A store that does not answer."""
+    raise StoreUnavailable(url)
 
 
 # --- a process that restarts in place -------------------------------------------------------------

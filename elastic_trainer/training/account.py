@@ -15,7 +15,10 @@ from typing import Any
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
+from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.store import StoreUnavailable
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
 from elastic_trainer.world.arithmetic import (
@@ -161,3 +164,17 @@ def is_finished(run_dir: Path | None, steps: int) -> bool:
         return bool(early["steps"] == result["steps"] and early["planned_steps"] == steps)
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+def is_in_store(store: str | None, steps: int) -> bool:
+    """Return whether a store has the checkpoint of the last step of a run.
+
+    Network: two requests. If they fail, the answer is no: the restore asks again.
+    """
+    if store is None:
+        return False
+    try:
+        kept = CommitLog(open_store(store)).tail().kept
+    except (Damaged, FileNotFoundError, StoreUnavailable):
+        return False
+    return max(kept.values(), default=-1) == steps

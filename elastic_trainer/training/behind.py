@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from elastic_trainer.state.layout import Packed, unpack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.gradients import Gradients
 from elastic_trainer.training.moves import Begun, Finished, PhaseFinished
@@ -32,6 +33,7 @@ class Behind:
         self.ticks = -1
         """How many phases were finished when the user's code last ran behind one; -1: this worker
         has not joined."""
+        self._has_handed_over = False
         self.is_running = False
         """True while the user's code runs behind a step."""
         self._zero_at: float | None = None
@@ -57,7 +59,7 @@ class Behind:
         gradient."""
         state, ticks = self.state, self.state.ticks
         if -1 < self.ticks < ticks:
-            self.is_running = True
+            self._has_handed_over = self.is_running = True
             is_whole = state.phase == 0
             self.gradients.note_applied()
             yield (Finished(state.committed - 1) if is_whole
@@ -66,6 +68,20 @@ class Behind:
             if is_whole and not self.is_over():
                 yield Begun(state.committed)
             self.is_running, self.ticks = False, ticks
+
+    def show_last(self) -> Iterator[Finished]:
+        """Yield the last step of a run that was finished before this worker has joined it. The
+        user's loop has begun a step that there is not, and its code behind a step runs once more.
+        What that changes in the state is put back: the last checkpoint has it already.
+
+        Costs: one copy of the state.
+        """
+        if self._has_handed_over:
+            return
+        packed = self.state.packed()
+        kept = Packed(packed.header, [tensor.clone() for tensor in packed.tensors])
+        yield Finished(self.state.committed - 1)
+        self.state.load(unpack(kept))
 
     def is_over(self) -> bool:
         """Return whether all steps of the run are finished."""

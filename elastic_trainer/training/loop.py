@@ -57,8 +57,7 @@ class Loop:
     """One worker's training: the loop and what it works on."""
 
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str,
-                 compress: bool, plan: Plan | None = None,
-                 wish: Wish | None = None):
+                 compress: bool, plan: Plan | None = None, wish: Wish | None = None):
         self.job, self.launch, self.driver, self.events = job, launch, driver, events
         self.reduce, self.wish = reduce, wish or Wish()
         self.state = state_of(job, reduce, compress)
@@ -97,10 +96,10 @@ class Loop:
             write_alone=self._write_while_waiting, is_moving=checkpointing.is_moving,
             is_saving=checkpointing.is_saving, published=checkpointing.newest_step)
 
-    def moves(self) -> Generator[Move, None, Result]:
-        """Warm up, stand ready, and train in generation after generation. A run that is finished
-        needs no warm-up."""
-        if not is_finished(self.launch.run_dir, self.job.schedule.steps):
+    def moves(self, has_begun: bool = True) -> Generator[Move, None, Result]:
+        """Warm up, stand ready, and train in generation after generation. A run that is known to be
+        finished needs no warm-up: the user's loop has not begun a step."""
+        if has_begun and not is_finished(self.launch.run_dir, self.job.schedule.steps):
             yield from self._warm_up()
         if self.successor.take_up(self.launch.revived_from):
             self.events.emit("worker.revived", step=self.state.committed)
@@ -114,9 +113,12 @@ class Loop:
             self._end_with(over)
         state = self.state
         self.driver.finish(state.committed)
-        return Result(steps=state.committed, samples=state.samples, loss=state.loss,
-                      model=self.job.model, weights_sha256=weights_sha256(state),
-                      rank=self.world.rank)
+        result = Result(steps=state.committed, samples=state.samples, loss=state.loss,
+                        model=self.job.model, weights_sha256=weights_sha256(state),
+                        rank=self.world.rank)
+        if has_begun:
+            yield from self.behind.show_last()
+        return result
 
     def _warm_up(self) -> Generator[Move, None, None]:
         warm = yield from self.warm_up.run(is_exact=self.reduce == "exact")

@@ -74,9 +74,10 @@ class Trainer:
       bits. Log with step.number.
 
     A run that is finished does no more steps. If the same command is started again with its
-    `run_dir`, or under the launcher, the loop has no step. With a `store` alone, a worker learns
-    only after its warm-up that the run is finished: the code behind the inner loop then runs once
-    more, with the number and the loss of the last step, and metrics that are NaN.
+    `run_dir` or `store`, or under the launcher, the loop has no step. In one case a worker learns
+    the end only after its warm-up: step.stop() has ended the run, and only the store knows it. Then
+    the code behind the inner loop runs once more for the last step. What it changes in `state` and
+    in the weights is put back.
 
     The trainer clears and scales gradients, and steps the optimizer. To clip, use `clip_norm`:
     `clip_grad_norm_` in the loop raises, because a batch has a part of the gradient only, and

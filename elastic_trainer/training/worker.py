@@ -31,7 +31,7 @@ from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import debugger, determinism
-from elastic_trainer.training.account import is_finished
+from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
@@ -95,7 +95,8 @@ class Worker:
         Raises ConfigError for what cannot work, and what the user's code raises. Leaves by
         SystemExit if this worker is not wanted any more.
         """
-        if not is_finished(run_dir_of(self.options), self.job.schedule.steps):
+        has_begun = not self._is_finished()
+        if has_begun:
             yield Begun(0, is_trial=True)  # the number is known when this worker has joined
         if self.job.device.type == "cpu":
             torch.set_num_threads(self.options.cpu_threads)
@@ -113,7 +114,7 @@ class Worker:
                 self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
                                  self.options.compress, self.options.plan(),
                                  self.wish)
-                return (yield from self.loop.moves())
+                return (yield from self.loop.moves(has_begun=has_begun))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -124,6 +125,13 @@ class Worker:
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
                 # The result of what there is, if the run has not finished.
                 report.write_result(self.launch.run_dir)
+
+    def _is_finished(self) -> bool:
+        """Return whether the run is known to be finished, before this worker has its place. Under
+        our launcher a finished run has no worker."""
+        steps, launch = self.job.schedule.steps, Launch.from_environment()
+        store = None if launch.driver else launch.store or self.options.store
+        return is_finished(run_dir_of(self.options), steps) or is_in_store(store, steps)
 
     def _rehearse(self) -> Generator[Move, None, None]:
         if self.job.device.type == "cuda":
