@@ -16,7 +16,7 @@ from elastic_trainer.training.modes_differ import sentence
 
 SCHEDULE = Schedule(dataset_size=SIZE, global_batch=8, shards=4, epochs=2, seed=3,
                     min_shard_samples=2)
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def normed() -> Any:
@@ -51,7 +51,7 @@ def test_modes_that_differ_between_workers_end_the_run(where: str,
            "mode on rank 0 alone" in told[0]
 
 
-def test_the_user_is_told_which_modules_differ_and_where() -> None:
+def test_modules_whose_modes_differ_are_named_with_the_workers() -> None:
     """The first ones of many, and the model itself by what it is."""
     told = sentence(7, [["", "a"], ["a"], ["", "a", "b"]])
     assert told.startswith("the mode (train or eval) of the model, b differs between the workers "

@@ -280,6 +280,14 @@ def test_lines_have_at_most_100_columns() -> None:
             if len(line) > WIDEST and not CANNOT_BREAK.search(line)] == []
 
 
+def test_names_of_tests_are_plain_english() -> None:
+    """A law names its subject: a worker, the user, an unauthenticated client."""
+    odd = re.compile(r"def test_(?:\w*_)?"
+                     r"(?:told|tells?|said|says?|nobody|somebody|whoever|strangers?)(?:_\w*)?\(")
+    assert [found[0] for path in (ROOT / "tests").glob("test_*.py")
+            for found in odd.finditer(path.read_text(encoding="utf-8"))] == []
+
+
 def test_no_file_names_a_place_that_only_one_machine_has() -> None:
     """Neither a developer's folders nor the host of a package index, which pip's own configuration
     names."""
