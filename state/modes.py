@@ -8,9 +8,10 @@ What always holds:
 2. Each shard starts with the modes of the step's begin. The step ends with the modes that its first
    shard has left, in every world. What that shard has changed travels with the gradients, so a
    worker that has run no shard has it too, and so has one that rolls the step forward.
-3. The checkpoint of a finished run has the modes with which its last step ended, and not those that
-   the user's code behind that step has left. A run that gets more steps has no worker that has run
-   the code before the next inner loop, where model.train() may stand.
+3. The checkpoint of a finished run, or of one that was left behind a step, has the modes with which
+   its last step ended, and not those that the user's code behind that step has left. When such a
+   run goes on, no worker has run the code before the next inner loop, where model.train() may
+   stand.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,25 @@ def test_modes_that_the_inner_loop_sets_are_those_of_every_worker(
         assert ended[1] == alone[1] and (reduce == "ring" or ended[0] == alone[0])
 
 
-@pytest.mark.parametrize("is_left", [True, False])
+@pytest.mark.parametrize(("until", "leaves_at", "fails_at", "goes_on_at"),
+                         [(6, -1, -1, 6), (12, 5, -1, 6), (12, -1, 8, 6)],
+                         ids=["finished", "left", "failed"])
 def test_modes_that_are_set_before_the_inner_loop_hold_when_a_run_goes_on(
-        is_left: bool, tmp_path: Path) -> None:
+        until: int, leaves_at: int, fails_at: int, goes_on_at: int, tmp_path: Path) -> None:
     """model.train() stands before the inner loop, and model.eval() behind it. A resumed worker has
-    run the first one before it had the checkpoint. The run was left, or it was finished and gets
-    more steps."""
-    def run(until: int, folder: Path | None = None, leaves_at: int = -1) -> str:
-        model = normed()
+    run the first one before it had the checkpoint. The run was finished and gets more steps, or was
+    left by return, or an exception has ended it."""
+    def run(until: int, folder: Path | None = None, leaves_at: int = -1,
+            fails_at: int = -1) -> tuple[str, list[int]]:
+        model, steps = normed(), list[int]()
         trainer = trainer_of(model, until=f"{until} steps", checkpoint_every=3, run_dir=folder)
         for step in trainer:
             model.train()
             for batch in step:
                 step.backward(mse(model, batch))
+                if step.number == fails_at:
+                    raise ZeroDivisionError
+            steps.append(step.number)
             if step.every("1 epoch"):
                 model.eval()
             if folder and trainer._worker.loop:
@@ -110,13 +117,14 @@ def test_modes_that_are_set_before_the_inner_loop_hold_when_a_run_goes_on(
                 assert checkpoints
                 checkpoints.wait()
             if step.number == leaves_at:
-                return ""
+                return "", steps
         assert not model.training  # as the last evaluation has left it
-        return trainer.result.weights_sha256
+        return trainer.result.weights_sha256, steps
 
-    straight = run(12)
-    run(12, tmp_path, leaves_at=7) if is_left else run(6, tmp_path)
-    assert run(12, tmp_path) == straight
+    straight, _ = run(12)
+    with suppress(ZeroDivisionError):
+        run(until, tmp_path, leaves_at, fails_at)
+    assert run(12, tmp_path) == (straight, list(range(goes_on_at, 12)))
 
 
 def test_a_compiled_module_has_the_mode_of_the_one_that_it_wraps() -> None:

@@ -208,7 +208,9 @@ class Worker:
         if saves:
             self.driver.leave(text)
             if self.loop and self.loop.state.phase == 0:
-                self.loop.checkpointing.write_last(self.loop.world.rank)
+                state = self.loop.state
+                with state.modes.to_copy(is_last=not state.is_in_flight):
+                    self.loop.checkpointing.write_last(self.loop.world.rank)
         kept = self.loop.checkpointing.newest_step() if self.loop else -1
         resumed = (f"The same command goes on from the checkpoint of step {kept}." if kept > 0
                    else "It has no checkpoint, so the same command begins it anew.")
