@@ -96,7 +96,7 @@ class Leaving:
         if not self._is_open():
             return
         is_break = is_broken_off(frame)
-        if is_break or not self._worker.launch.horovod:  # there the vote follows, with this step
+        if is_break or not self._worker.must_vote:  # there the vote follows, with this step
             self._worker.drop_step()
         if is_break:
             self.finish()

@@ -263,7 +263,7 @@ class Trainer:
 
     def _end_with(self, error: BaseException) -> None:
         """End the run on all workers with an exception that has left the loop."""
-        if not self._worker.launch.horovod:
+        if not self._worker.must_vote:
             self._worker.report(error)
             return
         # Horovod's driver takes no reports. The vote informs the other workers, so this one goes on

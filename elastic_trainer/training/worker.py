@@ -85,6 +85,11 @@ class Worker:
         return bool(self.launch.run_dir or self.launch.store or self.launch.driver)
 
     @property
+    def must_vote(self) -> bool:
+        """True under plain horovodrun: only the vote informs the other workers of an exception."""
+        return self.launch.horovod and not self.launch.driver
+
+    @property
     def is_applying(self) -> bool:
         """True while the loop itself calls the optimizer."""
         return self.loop is not None and self.loop.state.is_applying
