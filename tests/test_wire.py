@@ -279,7 +279,8 @@ def test_asking_again_connects_again_when_the_connection_broke(ear: Ear) -> None
 
 def test_nobody_is_turned_away_when_a_fleet_connects_before_the_driver_listens() -> None:
     """The listen queue holds them all, so that nobody waits a second for a dropped SYN (F5)."""
-    server = WordServer("127.0.0.1", KEY, lambda words, address: words, lambda *_: None)
+    server = WordServer("127.0.0.1", KEY, lambda words, address: words, lambda *_: None,
+                        expected=lambda: 200)
     connections = [http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT_S) for _ in range(200)]
     for connection in connections:
         connection.connect()
