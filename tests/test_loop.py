@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import json
+import os
 import random
 import sys
 import threading
@@ -1409,6 +1410,14 @@ def test_other_arithmetic_is_logged_when_a_run_goes_on(
     trained(built(), max_steps=5, run_dir=run_dir, listeners=[ears])
     [told] = ears.facts("worker.arithmetic_differs")
     assert told["differs"]["cpu"][0] == "another" and not told["refused"]
+
+
+def test_a_run_in_one_process_leaves_its_environment_alone(run_dir: Path) -> None:
+    """A notebook that trains, and then starts horovodrun, hands its variables on to all workers."""
+    before = dict(os.environ)
+    trained(built(), max_steps=1, run_dir=run_dir)
+    ours = {name for name in os.environ if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_"))}
+    assert ours <= before.keys()
 
 
 def test_a_standby_gets_its_place_when_the_script_asks_for_its_number(

@@ -149,9 +149,10 @@ class Worker:
     def _take_place(self) -> str:
         """Read the launcher's options, and open the event log; returns the reducer."""
         launch = Launch.from_environment()
-        # Horovod's own variable changes with every generation.
-        os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)
         if launch.horovod:
+            # Horovod's own variable changes with every generation. A process alone leaves its
+            # environment as it is: a horovodrun that it starts would give all workers this slot.
+            os.environ["ELASTIC_TRAINER_SLOT"] = str(launch.slot)
             outlive_readers()
             # Under plain horovodrun. Our driver enables it before the first import.
             if not faulthandler.is_enabled():
