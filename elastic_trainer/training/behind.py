@@ -21,15 +21,18 @@ from collections.abc import Callable, Iterator
 
 from elastic_trainer.state.layout import Packed, unpack
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.evaluation import Evaluations
 from elastic_trainer.training.gradients import Gradients
-from elastic_trainer.training.moves import Begun, Finished, PhaseFinished
+from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished
 
 
 class Behind:
     """How far the user's code behind the steps has run, on this worker."""
 
-    def __init__(self, state: LiveState, gradients: Gradients, steps_due: Callable[[], int]):
+    def __init__(self, state: LiveState, gradients: Gradients, steps_due: Callable[[], int],
+                 evaluations: Evaluations):
         self.state, self.gradients, self._steps_due = state, gradients, steps_due
+        self.evaluations = evaluations
         self.ticks = -1
         """How many phases were finished when the user's code last ran behind one; -1: this worker
         has not joined."""
@@ -53,21 +56,28 @@ class Behind:
         """Begin where the state was restored: with the steps and the clock of a checkpoint."""
         self.ticks, self._zero_at = self.state.ticks, None
 
-    def hand_over(self) -> Iterator[PhaseFinished | Finished | Begun]:
+    def hand_over(self) -> Iterator[Move]:
         """Yield the step, or the phase, that was applied, unless the user's code has run behind it;
-        then the step that begins, if there is one. Raises RuntimeError if that code clips the
-        gradient."""
+        then the step that begins, if there is one. If a generation broke in an evaluation of that
+        code, it goes on there. Raises RuntimeError if that code clips the gradient."""
         state, ticks = self.state, self.state.ticks
         if -1 < self.ticks < ticks:
-            self._has_handed_over = self.is_running = True
             is_whole = state.phase == 0
-            self.gradients.note_applied()
-            yield (Finished(state.committed - 1) if is_whole
-                   else PhaseFinished(state.committed, state.phase - 1))
+            if not self.is_running:
+                self._has_handed_over = self.is_running = True
+                self.evaluations.begin(state.committed - 1)
+                self.gradients.note_applied()
+                yield (Finished(state.committed - 1) if is_whole
+                       else PhaseFinished(state.committed, state.phase - 1))
+            yield from self.evaluations.serve()
             self.gradients.check_applied()
             if is_whole and not self.is_over():
                 yield Begun(state.committed)
             self.is_running, self.ticks = False, ticks
+
+    def owes(self) -> bool:
+        """Return whether the user's code has not ended behind the last finished step."""
+        return -1 < self.ticks < self.state.ticks
 
     def show_last(self) -> Iterator[Finished]:
         """Yield the last step of a run that was finished before this worker has joined it. The

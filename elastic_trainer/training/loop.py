@@ -35,6 +35,7 @@ from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.apply import StepEnd, weights_sha256
 from elastic_trainer.training.behind import Behind
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
+from elastic_trainer.training.evaluation import Evaluations
 from elastic_trainer.training.failures import fault_of_machine
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.going_back import GoingBack
@@ -75,7 +76,9 @@ class Loop:
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
         self.account = Account(job, self.state, launch, events, reduce)
-        self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due)
+        self.evaluations = Evaluations(lambda: self.world, driver.is_broken, events)
+        self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due,
+                             self.evaluations)
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
                              driver.is_broken)
@@ -94,7 +97,8 @@ class Loop:
             part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
             expected_step_s=lambda size: self._shard_s * -(-self.job.schedule.shards // size),
             write_alone=self._write_while_waiting, is_moving=checkpointing.is_moving,
-            is_saving=checkpointing.is_saving, published=checkpointing.newest_step)
+            is_saving=checkpointing.is_saving, published=checkpointing.newest_step,
+            owes=lambda: self.behind.owes(), attend=lambda: self.evaluations.attend())
 
     def moves(self, has_begun: bool = True) -> Generator[Move, None, Result]:
         """Warm up, stand ready, and train in generation after generation. A run that is known to be

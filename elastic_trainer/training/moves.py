@@ -50,6 +50,27 @@ class Finished:
     step: int
 
 
+class Portion:
+    """One batch of an evaluation, for this worker to compute."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.sums: dict[str, Any] | None = None
+        """What the user's function has found in it."""
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the user's code has raised, for the other workers."""
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation is finished, on every worker that waits for it."""
+
+    means: dict[str, float]
+
+
 class Shard:
     """One shard in the hands of the user's code: its batch, and where its loss goes."""
 
@@ -132,4 +153,4 @@ class Shard:
             )
 
 
-Move = Begun | PhaseFinished | Finished | Shard
+Move = Begun | PhaseFinished | Finished | Shard | Portion | Evaluated

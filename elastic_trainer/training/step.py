@@ -172,6 +172,11 @@ class Step:
             shard.log(name, value)
 
     @property
+    def is_finished(self) -> bool:
+        """True behind the (last) inner loop."""
+        return self._stage == "finished"
+
+    @property
     def is_tried(self) -> bool:
         """True while the batch in hand is only tried (the warm-up)."""
         return self._is_trial and self._shard is not None

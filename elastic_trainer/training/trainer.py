@@ -34,10 +34,11 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.state.checkpoint import PART_BYTES
+from elastic_trainer.training.evaluation import Examination, Fn, examine
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
-from elastic_trainer.training.moves import Move, Shard
+from elastic_trainer.training.moves import Move, Portion, Shard
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.words import OF_TRAINER
@@ -196,6 +197,25 @@ class Trainer:
                                "behind the loop.")
         return self._result
 
+    def evaluate(self, dataset: Any, fn: Fn, *, batch_size: int | None = None,
+                 collate: Callable[[list[Any]], Any] | None = None) -> dict[str, float]:
+        """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
+        sample once, shared by all workers, the same in every world. A plain number is summed.
+
+        Call it on every worker, behind the inner loop or after the loop. `batch_size` is by default
+        that of a shard.
+        """
+        examination = Examination(self._worker.job, dataset, fn, batch_size, collate)
+        if self._result or not self._worker.is_behind_step:
+            if not (self._result or self._step and self._step.is_finished):
+                raise RuntimeError("evaluate() was called before a step was finished, or in an "
+                                   "inner loop. Call it behind `for batch in step`, on all workers.")
+            return examination.alone()
+        if not (self._step and self._step.is_finished):
+            raise RuntimeError("evaluate() was called before the inner loop of a step, or between "
+                               "two phases. Call it behind the last `for batch in step`.")
+        return self._worker.evaluate(examination, self._next)
+
     # --- the loop ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -272,7 +292,7 @@ class Trainer:
             self._step.give_up(error)
         with suppress(BaseException):  # it was reported, and the interpreter shows it
             for move in self._moves:
-                if isinstance(move, Shard):
+                if isinstance(move, (Shard, Portion)):
                     move.fail(error)
 
     def _forbid_step(self, *_: Any) -> None:

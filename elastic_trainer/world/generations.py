@@ -39,7 +39,7 @@ from elastic_trainer.world.pauses import Pauses
 from elastic_trainer.world.place import Driver, DriverHooks, Place
 from elastic_trainer.world.replicas import Part, ReplicaDiffers
 from elastic_trainer.world.session import Session, init_can_fail
-from elastic_trainer.world.standings import Standing, givers, has_state, newest, was_begun
+from elastic_trainer.world.standings import Standing, givers, has_state, is_owed, newest, was_begun
 from elastic_trainer.world.transfer import Transfer
 from elastic_trainer.world.vote import Ballot, Outcome, Wishes
 
@@ -82,6 +82,11 @@ class Hooks:
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
+    owes: Callable[[], bool] = lambda: False
+    """True while the user's code has not ended behind the last finished step."""
+    attend: Callable[[], None] = _nothing
+    """Called by all members when their user's code has ended, if the code of a member had not: that
+    code may have collectives."""
     write_alone: Callable[[], None] = _nothing
     """Called repeatedly while this worker waits for a place and should write the state, which only
     memory holds."""
@@ -320,6 +325,8 @@ class Generations:
         self._roll_forward(state, standings, roll_forward)
         if state.has_state:
             yield from hand_over()
+        if self.world.size > 1 and is_owed(standings):
+            self.hooks.attend()
         if len(found := givers(standings)) < self.world.size:
             self._transfer.move(state, found)
         self.pauses.enter(survivors)
@@ -330,7 +337,7 @@ class Generations:
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
         mine = torch.tensor([Standing(
             state.ticks, state.begun, state.has_state, state.last_vote, paused_ms,
-            self.arithmetic, self.pauses.form()).encode()], dtype=torch.int64)
+            self.arithmetic, self.pauses.form(), self.hooks.owes()).encode()], dtype=torch.int64)
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         return [Standing.decode(numbers) for numbers in everyone.tolist()]
 

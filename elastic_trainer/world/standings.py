@@ -27,21 +27,23 @@ class Standing(NamedTuple):
     arithmetic: Arithmetic | None = None
     """How it computes, without the facts."""
     pause: Survivor = Survivor(0, 0, 0)
+    owes: bool = False
+    """True if the user's code has not ended behind its last finished step."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
         own = self.arithmetic or Arithmetic(0, 0, 0)
         return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
-                own.program, own.inputs, own.result, *self.pause]
+                own.program, own.inputs, own.result, *self.pause, self.owes]
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> Standing:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
-        program, inputs, result, *pause = more
+        program, inputs, result, *pause, owes = more
         return Standing(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
-                        Arithmetic(program, inputs, result), Survivor(*pause))
+                        Arithmetic(program, inputs, result), Survivor(*pause), bool(owes))
 
 
 def has_state(standings: Sequence[Standing]) -> bool:
@@ -57,6 +59,12 @@ def givers(standings: Sequence[Standing]) -> list[int]:
 def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, ...]]:
     """Return the ticks and the last vote of the member that has finished most."""
     return max((s.committed, s.last_vote) for s in standings if s.has_state)
+
+
+def is_owed(standings: Sequence[Standing]) -> bool:
+    """True if the user's code of a member has not ended behind the last step that is finished."""
+    step, _ = newest(standings)
+    return any(s.has_state and (s.owes or s.committed < step) for s in standings)
 
 
 def was_begun(standings: Sequence[Standing]) -> bool:

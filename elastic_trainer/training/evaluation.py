@@ -1,0 +1,328 @@
+"""Evaluations behind a step: all workers share the batches, and all have the same sums.
+
+trainer.evaluate(dataset, fn) → Examination (what to compute) ⇄ moves ⇄ Evaluations (who computes
+it) → totals (exact sums) → means
+
+What always holds:
+1. Each batch of an evaluation counts once. Its sums are exact fractions, so the order in which they
+   are added, and the number of workers, do not change the result.
+2. An evaluation goes in rounds. A round is two collectives: what each worker wants and has done;
+   the sums. If the generation breaks, the workers that still want the result begin another round in
+   the next generation. They compute only the batches that none of them has.
+3. A worker that has the result gives it to those that lack it. Newcomers take part in the rounds
+   without batches, and receive the state afterwards.
+4. Modes, buffers and random numbers are put back after each batch, so between two moves nothing of
+   the evaluation shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy
+import torch
+
+from elastic_trainer.observe.events import Events
+from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.training.failures import PeerFailed
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.moves import Evaluated, Move, Portion
+from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.training.supported import refused_dataset
+from elastic_trainer.world.collectives import PeersLost, World
+
+Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
+Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
+"""By name: the total, the number of items (None: a plain sum), and whether all were finite."""
+ON_ALL = "Call it behind the inner loop on every worker, not under `if trainer.is_first`."
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+def sums_of(found: Any) -> Sums:
+    """Return what the user's function has found in a batch, exactly. Raises TypeError."""
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            f"the function of evaluate() returned a {type(found).__name__}. Return a dict of sums "
+            'by name: {"accuracy": (hits, n), "errors": errors}.')
+    return {name: _sum_of(name, value) for name, value in found.items()}
+
+
+def _sum_of(name: str, value: Any) -> tuple[Fraction, Fraction | None, bool]:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    try:
+        numbers = [float(part) for part in (value if is_pair else [value])]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"the function of evaluate() returned {name}={value!r}. Return a sum and "
+                        f"its number of items, {name}=(hits, n), or one number.") from error
+    is_finite = all(map(math.isfinite, numbers))
+    exact = [Fraction(number) if is_finite else Fraction(0) for number in numbers]
+    return exact[0], exact[1] if is_pair else None, is_finite
+
+
+def added(first: Sums, second: Sums) -> Sums:
+    """Return the sums of both. Raises RuntimeError if their names differ, and one is not empty."""
+    if not first or not second:
+        return first or second
+    kinds = [{name: one[name][1] is None for name in one} for one in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise RuntimeError(
+            f"the function of evaluate() returned {sorted(first)} for one batch and "
+            f"{sorted(second)} for another, or a pair for one and a number for the other. Return "
+            f"the same names for each batch, with (0, 0) where there is nothing to add.")
+    return {name: (total + second[name][0],
+                   None if weight is None else weight + (second[name][1] or 0),
+                   is_finite and second[name][2])
+            for name, (total, weight, is_finite) in first.items()}
+
+
+def means_of(sums: Sums) -> dict[str, float]:
+    """Return total by number of items, or the total where there is no such number; NaN where a
+    number was not finite or nothing was counted."""
+    return {name: _mean(*one) for name, one in sorted(sums.items())}
+
+
+def _mean(total: Fraction, weight: Fraction | None, is_finite: bool) -> float:
+    if not is_finite or weight == 0:
+        return math.nan
+    return float(total if weight is None else total / weight)
+
+
+def encoded(sums: Sums) -> dict[str, Any]:
+    """Return sums as JSON values."""
+    return {name: [str(total), None if weight is None else str(weight), is_finite]
+            for name, (total, weight, is_finite) in sums.items()}
+
+
+def decoded(values: Mapping[str, Any]) -> Sums:
+    """Read what `encoded` has returned."""
+    return {name: (Fraction(total), None if weight is None else Fraction(weight), is_finite)
+            for name, (total, weight, is_finite) in values.items()}
+
+
+# --- what to compute ------------------------------------------------------------------------------
+
+class Examination:
+    """One evaluation of this worker's model: its batches, and what the user's function finds."""
+
+    def __init__(self, job: Job, dataset: Any, fn: Fn, batch_size: int | None,
+                 collate: Callable[[list[Any]], Any] | None):
+        if why := refused_dataset(dataset):
+            raise ValueError(why)
+        size = batch_size or max(1, job.schedule.global_batch // job.schedule.shards)
+        if batch_size is not None and batch_size < 1 or not len(dataset):
+            raise ValueError(f"evaluate() got {len(dataset)} samples and batch_size={batch_size}. "
+                             f"Give at least one sample, and a batch_size of 1 or more.")
+        self.job, self.dataset, self.fn, self.batch_size = job, dataset, fn, size
+        self.collate = collate or job.collate
+        self._buffers = [(module, name, buffer, buffer.clone())
+                         for module in job.model.modules()
+                         for name, buffer in module._buffers.items() if buffer is not None]
+
+    @property
+    def batches(self) -> int:
+        """The number of batches: the last one may be short."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def sums(self, number: int) -> Sums:
+        """Compute one batch. Costs: its forward pass."""
+        job, start = self.job, number * self.batch_size
+        indices = numpy.arange(start, min(start + self.batch_size, len(self.dataset)))
+        with self._apart():
+            seed_everything(job.schedule.shard_seed(0, number))
+            batch = to_device(fetch(self.dataset, indices, self.collate), job.device)
+            return sums_of(self.fn(job.model, batch))
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Evaluate the model for a while, and leave no trace. Raises RuntimeError if parameters
+        were changed."""
+        model, on_gpu = self.job.model, self.job.device.type == "cuda"
+        modes = [(module, module.training) for module in model.modules()]
+        versions = [parameter._version for parameter in model.parameters()]
+        drawn = random.getstate(), numpy.random.get_state()
+        try:
+            with torch.random.fork_rng([self.job.device] if on_gpu else []), torch.no_grad():
+                model.eval()
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            random.setstate(drawn[0])
+            numpy.random.set_state(drawn[1])
+            self._put_buffers_back()
+        if versions != [parameter._version for parameter in model.parameters()]:
+            raise RuntimeError("the function of evaluate() has changed parameters of the model. "
+                               "Change them behind the inner loop, on every worker.")
+
+    def _put_buffers_back(self) -> None:
+        with torch.no_grad():
+            for module, name, buffer, before in self._buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+    def alone(self) -> dict[str, float]:
+        """Compute all batches on this worker: the run is finished, and its world has ended."""
+        total: Sums = {}
+        for number in range(self.batches):
+            total = added(total, self.sums(number))
+        return means_of(total)
+
+
+def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[str, float]:
+    """Compute the batches that the worker's moves hand out, until all workers have the result."""
+    while True:
+        match draw():
+            case Portion() as portion:
+                portion.sums = examination.sums(portion.number)
+            case Evaluated() as evaluated:
+                return evaluated.means
+            case move:
+                raise AssertionError(f"{move} in an evaluation")
+
+
+# --- who computes it ------------------------------------------------------------------------------
+
+@dataclass
+class Request:
+    """The evaluation that this worker's code waits for, and what it has done of it."""
+
+    batches: int
+    samples: int
+    began: float = field(default_factory=time.monotonic)
+    done: set[int] = field(default_factory=set)
+    sums: Sums = field(default_factory=dict)
+    error: str = ""
+
+
+class Evaluations:
+    """The evaluations behind the last finished step, on this worker."""
+
+    def __init__(self, world: Callable[[], World], is_broken: Callable[[], bool],
+                 events: Events):
+        self._world, self._is_broken, self._events = world, is_broken, events
+        self.request: Request | None = None
+        self._step = 0
+        self._is_known = False
+        """True if this process has run the code behind the last step from its start."""
+        self._results: list[Sums] = []
+
+    def begin(self, step: int) -> None:
+        """Begin the user's code behind a step."""
+        self.request, self._results, self._is_known, self._step = None, [], True, step
+
+    def ask(self, examination: Examination) -> None:
+        """Have the next moves compute an evaluation."""
+        self.request = Request(examination.batches, len(examination.dataset))
+
+    def serve(self) -> Generator[Move, None, None]:
+        """Compute what the user's code asks for, one evaluation after the other."""
+        while self.request is not None:
+            yield from self._round()
+
+    def attend(self) -> None:
+        """Take part in the evaluations of other workers until no worker wants one. All workers call
+        it, each when its own code has ended."""
+        assert self.request is None
+        while True:
+            try:
+                next(round_ := self._round())
+            except StopIteration as end:
+                if not end.value:
+                    return
+            else:
+                round_.close()
+                raise AssertionError("a worker without a request has got a batch")
+
+    def _round(self) -> Generator[Move, None, bool]:
+        """Do one round; returns whether a worker wanted an evaluation. Network: two gathers."""
+        request, world = self.request, self._world()
+        mine = {"has": len(self._results), "is_known": self._is_known, "wants": None}
+        if request:
+            mine |= {"wants": len(self._results), "done": sorted(request.done),
+                     "of": [request.batches, request.samples]}
+        plans = [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+        wanting = [rank for rank, plan in enumerate(plans) if plan["wants"] is not None]
+        if not wanting:
+            return False
+        number = min(plans[rank]["wants"] for rank in wanting)
+        wanting = [rank for rank in wanting if plans[rank]["wants"] == number]
+        require_alike(plans, wanting, number)
+        holders = [rank for rank, plan in enumerate(plans) if plan["has"] > number]
+        given: dict[str, Any] = {}
+        if world.rank in holders[:1]:
+            given["sums"] = encoded(self._results[number])
+        elif request and world.rank in wanting and not holders:
+            yield from self._compute(request, shared_out(plans, wanting)[world.rank])
+            given = {"sums": encoded(request.sums), "error": request.error}
+        texts = world.gather_texts(json.dumps(given))
+        self._take([json.loads(text) for text in texts], wanting)
+        if world.rank in wanting and request:
+            self.request = None
+            means = means_of(self._results[-1])
+            if world.rank == wanting[0]:
+                self._events.emit(
+                    "worker.evaluated", step=self._step, samples=request.samples,
+                    metrics={name: None if math.isnan(mean) else mean
+                             for name, mean in means.items()},
+                    duration_s=round(time.monotonic() - request.began, 4))
+            yield Evaluated(means)
+        return True
+
+    def _compute(self, request: Request, numbers: list[int]) -> Generator[Move, None, None]:
+        for number in numbers:
+            if self._is_broken():
+                raise PeersLost("a member is gone: the evaluation goes on in the next generation")
+            portion = Portion(number)
+            yield portion
+            if portion.error is not None:  # only the collectives report it to the other workers
+                request.error = "".join(traceback.format_exception(portion.error))
+                return
+            if portion.sums is None:
+                raise RuntimeError(
+                    f"the function of evaluate() raised for batch {number}, and the loop went on. "
+                    f"An evaluation cannot be left: let its exceptions end the run.")
+            request.sums = added(request.sums, portion.sums)
+            request.done.add(number)
+
+    def _take(self, given: list[dict[str, Any]], wanting: list[int]) -> None:
+        """Add up what the workers have given, if this worker wants it. Raises PeerFailed."""
+        for rank, one in enumerate(given):
+            if one.get("error"):
+                raise PeerFailed(f"rank {rank} failed in evaluate():\n{one['error']}")
+        if self._world().rank in wanting:
+            total: Sums = {}
+            for one in given:
+                total = added(total, decoded(one.get("sums", {})))
+            self._results.append(total)
+
+
+def require_alike(plans: list[dict[str, Any]], wanting: list[int], number: int) -> None:
+    """Raise RuntimeError, on all workers, if they do not evaluate the same."""
+    sizes = {tuple(plans[rank]["of"]) for rank in wanting}
+    if len(sizes) > 1:
+        raise RuntimeError(
+            f"the workers evaluate different numbers of (batches, samples): {sorted(sizes)}. Give "
+            f"evaluate() the same dataset and batch_size on every worker.")
+    lacking = [rank for rank, plan in enumerate(plans)
+               if plan["wants"] is None and plan["is_known"] and plan["has"] <= number]
+    if lacking:
+        raise RuntimeError(f"the ranks {wanting} called evaluate(), and the ranks {lacking} did "
+                           f"not. {ON_ALL}")
+
+
+def shared_out(plans: list[dict[str, Any]], wanting: list[int]) -> dict[int, list[int]]:
+    """Return the batches that each worker computes: those that none of them has done, in turn."""
+    done = {number for rank in wanting for number in plans[rank]["done"]}
+    left = [number for number in range(plans[wanting[0]]["of"][0]) if number not in done]
+    return {rank: left[place::len(wanting)] for place, rank in enumerate(wanting)}
