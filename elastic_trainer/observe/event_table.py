@@ -281,6 +281,11 @@ _WORLD = (
     EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
               (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind(
+        "worker.evaluated", INFO, "An evaluation behind a step is finished. A metric that is not a "
+        "number is null.",
+        has(step=STEP, samples=WHOLE, metrics=OBJECT, duration_s=SECONDS),
+        "evaluated {samples} samples behind step {step}"),
+    EventKind(
         "worker.step_redone", INFO,
         "A step was in flight when the world changed, and is done again.", _STEP,
         "step {step} was in flight and is done again"),

@@ -247,7 +247,8 @@ class Evaluations:
     def _round(self) -> Generator[Move, None, bool]:
         """Do one round; returns whether a worker wanted an evaluation. Network: two gathers."""
         request, world = self.request, self._world()
-        mine = {"has": len(self._results), "is_known": self._is_known, "wants": None}
+        mine: dict[str, Any] = {"has": len(self._results), "is_known": self._is_known,
+                                "wants": None}
         if request:
             mine |= {"wants": len(self._results), "done": sorted(request.done),
                      "of": [request.batches, request.samples]}

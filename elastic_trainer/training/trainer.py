@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.state.checkpoint import PART_BYTES
-from elastic_trainer.training.evaluation import Examination, Fn, examine
+from elastic_trainer.training.evaluation import Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
@@ -206,14 +206,12 @@ class Trainer:
         that of a shard.
         """
         examination = Examination(self._worker.job, dataset, fn, batch_size, collate)
-        if self._result or not self._worker.is_behind_step:
-            if not (self._result or self._step and self._step.is_finished):
-                raise RuntimeError("evaluate() was called before a step was finished, or in an "
-                                   "inner loop. Call it behind `for batch in step`, on all workers.")
-            return examination.alone()
-        if not (self._step and self._step.is_finished):
-            raise RuntimeError("evaluate() was called before the inner loop of a step, or between "
-                               "two phases. Call it behind the last `for batch in step`.")
+        is_in_loop = getattr(self._in_thread, "trainer", None) is self
+        if not (self._step and self._step.is_finished if is_in_loop else self._result):
+            raise RuntimeError(
+                "evaluate() was called where no step is finished: before or inside of an inner "
+                "loop, or after a loop that was left. Call it on all workers, behind the last `for "
+                "batch in step` of a step, or when the loop has ended.")
         return self._worker.evaluate(examination, self._next)
 
     # --- the loop ---------------------------------------------------------------------------------

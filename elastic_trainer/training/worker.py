@@ -32,6 +32,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
+from elastic_trainer.training.evaluation import Examination, examine
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
@@ -200,6 +201,14 @@ class Worker:
         # The driver learns of a worker that never stood ready by its exit code.
         self.driver.fail(text)
         self.events.flush()
+
+    def evaluate(self, examination: Examination,
+                 draw: Callable[[], Move | None]) -> dict[str, float]:
+        """Evaluate the model: with all workers behind a step, and alone when the run is over."""
+        if not (self.loop and self.loop.behind.is_running):
+            return examination.alone()
+        self.loop.evaluations.ask(examination)
+        return examine(examination, draw)
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""

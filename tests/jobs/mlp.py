@@ -62,6 +62,8 @@ parser.add_argument("--break-on", help="on this host only")
 parser.add_argument("--break-at", type=int, help="the loop is left behind this step, everywhere")
 parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
+parser.add_argument("--evaluate", action="store_true",
+                    help="evaluate behind each tenth step, and let the weights depend on the result")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
@@ -133,6 +135,15 @@ if options.iterator:
                 step.backward(loss(model, batch))
                 if is_here_and_now(options.stop_at, step.number):
                     step.stop("as planned")
+        if options.evaluate and step.number % 10 == 9:
+            def hits(model, batch, number=step.number):
+                if injector:
+                    injector("evaluate", {"step": number})
+                return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+            accuracy = trainer.evaluate(Samples(), hits, batch_size=50)["accuracy"]
+            with torch.no_grad():
+                model[0].bias.mul_(1 - accuracy / 100)
         if is_here_and_now(options.raise_at, step.number):
             raise ValueError("in the loop, as planned")
         if step.number == options.break_at and (

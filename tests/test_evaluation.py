@@ -1,0 +1,172 @@
+"""Evaluations: the same numbers in every world and across broken generations, and no trace in the
+training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from faults import Plan
+from test_faults import FEW, host
+from test_loop import built, mse
+from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
+
+from elastic_trainer.training.evaluation import added, means_of, sums_of
+from elastic_trainer.world.collectives import PeersLost
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+POINTS = torch.randn(53, 5, generator=torch.Generator().manual_seed(5))
+HELD_OUT = torch.utils.data.TensorDataset(POINTS, POINTS[:, :3].abs())
+
+
+def found(model: Model, batch: Any) -> dict[str, Any]:
+    error = (model(batch[0]) - batch[1]).pow(2)
+    return {"error": (error.sum(), error.numel()), "largest": error.max(), "samples": len(batch[0])}
+
+
+def model_of(*more: Model) -> Model:
+    return built(torch.nn.BatchNorm1d(8), *more)
+
+
+def run(model: Model, fn: Any = found, **more: Any) -> tuple[str, list[dict[str, float]]]:
+    """Train, and evaluate twice behind each step."""
+    torch.manual_seed(0)
+    trainer, seen = trainer_of(model, **more), []
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+        seen += [trainer.evaluate(HELD_OUT, fn, batch_size=size) for size in (7, 4)]
+    seen.append(trainer.evaluate(HELD_OUT, fn, batch_size=7))
+    return trainer.result.weights_sha256, seen
+
+
+# --- the same numbers -----------------------------------------------------------------------------
+
+def test_each_sample_counts_once_and_the_training_has_no_trace_of_it() -> None:
+    """Modes, statistics, random numbers: the weights are those of a run without evaluations."""
+    model, plain = (model_of(torch.nn.Dropout(0.2)) for _ in range(2))
+    sha256, seen = run(model)
+    trainer = trainer_of(plain)
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(plain, batch))
+    assert sha256 == trainer.result.weights_sha256
+    assert {one["samples"] for one in seen} == {53.0}
+    model.eval()
+    whole = (model(POINTS) - HELD_OUT.tensors[1]).pow(2).mean().item()
+    assert seen[-1] == seen[-3] and seen[-1]["error"] == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_numbers_are_those_of_one_worker_in_every_world(
+        size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are exact, so their order does not matter."""
+    alone = run(model_of())
+    models = [model_of() for _ in range(size)]
+    assert in_a_breaking_world(monkeypatch, size, lambda rank: run(models[rank])) == [alone] * size
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_in_an_evaluation(
+        call: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or behind each of its collectives: some workers have the result, and others not."""
+    alone, models = run(model_of()), [model_of() for _ in range(4)]
+    fired = breaking_gathers(monkeypatch, rank, call + 4)
+    assert in_a_breaking_world(monkeypatch, 4, lambda rank: run(models[rank])) == [alone] * 4
+    assert fired == [rank]
+
+
+@pytest.mark.parametrize("point", ["step.voted", "step.applied"])
+def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_before_an_evaluation(
+        point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of one worker has not run behind the step, and that of the others waits for it."""
+    alone, models = run(model_of()), [model_of() for _ in range(4)]
+    ended = in_a_breaking_world(
+        monkeypatch, 4,
+        lambda rank: run(models[rank], listeners=[Fault((point, 2))] if rank == 1 else []))
+    assert ended == [alone] * 4
+
+
+def breaking_gathers(monkeypatch: pytest.MonkeyPatch, rank: int, call: int) -> list[int]:
+    """Break the generation behind one gather of an evaluation, on one rank."""
+    from test_trainer import Broken
+
+    calls, fired, gather = dict[int, int](), list[int](), Broken.gather_texts
+
+    def gathered(self: Broken, text: str) -> list[str]:
+        texts = gather(self, text)
+        calls[self.rank] = calls.get(self.rank, 0) + 1
+        if self.rank == rank and calls[self.rank] == call:
+            fired.append(rank)
+            raise PeersLost("as planned")
+        return texts
+
+    monkeypatch.setattr(Broken, "gather_texts", gathered)
+    return fired
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+def test_an_evaluation_raises_where_no_step_is_finished() -> None:
+    model = model_of()
+    trainer = trainer_of(model)
+    with pytest.raises(RuntimeError, match="where no step is finished"):
+        trainer.evaluate(HELD_OUT, found)
+    with pytest.raises(RuntimeError, match="where no step is finished"):
+        for step in trainer:
+            for _ in step:
+                trainer.evaluate(HELD_OUT, found)
+
+
+@pytest.mark.parametrize(("fn", "message"), [
+    (lambda model, batch: 1.0, "returned a float. Return a dict"),
+    (lambda model, batch: {"loss": batch[0]}, "Return a sum and its number of items"),
+    (lambda model, batch: model[0].weight.zero_() and {}, "changed parameters|Boolean value"),
+])
+def test_a_function_that_cannot_work_raises(fn: Any, message: str) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        run(model_of(), fn)
+
+
+def test_workers_that_evaluate_other_data_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> None:
+        trainer = trainer_of(models[rank])
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(models[rank], batch))
+            trainer.evaluate(torch.utils.data.TensorDataset(POINTS[:20 + rank]), found)
+
+    models = [model_of() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="evaluate different numbers"):
+        in_a_breaking_world(monkeypatch, 2, work)
+
+
+def test_sums_are_exact_and_a_number_that_is_none_shows() -> None:
+    one = sums_of({"a": (1e16, 1), "b": 1.0})
+    many = added(added(one, sums_of({"a": (1.0, 1), "b": 2.0})), sums_of({"a": (-1e16, 0), "b": 0}))
+    assert means_of(many) == {"a": 0.5, "b": 3.0}
+    assert str(means_of(added(many, sums_of({"a": (float("inf"), 1), "b": 1})))["a"]) == "nan"
+    with pytest.raises(RuntimeError, match="the same names for each batch"):
+        added(many, sums_of({"c": 1}))
+
+
+# --- on a cluster ---------------------------------------------------------------------------------
+
+def test_no_bit_is_another_when_workers_die_in_an_evaluation(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """The weights depend on what each evaluation has found. The survivors go on with it."""
+    job = (*FEW, "--iterator", "--evaluate")
+    plan = Plan().kill(host=host(2), at="evaluate", step=9).kill(host=host(3), at="evaluate",
+                                                                step=19)
+    with Cluster(tmp_path, hosts=4, job=job, plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=2)
+        evaluated = cluster.events("worker.evaluated")
+        assert [e["step"] for e in evaluated] == [9, 19, 29, 39], cluster.story()
+        assert {e["samples"] for e in evaluated} == {1003}
+    assert result["attempts"] == 1
