@@ -15,7 +15,7 @@ from test_faults import FEW, host
 from test_loop import built, mse
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
-from elastic_trainer.training.evaluation import added, means_of, sums_of
+from elastic_trainer.training.evaluation import added, means_of, require_alike, shared_out, sums_of
 from elastic_trainer.world.collectives import PeersLost
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -144,6 +144,17 @@ def test_workers_that_evaluate_other_data_raise(monkeypatch: pytest.MonkeyPatch)
     models = [model_of() for _ in range(2)]
     with pytest.raises(RuntimeError, match="evaluate different numbers"):
         in_a_breaking_world(monkeypatch, 2, work)
+
+
+def test_an_evaluation_on_some_workers_only_raises_when_their_generation_has_ended() -> None:
+    """A worker that restarted in place does not know what its code had evaluated. A worker with the
+    result has called it, too."""
+    asks = {"wants": 0, "has": 0, "is_known": True, "done": [1], "of": [4, 50]}
+    ended = {"wants": None, "has": 0, "is_known": True}
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] called evaluate.*ranks \[1\] did not"):
+        require_alike([asks, ended], [0], 0)
+    require_alike([asks, ended | {"is_known": False}, ended | {"has": 1}], [0], 0)
+    assert shared_out([asks, ended, asks | {"done": [2]}], [0, 2]) == {0: [0], 2: [3]}
 
 
 def test_sums_are_exact_and_a_number_that_is_none_shows() -> None:

@@ -63,7 +63,7 @@ parser.add_argument("--break-at", type=int, help="the loop is left behind this s
 parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
 parser.add_argument("--evaluate", action="store_true",
-                    help="evaluate behind each tenth step, and let the weights depend on the result")
+                    help="evaluate behind each tenth step; the weights depend on the result")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
