@@ -76,9 +76,8 @@ class Loop:
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
         self.account = Account(job, self.state, launch, events, reduce)
-        self.evaluations = Evaluations(lambda: self.world, driver.is_broken, events)
         self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due,
-                             self.evaluations)
+                             Evaluations(lambda: self.world, driver.is_broken, events))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
                              driver.is_broken)
@@ -96,9 +95,9 @@ class Loop:
             all_parts=self.replica.all_parts,
             part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
             expected_step_s=lambda size: self._shard_s * -(-self.job.schedule.shards // size),
-            write_alone=self._write_while_waiting, is_moving=checkpointing.is_moving,
-            is_saving=checkpointing.is_saving, published=checkpointing.newest_step,
-            owes=lambda: self.behind.owes(), attend=lambda: self.evaluations.attend())
+            write_alone=self._write_while_waiting, published=checkpointing.newest_step,
+            is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
+            owes=lambda: self.behind.owes(), attend=lambda: self.behind.evaluations.attend())
 
     def moves(self, has_begun: bool = True) -> Generator[Move, None, Result]:
         """Warm up, stand ready, and train in generation after generation. A run that is known to be
@@ -137,8 +136,7 @@ class Loop:
             if self.behind.is_at_begin():
                 self.checkpointing.write_last(self.world.rank)
             self.driver.report_last_step(self.state.committed)
-        # Finished: another worker has seen the last vote pass, and this one has applied the last
-        # step.
+        # Finished: another worker saw the last vote pass, and this one has applied the last step.
         if over.verdict != "finished" or self.state.committed < self.account.steps_due():
             raise over
 
@@ -280,8 +278,7 @@ class Loop:
         return "fresh" if step is None else "checkpoint"
 
     def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Outcome:
-        """Vote on the last checkpoint, after the last step. Raises what ends the run, on all
-        workers."""
+        """Vote on the last checkpoint, after the last step. All workers raise what ends the run."""
         self.shards.error = self.checkpointing.fenced
         control = self._vote(self.state.committed, Ballot(checkpoint=ballot))
         self.shards.raise_if_failed(control.failed_rank, self.world)

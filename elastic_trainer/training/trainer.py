@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.state.checkpoint import PART_BYTES
-from elastic_trainer.training.evaluation import Examination, Fn
+from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
@@ -202,16 +202,12 @@ class Trainer:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
-        Call it on every worker, behind the inner loop or after the loop. `batch_size` is by default
-        that of a shard.
+        Call it on every worker, behind the inner loop. `batch_size` is by default that of a shard.
         """
         examination = Examination(self._worker.job, dataset, fn, batch_size, collate)
         is_in_loop = getattr(self._in_thread, "trainer", None) is self
         if not (self._step and self._step.is_finished if is_in_loop else self._result):
-            raise RuntimeError(
-                "evaluate() was called where no step is finished: before or inside of an inner "
-                "loop, or after a loop that was left. Call it on all workers, behind the last `for "
-                "batch in step` of a step, or when the loop has ended.")
+            raise RuntimeError(NOT_FINISHED)
         return self._worker.evaluate(examination, self._next)
 
     # --- the loop ---------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ class Worker:
         """Evaluate the model: with all workers behind a step, and alone when the run is over."""
         if not (self.loop and self.loop.behind.is_running):
             return examination.alone()
-        self.loop.evaluations.ask(examination)
+        self.loop.behind.evaluations.ask(examination)
         return examine(examination, draw)
 
     def finish(self, reason: str) -> None:

@@ -308,9 +308,8 @@ class Generations:
         The transfer comes after `hand_over`: the user's code behind a step may change the state, so
         each member that gives a share of the state must have run that code. No member waits for
         another before the transfer, and the transfer begins when all members have returned from the
-        user's code. That code may take long. Horovod's background threads continue to negotiate and
-        the heartbeats have a thread of their own, so neither Gloo's timeout nor the driver takes
-        such a member for a dead one.
+        user's code. That code may take long. Horovod continues to negotiate and the heartbeats have
+        a thread of their own, so neither Gloo nor the driver takes such a member for a dead one.
         """
         began = time.monotonic()
         standings, source = self._exchange_standings(state), "memory"
