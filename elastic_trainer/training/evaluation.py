@@ -44,9 +44,9 @@ Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
 """By name: the total, the number of items (None: a plain sum), and whether all were finite."""
 NOT_FINISHED = (
-    "evaluate() was called where no step is finished: before or inside of an inner loop, or after a "
-    "loop that was left. Call it on all workers, behind the last `for batch in step` of a step, or "
-    "when the loop has ended.")
+    "evaluate() was called where no step is finished: before or inside of an inner loop, or after "
+    "a loop that was left. Call it on all workers, behind the last `for batch in step` of a step, "
+    "or when the loop has ended.")
 ON_ALL = "Call it behind the inner loop on every worker, not under `if trainer.is_first`."
 
 
