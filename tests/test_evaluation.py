@@ -3,6 +3,7 @@ training."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
-from faults import Plan
+from faults import RELEASED, Plan
 from test_faults import FEW, host
 from test_loop import built, mse
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
@@ -181,3 +182,25 @@ def test_no_bit_is_another_when_workers_die_in_an_evaluation(
         assert [e["step"] for e in evaluated] == [9, 19, 29, 39], cluster.story()
         assert {e["samples"] for e in evaluated} == {1003}
     assert result["attempts"] == 1
+
+
+def test_no_bit_is_another_when_a_newcomer_enters_in_the_middle_of_an_evaluation(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """It stands ready when a worker dies, so the generation in which the survivors go on with the
+    evaluation is its first one. It receives the state behind the evaluation."""
+    job = (*FEW, "--iterator", "--evaluate")
+    plan = Plan().add("hold", host=host(1), at="evaluate", step=19)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
+        cluster.wait_until_fired()
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for("newcomer", lambda: any(
+            e["worker"].split("/")[0] == host(4) for e in cluster.events("driver.worker_ready")))
+        cluster.signal_worker(host(2), signal.SIGKILL)
+        cluster.wait_for("the death", cluster.lost)
+        (tmp_path / RELEASED).touch()
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=1)
+        evaluated = cluster.events("worker.evaluated")
+        (received,) = [e for e in cluster.events("worker.state_received") if e["step"] == 20]
+        assert [e["step"] for e in evaluated] == [9, 19, 29, 39], cluster.story()
+        assert evaluated[1]["generation"] == received["generation"], cluster.story()
