@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import PATIENT, Cluster
 from faults import RELEASED, Plan
 from test_faults import FEW, host
 from test_loop import built, mse
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
+from elastic_trainer.config import EXIT_USER_ERROR
 from elastic_trainer.training.evaluation import added, means_of, require_alike, shared_out, sums_of
 from elastic_trainer.world.collectives import PeersLost
 
@@ -204,3 +205,13 @@ def test_no_bit_is_another_when_a_newcomer_enters_in_the_middle_of_an_evaluation
         (received,) = [e for e in cluster.events("worker.state_received") if e["step"] == 20]
         assert [e["step"] for e in evaluated] == [9, 19, 29, 39], cluster.story()
         assert evaluated[1]["generation"] == received["generation"], cluster.story()
+
+
+def test_the_run_ends_with_an_error_when_one_worker_alone_evaluates(tmp_path: Path) -> None:
+    """The others have gone on to the next step, so the collectives of neither would ever end."""
+    job = (*FEW, "--iterator", "--evaluate", "--evaluate-on", host(1))
+    with Cluster(tmp_path, hosts=2, job=job, limits=f"{PATIENT},stuck_s=3") as cluster:
+        assert cluster.finish() == EXIT_USER_ERROR
+        errors = [e["error"] for e in cluster.events("worker.failed")]
+        assert any("called evaluate() behind step 9, and another worker has not" in error
+                   for error in errors), cluster.story()

@@ -31,6 +31,7 @@ from typing import Any
 import numpy
 import torch
 
+from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.batches import fetch, to_device
 from elastic_trainer.training.failures import PeerFailed
@@ -38,7 +39,7 @@ from elastic_trainer.training.job import Job
 from elastic_trainer.training.moves import Evaluated, Move, Portion
 from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.supported import refused_dataset
-from elastic_trainer.world.collectives import PeersLost, World
+from elastic_trainer.world.collectives import PeersLost, TooLate, World
 
 Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
@@ -213,8 +214,9 @@ class Evaluations:
     """The evaluations behind the last finished step, on this worker."""
 
     def __init__(self, world: Callable[[], World], is_broken: Callable[[], bool],
-                 events: Events):
+                 events: Events, launch: Launch):
         self._world, self._is_broken, self._events = world, is_broken, events
+        self._patience_s = launch.limits.stuck_s
         self.request: Request | None = None
         self._step = 0
         self._is_known = False
@@ -256,7 +258,7 @@ class Evaluations:
         if request:
             mine |= {"wants": len(self._results), "done": sorted(request.done),
                      "of": [request.batches, request.samples]}
-        plans = [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+        plans = self._meet(mine) if request else gathered(world, mine)
         wanting = [rank for rank, plan in enumerate(plans) if plan["wants"] is not None]
         if not wanting:
             return False
@@ -270,8 +272,7 @@ class Evaluations:
         elif request and world.rank in wanting and not holders:
             yield from self._compute(request, shared_out(plans, wanting)[world.rank])
             given = {"sums": encoded(request.sums), "error": request.error}
-        texts = world.gather_texts(json.dumps(given))
-        self._take([json.loads(text) for text in texts], wanting)
+        self._take(gathered(world, given), wanting)
         if world.rank in wanting and request:
             self.request = None
             means = means_of(self._results[-1])
@@ -283,6 +284,21 @@ class Evaluations:
                     duration_s=round(time.monotonic() - request.began, 4))
             yield Evaluated(means)
         return True
+
+    def _meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Gather what the workers want. Raises RuntimeError if they do not come: their code has
+        gone on to the next step, and no collective would ever end."""
+        world = self._world()
+        world.latest = time.monotonic() + self._patience_s
+        try:
+            return gathered(world, mine)
+        except TooLate:
+            raise RuntimeError(
+                f"rank {world.rank} called evaluate() behind step {self._step}, and another worker "
+                f"has not within {self._patience_s:g} s. {ON_ALL} If its code takes so long, set "
+                f"stuck_s in ELASTIC_TRAINER_LIMITS.") from None
+        finally:
+            world.latest = None
 
     def _compute(self, request: Request, numbers: list[int]) -> Generator[Move, None, None]:
         for number in numbers:
@@ -310,6 +326,11 @@ class Evaluations:
             for one in given:
                 total = added(total, decoded(one.get("sums", {})))
             self._results.append(total)
+
+
+def gathered(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of all workers, by rank. Network: one gather of texts."""
+    return [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
 
 
 def require_alike(plans: list[dict[str, Any]], wanting: list[int], number: int) -> None:

@@ -77,7 +77,7 @@ class Loop:
         self.world = self.generations.world
         self.account = Account(job, self.state, launch, events, reduce)
         self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due,
-                             Evaluations(lambda: self.world, driver.is_broken, events))
+                             Evaluations(lambda: self.world, driver.is_broken, events, launch))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
                              driver.is_broken)

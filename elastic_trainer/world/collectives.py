@@ -34,19 +34,26 @@ class PeersLost(Exception):
     """A collective failed or cannot end: a worker of this generation is gone."""
 
 
+class TooLate(Exception):
+    """The other workers have not come to a collective in time."""
+
+
 class World:
     """The workers of one generation, as one of them sees them."""
 
     def __init__(self, is_broken: Callable[[], bool] = lambda: False):
         self._is_broken = is_broken
         self.rank, self.size = 0, 1
+        self.latest: float | None = None
+        """When a collective must have ended (time.monotonic); None: it may take any time."""
 
     def seat(self, rank: int, size: int) -> None:
         """Take a place in the next generation."""
         self.rank, self.size = rank, size
 
     def wait(self, handle: int) -> torch.Tensor:
-        """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost.
+        """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost,
+        and TooLate.
 
         Horovod's own wait spins a core, takes the GIL at each turn, and never returns after the
         enqueue race (mpi_ops_v2.cc:1121-1128).
@@ -54,6 +61,8 @@ class World:
         broken_since, began = None, time.monotonic()
         while not hvd.poll(handle):
             time.sleep(poll_s(time.monotonic() - began))
+            if self.latest is not None and time.monotonic() > self.latest:
+                raise TooLate
             if self._is_broken():
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > BROKEN_S:

@@ -64,6 +64,7 @@ parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
 parser.add_argument("--evaluate", action="store_true",
                     help="evaluate behind each tenth step; the weights depend on the result")
+parser.add_argument("--evaluate-on", help="on this host only")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
@@ -135,7 +136,8 @@ if options.iterator:
                 step.backward(loss(model, batch))
                 if is_here_and_now(options.stop_at, step.number):
                     step.stop("as planned")
-        if options.evaluate and step.number % 10 == 9:
+        if options.evaluate and step.number % 10 == 9 and (
+                options.evaluate_on in (None, os.environ.get("HOROVOD_HOSTNAME"))):
             def hits(model, batch, number=step.number):
                 if injector:
                     injector("evaluate", {"step": number})
