@@ -9,7 +9,8 @@ What always holds:
 2. The gradient of a shard is what plain PyTorch leaves in `.grad` for that shard alone. If the
    user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views
    cannot hold it. Then `isolates` is set: each shard starts with `.grad = None`, and what it leaves
-   is added to the sums. Both ways give the same bits, so workers need not agree on one.
+   is added to the sums. Both ways give the same bits, so workers need not agree on one. A sparse
+   gradient is isolated, too: autograd would add each of its rows to the sum of the shard before.
 3. Between a shard's backward pass and its end nothing may write to `.grad`: it would change a part
    of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the gradient
    is applied, so clipping it there has no effect. Both raise.
@@ -22,7 +23,8 @@ from a hook, or from reentrant checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -168,6 +170,26 @@ class Gradients:
                             in zip(self.parameters, left, strict=True)):
             raise RuntimeError(WRITTEN_BEHIND)
 
+    @contextmanager
+    def without_sparse(self) -> Iterator[None]:
+        """Raise GradientsWritten behind a backward pass that has added a sparse gradient to a
+        sum."""
+        sparse = []
+
+        def note(gradient: torch.Tensor) -> None:
+            if gradient.is_sparse:
+                sparse.append(gradient.shape)
+
+        hooks = [parameter.register_hook(note)  # type: ignore[no-untyped-call]
+                 for parameter in self.everyone if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if sparse and not self.isolates:
+            raise GradientsWritten
+
     def weigh_rest(self, weight: float) -> None:
         """Give what the user's own backward passes have left in `.grad` the weight of the shard."""
         for parameter in self.parameters if self.isolates and weight != 1 else ():
@@ -203,7 +225,7 @@ class Gradients:
                 found.append((total, parameter.grad.detach()))
                 parameter.grad = None
         for total, gradient in found:
-            total.add_(gradient)
+            total.add_(gradient.to_dense() if gradient.is_sparse else gradient)
         return used
 
     # --- behind a step ----------------------------------------------------------------------------

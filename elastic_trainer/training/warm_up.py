@@ -251,7 +251,8 @@ class WarmUp:
             self.reducer.lay_out(trained)
         for tensor in flat.sums.values():
             tensor.zero_()  # else the sums keep few bits of a small gradient
-        scalar.backward()
+        with flat.gradients.without_sparse():
+            scalar.backward()
         flat.gradients.note_left()
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
