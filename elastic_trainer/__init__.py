@@ -4,9 +4,13 @@ TYPE_CHECKING = False  # as in typing, whose import would cost the discovery scr
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
-    from elastic_trainer.schedule import constant as constant
-    from elastic_trainer.schedule import cosine as cosine
-    from elastic_trainer.schedule import linear_decay as linear_decay
+    from elastic_trainer.learning_rate import constant as constant
+    from elastic_trainer.learning_rate import cosine as cosine
+    from elastic_trainer.learning_rate import inverse_root as inverse_root
+    from elastic_trainer.learning_rate import linear_decay as linear_decay
+    from elastic_trainer.learning_rate import linear_scaling as linear_scaling
+    from elastic_trainer.learning_rate import step_decay as step_decay
+    from elastic_trainer.training.groups import decay_groups as decay_groups
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
@@ -17,9 +21,11 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
-    "LossNotFinite": "training.losses", "Result": "training.job", "constant": "schedule",
-    "cosine": "schedule", "linear_decay": "schedule", "local_rank": "training.worker",
-    "Step": "training.step", "train": "training.train", "Trainer": "training.trainer"
+    "LossNotFinite": "training.losses", "Result": "training.job", "constant": "learning_rate",
+    "cosine": "learning_rate", "decay_groups": "training.groups", "inverse_root": "learning_rate",
+    "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
+    "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
+    "train": "training.train", "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
 

@@ -31,7 +31,6 @@ cycle walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the consta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -305,46 +304,6 @@ def aligned_subtrees(owned: range, shards: int) -> list[range]:
         nodes.append(range(start, min(start + width, shards)))
         start = nodes[-1].stop
     return nodes
-
-
-def constant() -> Callable[[int], float]:
-    """Return the multiplier of the base learning rate that leaves it as it is."""
-    return lambda step: 1.0
-
-
-def linear_decay(*, warmup_steps: int, total_steps: int,
-                 floor: float = 0.0) -> Callable[[int], float]:
-    """Return the multiplier that rises linearly to 1, then falls linearly to `floor` at
-    `total_steps`."""
-    return _warmed_up(lambda fallen: 1.0 - fallen, warmup_steps, total_steps, floor)
-
-
-def cosine(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Return the multiplier that rises linearly to 1, then falls as a cosine to `floor` at
-    `total_steps`."""
-    return _warmed_up(lambda fallen: (1.0 + math.cos(math.pi * fallen)) / 2, warmup_steps,
-                      total_steps, floor)
-
-
-def _warmed_up(fall: Callable[[float], float], warmup_steps: int, total_steps: int,
-               floor: float) -> Callable[[int], float]:
-    _require_whole("warmup_steps", warmup_steps, 0)
-    _require_whole("total_steps", total_steps, 1)
-    if warmup_steps >= total_steps:
-        raise ConfigError(
-            f"warmup_steps is {warmup_steps}, so the learning rate would never fall in "
-            f"{total_steps} steps. Use at most {total_steps - 1}.")
-    if not 0.0 <= floor <= 1.0:
-        raise ConfigError(
-            f"floor is {floor}, but it is a share of the base learning rate. Use 0 to 1.")
-
-    def multiplier(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
-        return floor + (1.0 - floor) * fall(progress)
-
-    return multiplier
 
 
 def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words,

@@ -84,7 +84,8 @@ def test_a_checkpoint_names_its_job(
         "dataset_size": 10, "global_batch": 4, "shards": 2, "epochs": 3, "seed": 5, "max_steps": 2,
         "drop_last": False, "min_shard_samples": 1, "steps": 2
     }
-    assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "model": "Linear"}
+    assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "clip_value": None,
+                               "model": "Linear"}
     assert shown["versions"] == {"python": platform.python_version(), "torch": torch.__version__,
                                  "horovod": horovod.__version__, "numpy": numpy.__version__}
 

@@ -28,10 +28,11 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.learning_rate import cosine
 from elastic_trainer.observe.events import Events, read_events
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.verify import verify
-from elastic_trainer.schedule import Schedule, cosine
+from elastic_trainer.schedule import Schedule
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan

@@ -3,11 +3,10 @@ comment."""
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from elastic_trainer.config import ConfigError
@@ -15,9 +14,6 @@ from elastic_trainer.schedule import (
     MAX_GLOBAL_BATCH,
     Schedule,
     aligned_subtrees,
-    constant,
-    cosine,
-    linear_decay,
     owned_shards,
     permute,
     samples_digest,
@@ -418,51 +414,3 @@ def test_subtrees_are_the_owned_shards_when_cut_at_the_trees_nodes(shards, data)
 def test_subtrees_are_the_largest_when_written_out(owned, shards, parts):
     """The cut of a few ranges, as one would draw it."""
     assert aligned_subtrees(owned, shards) == parts
-
-
-# ---- the learning rate
-
-
-@pytest.mark.parametrize("curve", [cosine, linear_decay])
-@settings(max_examples=50)
-@given(warmup=some.integers(0, 50), more=some.integers(1, 200), floor=some.floats(0, 1))
-def test_the_rate_rises_then_falls_to_the_floor_when_warmed_up(curve, warmup, more, floor):
-    """Up to 1 by equal parts of the warm-up, down to `floor` at total_steps, and there it stays."""
-    rate = curve(warmup_steps=warmup, total_steps=warmup + more, floor=floor)
-    rising = [rate(step) for step in range(warmup)]
-    falling = [rate(step) for step in range(warmup, warmup + more + 3)]
-    assert rising == [(step + 1) / warmup for step in range(warmup)]
-    assert falling[0] == pytest.approx(1)
-    assert falling[more:] == pytest.approx([floor] * 3)
-    assert all(a >= b - 1e-12 for a, b in pairwise(falling))
-
-
-def test_the_rate_is_the_middle_when_half_the_fall_is_over():
-    """Half-way both curves are in the middle of 1 and the floor; a quarter in, cosine is still
-    higher."""
-    of_cosine = cosine(warmup_steps=10, total_steps=110, floor=0.2)
-    of_linear = linear_decay(warmup_steps=10, total_steps=110, floor=0.2)
-    assert of_cosine(60) == pytest.approx(0.6) and of_linear(60) == pytest.approx(0.6)
-    assert of_linear(35) == pytest.approx(0.8)
-    assert of_cosine(35) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
-
-
-def test_the_rate_never_moves_when_constant():
-    """`constant` leaves the base learning rate as it is."""
-    assert [constant()(step) for step in (0, 1, 10**9)] == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("key", "numbers"),
-    [
-        ("warmup_steps", {"warmup_steps": 10, "total_steps": 10}),
-        ("warmup_steps", {"warmup_steps": -1, "total_steps": 10}),
-        ("total_steps", {"warmup_steps": 0, "total_steps": 0}),
-        ("floor", {"warmup_steps": 0, "total_steps": 10, "floor": 1.5}),
-        ("floor", {"warmup_steps": 0, "total_steps": 10, "floor": math.nan}),
-    ],
-)
-def test_the_key_is_named_when_a_curve_is_impossible(key, numbers):
-    """A curve that cannot be drawn ends at start-up, with the key in the message."""
-    with pytest.raises(ConfigError, match=f"^{key} is "):
-        cosine(**numbers)

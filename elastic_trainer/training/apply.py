@@ -128,9 +128,11 @@ class StepEnd:
         state.modes.apply(self.flat.modes_changed())
         if job.scaler:
             job.scaler.unscale_(optimizer)
+        moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)
         if job.clip_norm is not None:
-            moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)
             torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
+        if job.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(moved, job.clip_value)
         state.rates.set(job.rate(state.committed))
         if job.scaler:
             job.scaler.step(optimizer)

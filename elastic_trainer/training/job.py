@@ -23,6 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.config import REDUCERS, ConfigError, Launch
+from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.training.losses import require_policy
@@ -67,6 +68,7 @@ class Job:
     collate: Callable[[list[Any]], Any]
     extras: dict[str, Any]
     device: torch.device
+    clip_value: float | None = None
     after_step: Callable[[int], None] = lambda step: None
     """The last part of each step."""
     phases: tuple[str, ...] = ("",)
@@ -102,7 +104,10 @@ def checked(
         dataset_size=len(dataset), global_batch=options.global_batch, shards=options.shards,
         epochs=options.epochs, seed=options.seed, max_steps=options.max_steps,
         drop_last=options.drop_last, min_shard_samples=min_samples)
-    scheduler, rate = split_schedule(options.schedule, optimizer, numbers.steps, words)
+    rates = options.schedule
+    if isinstance(rates, LinearScaling):
+        rates = rates.of_batch(numbers.global_batch)
+    scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -112,6 +117,7 @@ def checked(
         schedule=numbers,
         remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
         clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
         scaler=options.scaler,
         on_nan=options.on_nan,
         collate=options.collate,
@@ -148,6 +154,15 @@ def require_values(options: Options, words: Words) -> None:
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ConfigError(
             f"clip_norm is {options.clip_norm}. Use a positive number, or None for no clipping."
+        )
+    if options.clip_value is not None and not options.clip_value > 0:
+        raise ConfigError(
+            f"clip_value is {options.clip_value}. Use a positive number, or None for no clipping."
+        )
+    if options.clip_norm is not None and options.clip_value is not None:
+        raise ConfigError(
+            f"clip_norm is {options.clip_norm} and clip_value is {options.clip_value}, but a "
+            f"gradient is clipped in one way. Leave one of them out."
         )
     require_policy(options.on_nan)
     if options.cpu_threads < 1:
@@ -224,6 +239,7 @@ def describe(job: Job) -> dict[str, Any]:
         "config": {
             "optimizer": kind_of(job.optimizer),
             "clip_norm": job.clip_norm,
+            "clip_value": job.clip_value,
             "model": type(job.model).__name__,
         },
         "versions": {

@@ -15,11 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 
-Schedule = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
+Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 """What sets the learning rates: a function of the step, a torch scheduler, or several by name."""
+Schedule = Rates | LinearScaling
+"""The same, or what becomes a function of the step when the global batch is known."""
 OF_CHECKPOINTS = ("checkpoint_every", "keep_last", "keep_every", "part_bytes")
 """The options that have no effect without a store."""
 
@@ -49,6 +52,9 @@ class Options:
     its patience counts steps. Nothing else may set a rate."""
     clip_norm: float | None = None
     """The largest global norm of the gradient: a larger one is scaled down to it."""
+    clip_value: float | None = None
+    """The largest absolute value of an element of the gradient: larger ones are set to it. With
+    `clip_norm` it is an error."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, for training in 16 bits. It is part of the state."""
     drop_last: bool = False

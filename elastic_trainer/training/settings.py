@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule as Numbers
-from elastic_trainer.training.options import Schedule
+from elastic_trainer.training.options import Rates
 from elastic_trainer.training.several import Schedulers, Several, kind_of
 from elastic_trainer.training.words import Words
 
@@ -61,7 +61,7 @@ def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
 
 
 def split_schedule(
-    schedule: Schedule | None,
+    schedule: Rates | None,
     optimizer: torch.optim.Optimizer,
     steps: int,
     words: Words,
@@ -82,7 +82,7 @@ def split_schedule(
     return None, schedule or (lambda step: 1.0)
 
 
-def _schedulers_of(schedule: Schedule | None,
+def _schedulers_of(schedule: Rates | None,
                    members: Mapping[str, torch.optim.Optimizer],
                    rate: str) -> dict[str, LRScheduler]:
     """Return the torch schedulers by the names of their optimizers. Raises ConfigError."""

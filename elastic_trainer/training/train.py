@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
+from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.moves import Move, Shard
@@ -29,8 +30,10 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 def train(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
     loss: Loss, global_batch: int, shards: int = 8, epochs: int | None = None, seed: int = 0,
-    max_steps: int | None = None, schedule: Callable[[int], float] | LRScheduler | None = None,
-    clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None,
+    max_steps: int | None = None,
+    schedule: Callable[[int], float] | LinearScaling | LRScheduler | None = None,
+    clip_norm: float | None = None, clip_value: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
@@ -55,8 +58,8 @@ def train(
     """
     options = Options(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
-        schedule=schedule, clip_norm=clip_norm, scaler=scaler, drop_last=drop_last,
-        min_shard_samples=min_shard_samples, collate=collate, extras=extras,
+        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, scaler=scaler,
+        drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
         on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (), progress=progress)

@@ -107,7 +107,7 @@ class Trainer:
         until: str = "1 epoch",
         seed: int = 0,
         lr: Schedule | None = None,
-        clip_norm: float | None = None,
+        clip_norm: float | None = None, clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
         drop_last: bool = False,
@@ -130,11 +130,11 @@ class Trainer:
         epochs, max_steps = length_of(until)
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
-            schedule=lr, clip_norm=clip_norm, scaler=scaler, extras=state, drop_last=drop_last,
-            min_shard_samples=min_shard_samples, collate=collate, checkpoint_every=checkpoint_every,
-            keep_last=keep_last, keep_every=keep_every, part_bytes=part_bytes, reduce=reduce,
-            compress=compress, cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
-            listeners=listeners, progress=progress)
+            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, scaler=scaler, extras=state,
+            drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
+            checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
+            part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
+            on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners, progress=progress)
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()
