@@ -110,6 +110,8 @@ class StepEnd:
         state.findings.add(job.phases[phase], state.loss, self.flat.tallied(), is_first=phase == 0)
         if phase + 1 == state.phases:
             state.rates.advance(state.loss)
+            if job.average and not self.is_skipped(loss):
+                job.average.update(state.committed)
             job.after_step(state.committed)
         else:
             state.rates.note()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from elastic_trainer.config import REDUCERS, ConfigError, Launch
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
+from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
 from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import (
@@ -51,6 +53,13 @@ class Result:
     weights_sha256: str
     model: torch.nn.Module
     rank: int
+    average: Average | None = None
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model have the averaged weights, as long as the block of `with` runs."""
+        if self.average is None:
+            raise RuntimeError(NOT_AVERAGED)
+        return self.average.shown()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +78,7 @@ class Job:
     extras: dict[str, Any]
     device: torch.device
     clip_value: float | None = None
+    average: Average | None = None
     after_step: Callable[[int], None] = lambda step: None
     """The last part of each step."""
     phases: tuple[str, ...] = ("",)
@@ -107,6 +117,7 @@ def checked(
     rates = options.schedule
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
+    average = average_of(model, options.ema, options.swa)
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     return Job(
         model=model,
@@ -121,7 +132,8 @@ def checked(
         scaler=options.scaler,
         on_nan=options.on_nan,
         collate=options.collate,
-        extras=dict(options.extras or {}),
+        average=average,
+        extras=extras_with(average, options.swa, options.extras, words.objects),
         after_step=after_step or (lambda step: None),
         device=device,
         words=words,

@@ -118,7 +118,7 @@ class Loop:
         self.driver.finish(state.committed)
         result = Result(steps=state.committed, samples=state.samples, loss=state.loss,
                         model=self.job.model, weights_sha256=weights_sha256(state),
-                        rank=self.world.rank)
+                        rank=self.world.rank, average=self.job.average)
         if has_begun:
             yield from self.behind.show_last()
         return result

@@ -18,6 +18,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
+from elastic_trainer.training.averages import Swa
 
 Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 """What sets the learning rates: a function of the step, a torch scheduler, or several by name."""
@@ -55,6 +56,13 @@ class Options:
     clip_value: float | None = None
     """The largest absolute value of an element of the gradient: larger ones are set to it. With
     `clip_norm` it is an error."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights, as torch's AveragedModel with
+    get_ema_multi_avg_fn does: this share of the average stays in each step. It is part of the
+    state. `trainer.averaged()` shows it."""
+    swa: Swa | None = None
+    """Keep the mean of the weights (stochastic weight averaging): `Swa(from_step=1000, every=50)`.
+    With `ema` it is an error."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, for training in 16 bits. It is part of the state."""
     drop_last: bool = False

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.checkpoint import PART_BYTES
+from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.moves import Move, Shard
 from elastic_trainer.training.options import Options
@@ -33,6 +34,7 @@ def train(
     max_steps: int | None = None,
     schedule: Callable[[int], float] | LinearScaling | LRScheduler | None = None,
     clip_norm: float | None = None, clip_value: float | None = None,
+    ema: float | None = None, swa: Swa | None = None,
     scaler: torch.amp.GradScaler | None = None,
     drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
@@ -58,7 +60,7 @@ def train(
     """
     options = Options(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
-        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, scaler=scaler,
+        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa, scaler=scaler,
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,

@@ -27,13 +27,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.state.checkpoint import PART_BYTES
+from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
@@ -108,6 +109,7 @@ class Trainer:
         seed: int = 0,
         lr: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None,
+        ema: float | None = None, swa: Swa | None = None,
         scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
         drop_last: bool = False,
@@ -130,8 +132,7 @@ class Trainer:
         epochs, max_steps = length_of(until)
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
-            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, scaler=scaler, extras=state,
-            drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
+            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa, scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
             checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
             part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
             on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners, progress=progress)
@@ -205,10 +206,20 @@ class Trainer:
         Call it on every worker, behind the inner loop. `batch_size` is by default that of a shard.
         """
         examination = Examination(self._worker.job, dataset, fn, batch_size, collate)
+        self._require_finished("evaluate")
+        return self._worker.evaluate(examination, self._next)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model have the averaged weights (`ema`, `swa`) in a block of `with`: behind the
+        inner loop, or when the run is finished. What the block changes in weights and buffers is
+        dropped."""
+        self._require_finished("averaged")
+        return self._worker.averaged()
+
+    def _require_finished(self, what: str) -> None:
         is_in_loop = getattr(self._in_thread, "trainer", None) is self
         if not (self._step and self._step.is_finished if is_in_loop else self._result):
-            raise RuntimeError(NOT_FINISHED)
-        return self._worker.evaluate(examination, self._next)
+            raise RuntimeError(NOT_FINISHED.replace("evaluate", what))
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -229,14 +240,14 @@ class Trainer:
 
     def _steps(self) -> Generator[Step, None, None]:
         self._require_alone()  # zip() enters several before it asks the first one for a step
-        hook = self._worker.job.optimizer.register_step_pre_hook(self._forbid_step)
+        hook = self._worker.job.optimizer.register_step_pre_hook(self._worker.forbid_step)
         self._in_thread.trainer = self
         self._leaving.enter()
         try:
             while (move := self._next()) is not None:
                 self._step = Step(self._worker, self._next, self._fail, move)
                 yield self._step
-                if misuse := self._step.end():
+                if misuse := self._worker.left_averaged() or self._step.end():
                     self._fail(misuse)
             self._leaving.finish()
         except GeneratorExit:
@@ -288,10 +299,3 @@ class Trainer:
             for move in self._moves:
                 if isinstance(move, (Shard, Portion)):
                     move.fail(error)
-
-    def _forbid_step(self, *_: Any) -> None:
-        if not self._worker.is_applying:
-            raise RuntimeError(
-                "optimizer.step() was called in the loop. The trainer calls it once for each step, "
-                "when the gradients of all workers have arrived. Remove the call, and zero_grad() "
-                "too: it is not needed.")

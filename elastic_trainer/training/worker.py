@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
+from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
 from elastic_trainer.training.evaluation import Examination, examine
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
 from elastic_trainer.training.job import Job, Result, settled
@@ -208,7 +209,34 @@ class Worker:
         if not (self.loop and self.loop.behind.is_running):
             return examination.alone()
         self.loop.behind.evaluations.ask(examination)
-        return examine(examination, draw)
+        average = self.job.average
+        if average is None:
+            return examine(examination, draw)
+
+        def with_trained_values() -> Move | None:
+            with average.hidden():  # a worker that joins receives them
+                return draw()
+
+        return examine(examination, with_trained_values)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model have the averaged weights for a while."""
+        if self.job.average is None:
+            raise RuntimeError(NOT_AVERAGED)
+        return self.job.average.shown()
+
+    def left_averaged(self) -> RuntimeError | None:
+        """Return what to raise if a step ends while the model has the averaged weights."""
+        is_shown = self.job.average is not None and self.job.average.is_shown
+        return RuntimeError(SHOWN) if is_shown else None
+
+    def forbid_step(self, *_: Any) -> None:
+        """Raise RuntimeError if the user's code steps the optimizer."""
+        if not self.is_applying:
+            raise RuntimeError(
+                "optimizer.step() was called in the loop. The trainer calls it once for each step, "
+                "when the gradients of all workers have arrived. Remove the call, and zero_grad() "
+                "too: it is not needed.")
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""

@@ -1,0 +1,148 @@
+"""Averages of the weights over the steps: exponential (EMA) and stochastic (SWA).
+
+options → Average ← each applied step (apply.py); checkpoint, newcomer ⇄ the state, as an extra;
+trainer.averaged() → the model with the averaged weights, for a while
+
+What always holds:
+1. Every worker computes the average itself, from weights that are the same on every worker.
+2. Parameters stay the same objects. While the averaged weights are shown, the trained values lie
+   aside, untouched. Moves of an evaluation see the trained values.
+3. Buffers are the model's. What changes them while the average is shown (a refresh of BatchNorm)
+   is dropped with it.
+
+The arithmetic is torch's (torch/optim/swa_utils.py, 2.13), so the bits are those of AveragedModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.names import named_parameters
+
+SHOWN = ("a step ended, and the averaged weights are still in the model. Leave the block `with "
+         "trainer.averaged()` before the step ends.")
+NOT_AVERAGED = ("no weights are averaged: neither ema nor swa is given. Use ema=0.999, or "
+                "swa=Swa(from_step=…).")
+
+
+@dataclass(frozen=True)
+class Swa:
+    """Stochastic weight averaging: the mean of the weights after step `from_step`, and after every
+    `every`-th step from there on. Steps count from 0."""
+
+    from_step: int
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.from_step < 0 or self.every < 1:
+            raise ConfigError(f"swa is {self}. Use a from_step of 0 or more, and an every of 1 or "
+                              f"more.")
+
+
+class Average:
+    """The averaged weights of a model."""
+
+    def __init__(self, model: torch.nn.Module, ema: float | None, swa: Swa | None):
+        self._model, self._swa = model, swa
+        self._mean = get_swa_multi_avg_fn() if ema is None else get_ema_multi_avg_fn(ema)
+        self.parameters = named_parameters(model)
+        self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.updates = 0
+        """How many steps are in the average."""
+        self.is_shown = False
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, step: int) -> None:
+        """Take up the weights after a step, if they belong into the average."""
+        if self._swa and (step < self._swa.from_step
+                          or (step - self._swa.from_step) % self._swa.every):
+            return
+        pairs = [(self.weights[name], p.detach()) for name, p in self.parameters.items()]
+        if self.updates == 0:
+            for mine, now in pairs:
+                mine.copy_(now)
+        else:
+            count = torch.tensor(self.updates)
+            for dtype in sorted({mine.dtype for mine, _ in pairs}, key=str):
+                alike = [pair for pair in pairs if pair[0].dtype == dtype]
+                self._mean([mine for mine, _ in alike], [now for _, now in alike], count)
+        self.updates += 1
+
+    # --- in the state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average (nothing is copied)."""
+        return {"updates": self.updates, "weights": self.weights}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take over an average of the same model."""
+        self.updates = int(values["updates"])
+        for name, mine in self.weights.items():
+            mine.copy_(values["weights"][name])
+
+    # --- in the model -----------------------------------------------------------------------------
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the model have the averaged weights. Raises RuntimeError if there are none."""
+        if self.updates == 0:
+            raise RuntimeError("no step is in the average yet" + (
+                f": it begins after step {self._swa.from_step}." if self._swa else "."))
+        if self.is_shown:
+            raise RuntimeError("the averaged weights are in the model already. Use one block `with "
+                               "trainer.averaged()`, not one in another.")
+        # What a BatchNorm refresh or the user's code writes to is a copy.
+        self._aside = [(p, self.weights[name].clone()) for name, p in self.parameters.items()]
+        self._aside += [(b, b.detach().clone()) for b in self._model.buffers()]
+        self._exchange()
+        self.is_shown = True
+        try:
+            yield
+        finally:
+            self._exchange()
+            self.is_shown, self._aside = False, []
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let the model have the trained values for a while, if it has the averaged ones."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange the values of the model with those aside. Nothing is copied."""
+        for number, (tensor, aside) in enumerate(self._aside):
+            self._aside[number] = (tensor, tensor.data)
+            tensor.data = aside
+
+
+def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Average | None:
+    """Return the average that the options ask for. Raises ConfigError."""
+    if ema is not None and swa is not None:
+        raise ConfigError(f"ema is {ema} and swa is {swa}, but a run has one average. Leave one of "
+                          f"them out.")
+    if ema is not None and not 0 <= ema < 1:
+        raise ConfigError(f"ema is {ema}. Use a number from 0 to below 1, e.g. 0.999: the share of "
+                          f"the average that stays in each step.")
+    return Average(model, ema, swa) if ema is not None or swa else None
+
+
+def extras_with(average: Average | None, swa: Swa | None, given: Mapping[str, Any] | None,
+                objects: str) -> dict[str, Any]:
+    """Return the objects of the state: those of the user, and the average. Raises ConfigError."""
+    if average is None:
+        return dict(given or {})
+    name = "swa" if swa else "ema"
+    if name in (given or {}):
+        raise ConfigError(f"{objects} has an object with the name {name!r}, which is the name of "
+                          f"the option {name}. Give it another name.")
+    return {**(given or {}), name: average}
