@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from elastic_trainer.learning_rate import linear_decay as linear_decay
     from elastic_trainer.learning_rate import linear_scaling as linear_scaling
     from elastic_trainer.learning_rate import step_decay as step_decay
+    from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.groups import decay_groups as decay_groups
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
@@ -25,6 +26,7 @@ _WHERE = {
     "cosine": "learning_rate", "decay_groups": "training.groups", "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
     "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
+    "Swa": "training.averages",
     "train": "training.train", "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim import swa_utils
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.names import named_parameters
@@ -51,7 +51,11 @@ class Average:
 
     def __init__(self, model: torch.nn.Module, ema: float | None, swa: Swa | None):
         self._model, self._swa = model, swa
-        self._mean = get_swa_multi_avg_fn() if ema is None else get_ema_multi_avg_fn(ema)
+        self.settings: dict[str, Any] = (
+            {"ema": ema} if swa is None else {"swa": [swa.from_step, swa.every]})
+        made: Any = swa_utils  # its functions have no types
+        self._mean = (made.get_swa_multi_avg_fn() if ema is None
+                      else made.get_ema_multi_avg_fn(ema))
         self.parameters = named_parameters(model)
         self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.updates = 0

@@ -34,7 +34,8 @@ def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
     state.extras, state.phases = job.extras, len(job.phases)
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
-                                 compress=compress, on_nan=job.on_nan)
+                                 compress=compress, on_nan=job.on_nan,
+                                 **(job.average.settings if job.average else {}))
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a shard needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))

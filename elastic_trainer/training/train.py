@@ -60,7 +60,8 @@ def train(
     """
     options = Options(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
-        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa, scaler=scaler,
+        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+        scaler=scaler,
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,

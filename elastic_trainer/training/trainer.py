@@ -27,7 +27,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -39,7 +39,7 @@ from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
-from elastic_trainer.training.moves import Move, Portion, Shard
+from elastic_trainer.training.moves import Move
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.words import OF_TRAINER
@@ -132,10 +132,12 @@ class Trainer:
         epochs, max_steps = length_of(until)
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
-            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa, scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
-            checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
-            part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
-            on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners, progress=progress)
+            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+            scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
+            collate=collate, checkpoint_every=checkpoint_every, keep_last=keep_last,
+            keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
+            cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
+            listeners=listeners, progress=progress)
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()
@@ -288,14 +290,6 @@ class Trainer:
 
     def _end_with(self, error: BaseException) -> None:
         """End the run on all workers with an exception that has left the loop."""
-        if not self._worker.must_vote:
-            self._worker.report(error)
-            return
-        # Horovod's driver takes no reports. The vote informs the other workers, so this one goes on
-        # to it.
-        if self._step:
+        if self._step and self._worker.must_vote:
             self._step.give_up(error)
-        with suppress(BaseException):  # it was reported, and the interpreter shows it
-            for move in self._moves:
-                if isinstance(move, (Shard, Portion)):
-                    move.fail(error)
+        self._worker.end_with(error, self._moves)

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from elastic_trainer.training.failures import UserExited, end_as_user_error, lea
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Move
+from elastic_trainer.training.moves import Begun, Move, Portion, Shard
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.wish import Wish
@@ -202,6 +202,18 @@ class Worker:
         # The driver learns of a worker that never stood ready by its exit code.
         self.driver.fail(text)
         self.events.flush()
+
+    def end_with(self, error: BaseException, moves: Iterator[Move]) -> None:
+        """End the run on all workers with an exception that has left the user's loop."""
+        if not self.must_vote:
+            self.report(error)
+            return
+        # Horovod's driver takes no reports. The vote informs the other workers, so this one goes on
+        # to it.
+        with suppress(BaseException):  # it was reported, and the interpreter shows it
+            for move in moves:
+                if isinstance(move, (Shard, Portion)):
+                    move.fail(error)
 
     def evaluate(self, examination: Examination,
                  draw: Callable[[], Move | None]) -> dict[str, float]:

@@ -1,0 +1,153 @@
+"""Averaged weights: the bits of torch's AveragedModel in every world, and no trace in the
+training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_evaluation import HELD_OUT, breaking_gathers, found, model_of
+from test_loop import mse
+from test_trainer import Model, in_a_breaking_world, trainer_of
+from torch.optim import swa_utils
+
+from elastic_trainer import ConfigError, Swa
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+KINDS: list[dict[str, Any]] = [{"ema": 0.9}, {"swa": Swa(from_step=2, every=2)}]
+
+
+def bits(model: Model) -> list[bytes]:
+    return [tensor.detach().numpy().tobytes()
+            for tensor in [*model.parameters(), *model.buffers()]]
+
+
+def run(model: Model, **options: Any) -> tuple[str, list[bytes], list[Any]]:
+    """Train, and evaluate the averaged weights behind each step that has some."""
+    torch.manual_seed(0)
+    trainer, seen = trainer_of(model, **options), []
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+        if step.number > 2:
+            before = bits(model)
+            with trainer.averaged():
+                seen.append(trainer.evaluate(HELD_OUT, found, batch_size=7))
+            assert bits(model) == before
+    with trainer.averaged():
+        averaged = bits(model)
+    return trainer.result.weights_sha256, averaged, seen
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_the_average_has_the_bits_of_torchs_averaged_model(options: dict[str, Any]) -> None:
+    ours, other = model_of(), model_of()
+    torch.manual_seed(0)
+    peer: Any = swa_utils.AveragedModel(
+        other, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9) if "ema" in options else None)
+    trainer = trainer_of(other)
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(other, batch))
+        if "ema" in options or step.number in (2, 4, 6, 8):
+            peer.update_parameters(other)
+    sha256, averaged, _ = run(ours, **options)
+    assert sha256 == trainer.result.weights_sha256
+    if "ema" in options:
+        assert averaged == bits(peer.module)
+    else:  # its buffers are those of its last update
+        count = len(list(other.parameters()))
+        assert averaged[:count] == bits(peer.module)[:count]
+
+
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_average_has_the_same_bits_in_every_world(
+        size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, models = run(model_of(), **options), [model_of() for _ in range(size)]
+    ended = in_a_breaking_world(monkeypatch, size, lambda rank: run(models[rank], **options))
+    assert ended == [alone] * size
+
+
+def test_the_average_has_the_same_bits_when_the_generation_breaks_while_it_is_shown(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moves of the evaluation see the trained values, so a newcomer receives those."""
+    alone, models = run(model_of(), ema=0.9), [model_of() for _ in range(3)]
+    fired = breaking_gathers(monkeypatch, 1, 2)
+    ended = in_a_breaking_world(monkeypatch, 3, lambda rank: run(models[rank], ema=0.9))
+    assert ended == [alone] * 3 and fired == [1]
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_the_average_goes_on_when_a_run_is_resumed(options: dict[str, Any],
+                                                   tmp_path: Path) -> None:
+    straight, model = run(model_of(), **options), model_of()
+    torch.manual_seed(0)
+    trainer = trainer_of(model, run_dir=tmp_path / "run", checkpoint_every=1, **options)
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+        if step.number == 3:
+            break
+    resumed = run(model_of(), run_dir=tmp_path / "run", **options)
+    assert resumed[:2] == straight[:2] and straight[2][-len(resumed[2]):] == resumed[2]
+
+
+def test_batch_norm_can_be_refreshed_while_the_average_is_shown() -> None:
+    """The model keeps its own statistics, and a second block has the refreshed ones no more."""
+    model = model_of()
+    trainer = trainer_of(model, swa=Swa(from_step=1))
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+    before = bits(model)
+    points = torch.utils.data.DataLoader(HELD_OUT, batch_size=16)
+    with trainer.averaged():
+        stale = bits(model)
+        swa_utils.update_bn(points, model)
+        assert bits(model) != stale
+        trainer.evaluate(HELD_OUT, found)
+    assert bits(model) == before
+    with trainer.result.averaged():
+        assert bits(model) == stale
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"ema": 1.0}, "ema is 1.0. Use a number from 0"),
+    ({"ema": 0.9, "swa": Swa(from_step=0)}, "a run has one average"),
+    ({"ema": 0.9, "state": {"ema": torch.nn.Linear(1, 1)}}, "an object with the name 'ema'"),
+])
+def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(model_of(), **options)
+
+
+def test_a_swa_without_a_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Use a from_step of 0 or more"):
+        Swa(from_step=3, every=0)
+
+
+def test_the_average_cannot_stay_in_the_model_when_a_step_ends() -> None:
+    model = model_of()
+    trainer = trainer_of(model, ema=0.9)
+    with pytest.raises(RuntimeError, match="still in the model"):
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            trainer.averaged().__enter__()
+
+
+def test_averaged_raises_where_there_is_no_average() -> None:
+    for options, message in (({}, "neither ema nor swa"),
+                             ({"swa": Swa(from_step=50)}, "no step is in the average")):
+        model = model_of()
+        trainer = trainer_of(model, **options)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+        with pytest.raises(RuntimeError, match=message), trainer.averaged():
+            pass
