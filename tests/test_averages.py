@@ -46,7 +46,8 @@ def test_the_average_has_the_bits_of_torchs_averaged_model(options: dict[str, An
     ours, other = model_of(), model_of()
     torch.manual_seed(0)
     peer: Any = swa_utils.AveragedModel(
-        other, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9) if "ema" in options else None)
+        other, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9) if "ema" in options
+        else swa_utils.get_swa_multi_avg_fn())
     trainer = trainer_of(other)
     for step in trainer:
         for batch in step:

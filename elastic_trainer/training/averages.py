@@ -10,7 +10,8 @@ What always holds:
 3. Buffers are the model's. What changes them while the average is shown (a refresh of BatchNorm)
    is dropped with it.
 
-The arithmetic is torch's (torch/optim/swa_utils.py, 2.13), so the bits are those of AveragedModel.
+The arithmetic is torch's (torch/optim/swa_utils.py, 2.13). The bits are those of AveragedModel with
+get_ema_multi_avg_fn or get_swa_multi_avg_fn. Its default for a mean on the CPU rounds otherwise.
 """
 
 from __future__ import annotations
