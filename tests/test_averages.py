@@ -3,12 +3,16 @@ training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster import Cluster
+from faults import Plan
 from test_evaluation import HELD_OUT, breaking_gathers, found, model_of
+from test_faults import FEW, host
 from test_loop import mse
 from test_trainer import Model, in_a_breaking_world, trainer_of
 from torch.optim import swa_utils
@@ -113,6 +117,22 @@ def test_batch_norm_can_be_refreshed_while_the_average_is_shown() -> None:
     assert bits(model) == before
     with trainer.result.averaged():
         assert bits(model) == stale
+
+
+def test_no_bit_is_another_when_workers_die_while_the_average_is_shown(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """The weights depend on what each evaluation of the average has found. A newcomer receives the
+    average, and evaluates it with the others."""
+    job = (*FEW, "--iterator", "--evaluate", "--ema")
+    plan = Plan().kill(host=host(2), at="evaluate", step=9).kill(host=host(3), at="step.prepared",
+                                                                step=25)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
+        cluster.wait_for_step(5)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for_world(4)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=2)
+        assert [e["step"] for e in cluster.events("worker.evaluated")] == [9, 19, 29, 39]
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -64,6 +65,7 @@ parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
 parser.add_argument("--evaluate", action="store_true",
                     help="evaluate behind each tenth step; the weights depend on the result")
+parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
 parser.add_argument("--evaluate-on", help="on this host only")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
@@ -129,7 +131,8 @@ if options.iterator:
     optimizers = {"first": torch.optim.AdamW(model[:4].parameters(), lr=1e-3),
                   "second": torch.optim.AdamW(model[4:].parameters(), lr=1e-3)}
     trainer = Trainer(model, optimizers if options.phases else optimizer, Samples(),
-                      until=f"{options.steps} steps", lr=rate, **given)
+                      until=f"{options.steps} steps", lr=rate, ema=0.9 if options.ema else None,
+                      **given)
     for step in trainer:
         for phase in optimizers if options.phases else [""]:
             for batch in step.phase(phase):
@@ -143,7 +146,8 @@ if options.iterator:
                     injector("evaluate", {"step": number})
                 return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 
-            accuracy = trainer.evaluate(Samples(), hits, batch_size=50)["accuracy"]
+            with trainer.averaged() if options.ema else nullcontext():
+                accuracy = trainer.evaluate(Samples(), hits, batch_size=50)["accuracy"]
             with torch.no_grad():
                 model[0].bias.mul_(1 - accuracy / 100)
         if is_here_and_now(options.raise_at, step.number):
