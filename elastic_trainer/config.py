@@ -139,6 +139,8 @@ class Launch:
     """The duration of the run before this attempt."""
     store: str = ""
     """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
+    timeline: bool = False
+    """Write the spans of each step (observe/trace.py)."""
     terminal: str = ""
     """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
     host."""
@@ -180,6 +182,7 @@ class Launch:
             reduce=reduce,
             reduce_asked=env.get("ELASTIC_TRAINER_REDUCE"),
             store=env.get("ELASTIC_TRAINER_STORE", ""),
+            timeline=env.get("ELASTIC_TRAINER_TIMELINE", "") == "1",
             terminal=env.get(TERMINAL, ""),
             lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
             run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),

@@ -45,6 +45,7 @@ class Run:
     mixed_hardware: str
     store: str
     """Where the run keeps its checkpoints; "": in its own folder."""
+    timeline: bool
     has_own_s3: bool
     """The store is a server of the run's own, on this machine."""
 
@@ -81,7 +82,8 @@ def parse_run(argv: list[str]) -> Run:
         numbers=_numbers(options, {} if has_script else listed), horovodrun_options=others,
         standbys=int(is_local) if options.standby is None else options.standby,
         reduce=options.reduce, mixed_hardware=options.mixed_hardware,
-        store=store_of_run(options.store, name), has_own_s3=options.store == "s3")
+        store=store_of_run(options.store, name), timeline=options.timeline,
+        has_own_s3=options.store == "s3")
 
 
 # --- the parser ---------------------------------------------------------------------------------
@@ -130,6 +132,9 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
         default=env.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse"),
         help="exact: a host whose processor or torch computes other bits than the world's gets no "
              "place, or gets one with a warning (%(default)s)")
+    add("--timeline", action="store_true",
+        default=env.get("ELASTIC_TRAINER_TIMELINE") == "1",
+        help="write what each worker does in each step, for Perfetto (runs/NAME/timeline)")
     add("--workers", type=int,
         help=f"local workers, when no hosts are given (-np, or else {WORKERS})")
     add("--min-workers", type=int, help="wait when fewer are left, as --min-np (1)")

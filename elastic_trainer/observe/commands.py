@@ -36,6 +36,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         if name == "report":
             command.add_argument("--svg", type=Path, metavar="FILE",
                                  help="draw the run into this file")
+            command.add_argument("--timeline", type=Path, metavar="FILE",
+                                 help="join the timelines of all workers into this file")
     hosts = commands.add_parser("hosts", help="show the fleet's table")
     hosts.add_argument("hosts_file", type=Path, help="the poller's --hosts-file")
 
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
                 return show_verdict(folder)
             case "watch":
                 return show_progress(folder)
-        return show_report(folder, options.svg)
+        return show_report(folder, options.svg, options.timeline)
     except PermissionError as error:
         raise ConfigError(
             f"This user may not read {error.filename}. Its owner lets a group in by: chgrp -R "
@@ -79,7 +81,7 @@ def show_progress(run_dir: Path) -> int:
     return 0
 
 
-def show_report(run_dir: Path, svg_file: Path | None) -> int:
+def show_report(run_dir: Path, svg_file: Path | None, joined: Path | None = None) -> int:
     """Print the summary of a run, and draw it into a file if one is named."""
     from elastic_trainer.observe.picture import draw
     from elastic_trainer.observe.report import read_log
@@ -93,7 +95,26 @@ def show_report(run_dir: Path, svg_file: Path | None) -> int:
     print(*draw(timeline), sep="\n")
     if svg_file:
         write_svg(svg_file, timeline, history, result)
+    show_phases(run_dir, joined)
     return 0
+
+
+def show_phases(run_dir: Path, joined: Path | None) -> None:
+    """Print what a step consists of, if the run has timelines. Raises ConfigError."""
+    from elastic_trainer.observe import phases
+
+    files = phases.files_of(run_dir)
+    if rows := phases.rows_of(phases.events_of(files)):
+        phases.print_phases(rows)
+    if joined is None:
+        return
+    if not files:
+        raise ConfigError(f"{run_dir} has no timeline. Start the run with --timeline.")
+    try:
+        phases.join(files, joined)
+    except OSError as error:
+        raise ConfigError(f"--timeline {joined} cannot be written: {error.strerror}. Name a file "
+                          f"in a folder that exists and that you may write to.") from error
 
 
 def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str, Any]) -> None:

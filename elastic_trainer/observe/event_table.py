@@ -208,6 +208,8 @@ _DRIVER = (
 
 _WORKERS = (
     EventKind("worker.stood_by", DETAIL, "The worker waited as a standby.", has(waited_s=SECONDS)),
+    EventKind("worker.timeline_opened", DETAIL, "The worker writes its timeline into this folder.",
+              has(folder=TEXT)),
     EventKind("worker.left", DETAIL, "The worker leaves the world, as the driver asked."),
     EventKind(
         "worker.stopped", INFO, "The worker ends because the run is over.",

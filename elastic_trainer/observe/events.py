@@ -36,6 +36,7 @@ from elastic_trainer.observe.event_kind import Level
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.observe.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
+from elastic_trainer.observe.trace import Trace
 
 __all__ = ["EVENTS_FILE", "Events", "newest_attempt", "read_events"]
 
@@ -54,6 +55,8 @@ class Events:
                  segment_bytes: int = SEGMENT_BYTES, **bound: Any):
         self.bound, self.courier = bound, courier
         self.run_dir, self.segment_bytes = run_dir, segment_bytes
+        self.trace = Trace()
+        """The timeline of the same worker. It writes nothing unless the user wants it."""
         self._lock = threading.Lock()
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._fd: int | None = None

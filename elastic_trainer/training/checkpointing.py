@@ -300,7 +300,8 @@ class Checkpointing:
     def _begin(self, checkpoints: Checkpoints, world: Peers) -> None:
         checkpoints.compare_tensors(self.state, world)
         if not checkpoints.are_mixed:
-            checkpoints.begin(self.state, world.rank, world.size)
+            with self.events.trace.span("checkpoint"):
+                checkpoints.begin(self.state, world.rank, world.size)
         share = checkpoints.upload.share
         self.timing.begun(self.state.committed, share.pause_s if share else 0.0)
         self._is_leave_tried = world.rank == 0 and self._leave_heard is not None

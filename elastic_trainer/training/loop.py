@@ -45,6 +45,7 @@ from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.successor import Successor
 from elastic_trainer.training.timing import Pace
+from elastic_trainer.training.traced import traced
 from elastic_trainer.training.warm_up import WarmUp
 from elastic_trainer.training.wish import Wish
 from elastic_trainer.world.collectives import PeersLost
@@ -67,7 +68,8 @@ class Loop:
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
                          len(self.state.modes))
-        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, compress)
+        self.reducer = traced(reducer_of(reduce, self.flat, job.schedule.shards, compress),
+                              events.trace)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
@@ -80,7 +82,7 @@ class Loop:
                              Evaluations(lambda: self.world, driver.is_broken, events, launch))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
-                             driver.is_broken)
+                             driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica)
         self.has_joined = False
@@ -156,11 +158,13 @@ class Loop:
             if is_entered or state.phase == 0:
                 started = time.monotonic()
             is_entered = False
+            self.events.trace.begin_step(step, state.phase)
             # The user's code, once for each shard.
             samples, digest = yield from self.shards.run(step, world, checkpointing.fenced)
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
-            held = self._reduce(step)  # network: the gradients, once
+            with self.events.trace.span("reduce"):
+                held = self._reduce(step)  # network: the gradients, once
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
@@ -174,13 +178,16 @@ class Loop:
             if control.differs:  # this leaves the loop, unless the user allows mixed machines
                 self.generations.settle_difference(step, held, range(world.size))
             self.end.judge_loss(step, self.shards, world)
-            self.end.apply(*control.totals)  # all that outlives the step, together
+            with self.events.trace.span("apply"):
+                self.end.apply(*control.totals)  # all that outlives the step, together
             self.events.reach("step.applied", step=step)
             if state.phase == 0:
                 self._note_step(step, time.monotonic() - started, voted - computed, pace)
-            yield from self.behind.hand_over()  # the user's code, up to the next inner loop
+            with self.events.trace.span("behind"):
+                yield from self.behind.hand_over()  # the user's code, up to the next inner loop
             with state.modes.to_copy(is_last=self.behind.is_over()):
                 checkpointing.obey(control, world)  # one copy; the store works behind the training
+                self.events.trace.end_step()
                 if state.phase == 0:
                     self._obey(control)  # may leave the loop: the world changes between steps only
         self._finish()
@@ -189,6 +196,7 @@ class Loop:
         """Begin a generation."""
         state, world = self.state, self.world
         self.account.enter(world)
+        self.events.trace.open(**self.events.bound)
         # The former rank 0 may have died before its line was sent. Between two phases it was sent:
         # that happens before each vote. The state has the loss and the digest of the phase then.
         if state.committed and state.phase == 0 and world.rank == 0:
@@ -225,7 +233,8 @@ class Loop:
 
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
         has_failed = self.shards.error is not None
-        return self.generations.vote(step, replace(ballot, has_failed=has_failed))
+        with self.events.trace.span("vote"):
+            return self.generations.vote(step, replace(ballot, has_failed=has_failed))
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
         self.generations.note_step(step, step_s)

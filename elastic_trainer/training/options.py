@@ -108,6 +108,9 @@ class Options:
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
     """Functions that are called with the name and the fields of every event of this worker. If one
     raises, its traceback is logged, and it is called again at the next event."""
+    timeline: bool = False
+    """Write what this worker does in each step into the folder `timeline` of the run, for Perfetto.
+    The launcher's --timeline does the same."""
     progress: bool = True
     """Show the progress on stderr, where no launcher does that."""
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy
 import torch
 
+from elastic_trainer.observe.trace import Trace
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
@@ -51,9 +52,11 @@ class Shards:
         reducer: Reducer,
         fault_of_machine: Callable[[BaseException], str],
         is_broken: Callable[[], bool],
+        trace: Trace | None = None,
     ):
         self.job, self.state, self.flat, self.reducer = job, state, flat, reducer
         self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
+        self.trace, self._handed_ns = trace or Trace(), 0
         self.error: BaseException | None = None
         """What the user's code has raised in this step."""
         self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
@@ -111,7 +114,7 @@ class Shards:
     ) -> Generator[Shard, None, None]:
         """Hand one shard to the user's code. Its backward pass starts the network if it `overlaps`
         with a world."""
-        with self.user_code(shard):
+        with self.user_code(shard), self.trace.span("load", shard=shard):
             batch = self._open(step, shard, indices)
         if self.error is not None:
             return
@@ -122,6 +125,7 @@ class Shards:
             partial(self._backward, step, shard, indices, overlaps),
             self.flat.tally,
         )
+        self._handed_ns = self.trace.now()
         self.number = shard  # if the user's loop is left here, this shard is the one in hand
         yield in_hand
         with self.user_code(shard):
@@ -144,6 +148,7 @@ class Shards:
         loss: Any,
         count: Any,
     ) -> None:
+        self.trace.add("forward", self._handed_ns, shard=shard)
         job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
         loss = require_scalar(loss, job.words)
         flat.gradients.check_parameters()
@@ -162,7 +167,8 @@ class Shards:
         if overlaps:
             self.reducer.overlap(overlaps)
         weighted = loss if is_sum else loss * weight
-        (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+        with self.trace.span("backward", shard=shard):
+            (job.scaler.scale(weighted) if job.scaler else weighted).backward()
         flat.gradients.note_left()
 
     def _close(self, step: int, shard: int) -> None:

@@ -44,7 +44,7 @@ def train(
     cpu_threads: int = 1, on_nan: str = "raise", run_dir: str | os.PathLike[str] | None = None,
     store: str | None = None,
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] | None = None,
-    progress: bool = True,
+    timeline: bool = False, progress: bool = True,
 ) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
@@ -65,7 +65,8 @@ def train(
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
-        on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (), progress=progress)
+        on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (),
+        timeline=timeline, progress=progress)
     worker = Worker(checked(model, optimizer, dataset, options, after_step), options)
     return drive(worker.moves(), model, loss)
 

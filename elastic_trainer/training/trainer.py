@@ -126,7 +126,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         store: str | None = None,
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
-        progress: bool = True,
+        timeline: bool = False, progress: bool = True,
     ):
         # More than 40 lines: each option has its name in the signature, for editors and help().
         epochs, max_steps = length_of(until)
@@ -137,7 +137,7 @@ class Trainer:
             collate=collate, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
-            listeners=listeners, progress=progress)
+            listeners=listeners, timeline=timeline, progress=progress)
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,6 +30,7 @@ from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.observe import report
 from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.trace import FOLDER, Trace
 from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
@@ -42,6 +44,7 @@ from elastic_trainer.training.moves import Begun, Move, Portion, Shard
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.wish import Wish
+from elastic_trainer.training.words import Words
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
@@ -128,6 +131,7 @@ class Worker:
             self.fail(error)
             raise
         finally:
+            self.events.trace.close()
             self.events.flush()
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
                 # The result of what there is, if the run has not finished.
@@ -167,6 +171,8 @@ class Worker:
             determinism.apply(settings)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
         self.launch, self.events = opened(launch, self.options.listeners)
+        if self.options.timeline or launch.timeline:
+            open_timeline(self.launch, self.events, self.job.words)
         return placement.reduce
 
     def fail(self, error: BaseException) -> None:
@@ -306,6 +312,21 @@ def opened(
     )
     events.listeners += [Guarded(listener, events) for listener in listeners]
     return launch, events
+
+
+def open_timeline(launch: Launch, events: Events, words: Words) -> None:
+    """Let a worker write its timeline: into the folder of the run, or into a new one on a host that
+    does not share it. Raises ConfigError."""
+    if launch.run_dir:
+        folder = launch.run_dir / FOLDER
+    elif launch.driver:
+        folder = Path(tempfile.mkdtemp(prefix=f"elastic-trainer-{FOLDER}-"))
+    else:
+        raise ConfigError(f"{words.name}: timeline is on, but there is no folder for it. Give "
+                          f"run_dir=, or timeline=False.")
+    events.trace = Trace(folder)
+    events.listeners.append(events.trace.note)
+    events.emit("worker.timeline_opened", folder=str(folder))
 
 
 def require_main_thread(driver: Driver) -> None:
