@@ -7,11 +7,11 @@ What always holds:
    closed lacks the last bracket, which both viewers tolerate. Each write ends with a whole event.
 2. The spans of a step are written at its end, in one write. A worker that is killed loses the step
    in flight. A step that broke has `broken`.
-3. A file has at most MAX_BYTES: the newest spans stay, and at least half of that. A folder has at
-   most FOLDER_BYTES of closed files: each new generation removes the oldest ones.
-4. All times are those of the monotonic clock, which the processes of a host share (clock_gettime(2),
-   CLOCK_MONOTONIC), plus its distance to the time of day. So hosts are comparable as far as their
-   clocks are synchronized.
+3. A file has about MAX_BYTES at most, with its older half (`.old.json`): the newest spans stay. A
+   folder has about FOLDER_BYTES at most: each new generation removes the oldest files.
+4. All times are those of the monotonic clock, which the processes of a host share
+   (clock_gettime(2)), plus its distance to the time of day, read once for each generation. So hosts
+   are comparable as far as their clocks are synchronized.
 5. A trace without a folder writes nothing, keeps nothing, and reads no clock.
 
 What it does not do: time the kernels of a GPU. A span has the time of the worker's Python code.
@@ -96,7 +96,7 @@ class Trace:
         ended = ended or self.now()
         step = {"step": self._step[1]["step"]} if self._step else {}
         self._put({"name": name, "ph": "X", "ts": self._us(began), "tid": LOOP,
-                   "dur": round((ended - began) / 1000, 3), "args": step | facts})
+                   "dur": self._us(ended) - self._us(began), "args": step | facts})
 
     def add_transfer(self, name: str, began: int, **facts: Any) -> None:
         """Write what was on the network from `began` until now. Such spans may overlap."""

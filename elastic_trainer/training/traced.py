@@ -34,12 +34,12 @@ class TracedWorld:
         self.world, self.trace = world, trace
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
+    def rank(self) -> int:
         """This worker's number, which changes with the generation."""
         return self.world.rank
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """The number of workers."""
         return self.world.size
 
