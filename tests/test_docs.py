@@ -55,6 +55,7 @@ EXTERNAL = {
     "https://github.com/karpathy/nanoGPT",
     "https://docs.pytorch.org/docs/stable/notes/randomness.html",
     "https://github.com/uclasystem/bamboo",
+    "https://ui.perfetto.dev",
 }
 """Every address outside the repository that a page links to; no test asks for them."""
 SHOWN = {"json", "text", "mermaid"}

@@ -1,6 +1,6 @@
 """The timeline of one worker: a file of spans for each generation, for Perfetto or chrome://tracing.
 
-loop, shards, reducer, event log (spans) → here → `runs/NAME/timeline/*.json` → phases (the table)
+event log (points, events), shards, reducer, checkpoints (spans) → here → `runs/NAME/timeline/*.json` → phases (the table)
 
 What always holds:
 1. A file is a JSON array in the format of trace events, one event a line. A file that was not
@@ -42,6 +42,9 @@ FOLDER_BYTES = 1 << 30
 OLD = ".old.json"
 LOOP, NETWORK = 1, 2
 """The rows of a worker: what its loop does, and what is on the network."""
+POINTS = {"step.computed": "", "step.prepared": "reduce", "step.voted": "vote",
+          "step.applied": "apply", "step.handed_over": "behind"}
+"""The points of a step in the order of the loop, and the span that ends there."""
 _UNSEEN = ("worker.step_committed",)
 """Events that the step's own span shows."""
 _NOTHING = nullcontext()
@@ -63,7 +66,7 @@ class Trace:
         """The time of day less the monotonic clock."""
         self._step: tuple[int, dict[str, Any]] | None = None
         """The begin of the step in flight, and its facts."""
-        self._left_ns = 0
+        self._left_ns = self._point_ns = 0
         """The end of the last step, for the pause between two generations."""
 
     @property
@@ -123,8 +126,17 @@ class Trace:
         self._write()
 
     def note(self, event: str, facts: dict[str, Any]) -> None:
-        """Write an event of the event log as a moment: a listener of Events."""
-        if event in KINDS and event not in _UNSEEN:
+        """Take an event or a point of the protocol: a listener of Events. The way from one point to
+        the next is a span, and an event of the event log is a moment."""
+        if event == "world.generation_entered":
+            self.open(**facts)
+        elif event in POINTS:
+            if span := POINTS[event]:
+                self.add(span, self._point_ns)
+            self._point_ns = self.now()
+        elif event == "step.ended":
+            self.end_step()
+        elif event in KINDS and event not in _UNSEEN:
             self._put({"name": event, "ph": "i", "s": "t", "ts": self._us(self.now()), "tid": LOOP,
                        "args": {name: value for name, value in facts.items() if name == "step"}})
 

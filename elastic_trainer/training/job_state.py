@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.observe.trace import Trace
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.exact import ExactReducer
 from elastic_trainer.training.flat import Flat
@@ -17,6 +18,7 @@ from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.settings import settings_of
+from elastic_trainer.training.traced import traced
 from elastic_trainer.training.words import Words
 
 
@@ -57,8 +59,8 @@ def _require_packable(state: LiveState, words: Words) -> None:
                           f"Give them both.")
 
 
-def reducer_of(reduce: str, flat: Flat, shards: int, compress: bool) -> Reducer:
+def reducer_of(reduce: str, flat: Flat, shards: int, compress: bool, trace: Trace) -> Reducer:
     """Return the reducer of this name."""
     if reduce == "exact":
-        return ExactReducer(flat, shards)
-    return RingReducer(flat, shards, compress=compress)
+        return traced(ExactReducer(flat, shards), trace)
+    return traced(RingReducer(flat, shards, compress=compress), trace)

@@ -45,7 +45,6 @@ from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.successor import Successor
 from elastic_trainer.training.timing import Pace
-from elastic_trainer.training.traced import traced
 from elastic_trainer.training.warm_up import WarmUp
 from elastic_trainer.training.wish import Wish
 from elastic_trainer.world.collectives import PeersLost
@@ -68,8 +67,7 @@ class Loop:
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
                          len(self.state.modes))
-        self.reducer = traced(reducer_of(reduce, self.flat, job.schedule.shards, compress),
-                              events.trace)
+        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, compress, events.trace)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
@@ -145,10 +143,8 @@ class Loop:
     # --- the loop ---------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Move]:
-        """Do all steps that are left; entered again in every generation.
-
-        It has more than 40 lines, because a step is to be read in one piece.
-        """
+        """Do all steps that are left; entered again in every generation."""
+        # It has more than 40 lines, because a step is to be read in one piece.
         state, world, checkpointing = self.state, self.world, self.checkpointing
         pace, is_entered = self._enter(), True
         while not self.behind.is_over():
@@ -158,13 +154,11 @@ class Loop:
             if is_entered or state.phase == 0:
                 started = time.monotonic()
             is_entered = False
-            self.events.trace.begin_step(step, state.phase)
             # The user's code, once for each shard.
             samples, digest = yield from self.shards.run(step, world, checkpointing.fenced)
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
-            with self.events.trace.span("reduce"):
-                held = self._reduce(step)  # network: the gradients, once
+            held = self._reduce(step)  # network: the gradients, once
             self.events.reach("step.prepared", step=step)
             if not self.events.flush():
                 raise PeersLost("the driver has not taken the line of the step before")
@@ -178,16 +172,15 @@ class Loop:
             if control.differs:  # this leaves the loop, unless the user allows mixed machines
                 self.generations.settle_difference(step, held, range(world.size))
             self.end.judge_loss(step, self.shards, world)
-            with self.events.trace.span("apply"):
-                self.end.apply(*control.totals)  # all that outlives the step, together
+            self.end.apply(*control.totals)  # all that outlives the step, together
             self.events.reach("step.applied", step=step)
             if state.phase == 0:
                 self._note_step(step, time.monotonic() - started, voted - computed, pace)
-            with self.events.trace.span("behind"):
-                yield from self.behind.hand_over()  # the user's code, up to the next inner loop
+            yield from self.behind.hand_over()  # the user's code, up to the next inner loop
+            self.events.reach("step.handed_over", step=step)
             with state.modes.to_copy(is_last=self.behind.is_over()):
                 checkpointing.obey(control, world)  # one copy; the store works behind the training
-                self.events.trace.end_step()
+                self.events.reach("step.ended", step=step)
                 if state.phase == 0:
                     self._obey(control)  # may leave the loop: the world changes between steps only
         self._finish()
@@ -196,7 +189,6 @@ class Loop:
         """Begin a generation."""
         state, world = self.state, self.world
         self.account.enter(world)
-        self.events.trace.open(**self.events.bound)
         # The former rank 0 may have died before its line was sent. Between two phases it was sent:
         # that happens before each vote. The state has the loss and the digest of the phase then.
         if state.committed and state.phase == 0 and world.rank == 0:
@@ -233,8 +225,7 @@ class Loop:
 
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
         has_failed = self.shards.error is not None
-        with self.events.trace.span("vote"):
-            return self.generations.vote(step, replace(ballot, has_failed=has_failed))
+        return self.generations.vote(step, replace(ballot, has_failed=has_failed))
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
         self.generations.note_step(step, step_s)

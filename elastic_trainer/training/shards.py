@@ -73,6 +73,7 @@ class Shards:
         `error` is one that this worker already has: then it takes part in the step without
         computing.
         """
+        self.trace.begin_step(step, self.state.phase)
         self.state.begin()
         self.flat.statistics.find_marks(self.state.buffers_before())
         try:
