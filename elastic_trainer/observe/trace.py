@@ -1,6 +1,6 @@
 """The timeline of one worker: a file of spans for each generation, for Perfetto or chrome://tracing.
 
-event log (points, events), shards, reducer, checkpoints (spans) → here → `runs/NAME/timeline/*.json` → phases (the table)
+points and events, spans of shards, reducer and checkpoints → here → runs/NAME/timeline → phases
 
 What always holds:
 1. A file is a JSON array in the format of trace events, one event a line. A file that was not
