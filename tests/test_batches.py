@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Subset, default_collate
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.batches import fetch, to_device
+from elastic_trainer.data.batches import fetch, to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
-from elastic_trainer.training.batches import add_note
+from elastic_trainer.data.batches import add_note
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.tally import COUNT, Tally, pair_of, require_count
 from elastic_trainer.world.collectives import PeersLost

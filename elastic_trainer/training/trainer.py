@@ -58,38 +58,23 @@ class Trainer:
 
     What the loop may keep, and where:
 
-    - `state={"ema": ema}`: objects with state_dict and load_state_dict. They are in each
+    - `state={"best": best}`: objects with state_dict and load_state_dict. They are in each
       checkpoint, and a newcomer receives them. Change them behind the inner loop only, in the same
       way on every worker.
-    - Outside of `state`: what does not matter when it is lost, such as a progress bar, a timer, the
-      last printed loss. A newcomer and a resumed run begin without it, and it is not put back when
-      a step is done again.
+    - Outside of `state`: what does not matter when it is lost, such as a progress bar or a timer.
     - Inside the inner loop nothing may be kept: its code runs again for a step that broke. It runs
-      first for batches that are only tried (the warm-up). Each worker runs other shards there. Use
-      step.log() for sums.
-    - Before the inner loop the number of the step is not always known, and the code does not run
-      again for a step that broke. Put what depends on step.number into the inner loop. What the
-      code changes in `state`, and modes that it sets (model.train()), a newcomer receives.
-    - Behind the inner loop the code runs once for each finished step, and never for batches that
-      are only tried. A run that goes on from a checkpoint runs it again for the steps that it does
-      again: after the loss of all workers, when it is resumed, or because replicas held different
-      bits. Log with step.number.
+      first for batches that are only tried (the warm-up). Use step.log() for sums.
+    - Before the inner loop the number of the step is not always known. Put what depends on
+      step.number into the inner loop.
+    - Behind the inner loop the code runs once for each finished step. A run that goes on from a
+      checkpoint runs it again for the steps that it does again. Log with step.number.
 
-    A run that is finished does no more steps. If the same command is started again with its
-    `run_dir` or `store`, or under the launcher, the loop has no step. In one case a worker learns
-    the end only after its warm-up: step.stop() has ended the run, and only the store knows it. Then
-    the code behind the inner loop runs once more for the last step. What it changes in `state` and
-    in the weights is put back.
+    A run that is finished does no more steps. docs/guide/script.md has the cases in which code runs
+    again.
 
     The trainer clears and scales gradients, and steps the optimizer. To clip, use `clip_norm`:
     `clip_grad_norm_` in the loop raises, because a batch has a part of the gradient only, and
     behind the inner loop the step is applied.
-
-    A debugger works: `breakpoint()` in the loop stops this worker alone, and its heartbeats go on.
-    pdb reads the terminal from which the launcher was started, for one worker at a time. Where
-    there is none, breakpoint() raises: use PYTHONBREAKPOINT with a debugger that listens on a port.
-    The other workers wait in a collective, until Horovod's time-out breaks their generation, and
-    then for `stuck_s`. Set both for a session: ELASTIC_TRAINER_LIMITS="gloo_s=3600,stuck_s=3600".
 
     Raises ConfigError for what cannot work.
     """

@@ -1,0 +1,1 @@
+"""Adapters: training code of other frameworks, on the loop of this one."""

@@ -1,0 +1,1 @@
+"""The doctor: what a machine or a fleet lacks before a run."""

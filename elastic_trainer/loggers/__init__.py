@@ -1,0 +1,1 @@
+"""Loggers: the numbers of a run, in the formats of other tools."""
