@@ -32,8 +32,8 @@ import numpy
 import torch
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
 from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.moves import Evaluated, Move, Portion

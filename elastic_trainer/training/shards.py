@@ -25,11 +25,11 @@ from typing import Any
 import numpy
 import torch
 
+from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.observe.trace import Trace
 from elastic_trainer.schedule import Schedule, samples_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
-from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.flat import Flat, SetsDiffer
 from elastic_trainer.training.gradients import CLIP, GradientsWritten

@@ -28,11 +28,11 @@ import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import probe
-from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job, has_batch_norm
