@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from elastic_trainer.learning_rate import linear_scaling as linear_scaling
     from elastic_trainer.learning_rate import step_decay as step_decay
     from elastic_trainer.training.averages import Swa as Swa
+    from elastic_trainer.training.best import KeepBest as KeepBest
+    from elastic_trainer.training.best import keep_best as keep_best
+    from elastic_trainer.training.evaluation_plan import Evaluation as Evaluation
     from elastic_trainer.training.groups import decay_groups as decay_groups
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
@@ -26,7 +29,8 @@ _WHERE = {
     "cosine": "learning_rate", "decay_groups": "training.groups", "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
     "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
-    "Swa": "training.averages",
+    "Swa": "training.averages", "KeepBest": "training.best", "keep_best": "training.best",
+    "Evaluation": "training.evaluation_plan",
     "train": "training.train", "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)

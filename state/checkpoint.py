@@ -157,9 +157,34 @@ def empty_payload(record: Record) -> tuple[list[Part], torch.Tensor, dict[int, t
     return parts, payload, places
 
 
-def names_of(log: CommitLog, sequence: int) -> frozenset[str] | None:
-    """Return the names of a checkpoint's parts; None when its record is damaged or gone."""
+@dataclass(frozen=True)
+class Kept:
+    """What retention knows of a checkpoint."""
+
+    names: frozenset[str] = frozenset()
+    """The names of its parts."""
+    is_best: bool = False
+    """Its evaluation was the best when it was made."""
+    is_read: bool = True
+    """False if the record cannot be read now."""
+
+
+def kept_of(log: CommitLog, sequence: int) -> Kept | None:
+    """Return what retention needs of a checkpoint; None when its record is damaged or gone."""
     try:
-        return frozenset(part.name for part in parts_of(log.read(sequence)))
+        record = log.read(sequence)
+        return Kept(frozenset(part.name for part in parts_of(record)), is_best(record))
     except (Damaged, FileNotFoundError):
         return None
+
+
+def names_of(log: CommitLog, sequence: int) -> frozenset[str] | None:
+    """Return the names of a checkpoint's parts; None when its record is damaged or gone."""
+    kept = kept_of(log, sequence)
+    return kept.names if kept else None
+
+
+def is_best(record: Record) -> bool:
+    """Return whether a record says that its own step has the best evaluation."""
+    best = record.body.get("best")
+    return isinstance(best, dict) and best.get("step") == record.step

@@ -109,6 +109,7 @@ class Checkpoints:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
             share.snapshot = self.memory.copy(state, rank, size)
+            share.facts = state.facts()
             share.parts, share.moved = len(share.snapshot.pieces), time.monotonic()
             share.pause_s = share.moved - share.started
             self.upload.begin(share, state.lineage, self.known.reusable())
@@ -146,7 +147,8 @@ class Checkpoints:
             return
         self.publisher.begin(Draft(
             step=share.step, lineage=lineage, header=snapshot.header, parts=parts,
-            total_bytes=snapshot.total_bytes, started=share.started, pause_s=share.pause_s))
+            total_bytes=snapshot.total_bytes, started=share.started, pause_s=share.pause_s,
+            facts=share.facts))
 
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight. Emitted as a failure, unless there is a reason `why`."""

@@ -20,6 +20,7 @@ What it does not do: stand in the place of `TorchState` in a script. training/ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class LiveState:
         self.clocks_ms = (0, 0)
         """The run's clock at the end of the last two steps."""
         self.findings = Findings()
+        self.facts: Callable[[], dict[str, Any]] = dict
+        """Returns what a checkpoint's record says of this state (checkpoint.is_best)."""
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -31,7 +31,17 @@ from typing import Any
 
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.state.cadence import retained
-from elastic_trainer.state.checkpoint import PARTS, Emit, Part, Plan, age_of, folder_of, names_of
+from elastic_trainer.state.checkpoint import (
+    PARTS,
+    Emit,
+    Kept,
+    Part,
+    Plan,
+    age_of,
+    folder_of,
+    is_best,
+    kept_of,
+)
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
 from elastic_trainer.state.store import Store, StoreUnavailable
 from elastic_trainer.state.upload import STALLED_S, UPLOAD_S
@@ -49,6 +59,8 @@ class Draft:
     started: float
     """When its copy began (time.monotonic)."""
     pause_s: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the record says of this state."""
 
 
 @dataclass
@@ -101,8 +113,8 @@ class Publisher:
         self.facts = facts
         """They go into each record, for people: the job's numbers, versions."""
         self.log = CommitLog(store)
-        self.names: dict[int, frozenset[str]] = {}
-        """The parts' names of the kept records, as far as they were read."""
+        self.kept: dict[int, Kept] = {}
+        """What is known of the kept records, as far as they were read."""
         self.thread: threading.Thread | None = None
         self._step, self._since = -1, 0.0
         """The step of the thread's checkpoint, and when its record was on its way."""
@@ -179,8 +191,8 @@ class Publisher:
         known = self.known
         known.newest_step = max(known.newest_step, record.step)
         known.published_at, known.failures = time.monotonic(), 0
-        self.names = {sequence: names for sequence, names in self.names.items()
-                      if sequence in record.kept}
+        self.kept = {sequence: kept for sequence, kept in self.kept.items()
+                     if sequence in record.kept}
         if record.kind == "checkpoint" and record.step == draft.step:  # else it was there before
             own = (draft.lineage, draft.step)
             new = [part.bytes for part in draft.parts if age_of(part.name) == own]
@@ -222,20 +234,23 @@ class Publisher:
         if last.step >= draft.step:
             return None
         # The restore has passed over a kept checkpoint of a later step: nothing follows from it.
-        names = {sequence: self._names_if_known(sequence)
-                 for sequence, step in last.kept.items() if step < draft.step}
-        before = {sequence: last.kept[sequence]
-                  for sequence, found in names.items() if found is not None}
+        known = {sequence: found for sequence, step in last.kept.items()
+                 if step < draft.step and (found := self._known_of(sequence)) is not None}
+        before = {sequence: last.kept[sequence] for sequence in known}
         own = (last.lineage, draft.step)
         reused = {part.name for part in draft.parts if age_of(part.name) != own}
-        if not reused <= frozenset().union(*(names[sequence] or () for sequence in before)):
+        if not reused <= frozenset().union(*(found.names for found in known.values())):
             raise StoreUnavailable("a part of an older checkpoint that this one names is not kept "
                                    "any more")
         steps = retained([*before.values(), draft.step], self.plan.keep_last, self.plan.keep_every,
                          self.plan.compared_after)
+        mine = replace(last, kind="checkpoint", step=draft.step, body=self._body(draft))
+        steps |= {before[sequence] for sequence, found in known.items() if not found.is_read}
+        if not is_best(mine):  # the best one stays until a better one is published
+            steps.add(max((before[sequence] for sequence, found in known.items() if found.is_best),
+                          default=draft.step))
         kept = {sequence: step for sequence, step in before.items() if step in steps}
-        return replace(last, kind="checkpoint", step=draft.step, body=self._body(draft),
-                       kept=kept | {last.sequence + 1: draft.step})
+        return replace(mine, kept=kept | {last.sequence + 1: draft.step})
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         part_bytes = self.plan.part_bytes
@@ -243,29 +258,32 @@ class Publisher:
         return {"header": draft.header.decode(),
                 "header_sha256": hashlib.sha256(draft.header).hexdigest(),
                 "bytes": draft.total_bytes, "part_bytes": part_bytes, "parts": entries,
-                "time": time.time(), **self.facts}  # for people; nothing compares them
+                "time": time.time(), **self.facts, **draft.facts}
 
-    def _names_if_known(self, sequence: int) -> frozenset[str] | None:
-        """Return the names as `_names_of` does; no names for a record that cannot be read now.
+    def _known_of(self, sequence: int) -> Kept | None:
+        """Return what `_kept_of` does; no names for a record that cannot be read now.
 
         Such a record stays kept, and no later record waits for it.
         """
         try:
-            return self._names_of(sequence)
+            return self._kept_of(sequence)
         except StoreUnavailable:
-            return frozenset()
+            return Kept(is_read=False)
 
     def _names_of(self, sequence: int) -> frozenset[str] | None:
-        """Return the names of a checkpoint's parts; None when its record is damaged.
+        return kept.names if (kept := self._kept_of(sequence)) else None
+
+    def _kept_of(self, sequence: int) -> Kept | None:
+        """Return what is known of a checkpoint; None when its record is damaged.
 
         Only what was read back is remembered: where a put of ours failed, a late one may stand.
         """
-        if sequence not in self.names:
-            names = names_of(self.log, sequence)
-            if names is None:
+        if sequence not in self.kept:
+            kept = kept_of(self.log, sequence)
+            if kept is None:
                 return None
-            self.names[sequence] = names
-        return self.names[sequence]
+            self.kept[sequence] = kept
+        return self.kept[sequence]
 
 
 def collect_rubbish(store: Store, newest: Record,

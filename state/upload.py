@@ -24,6 +24,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, name_of
@@ -59,6 +60,8 @@ class Share:
     """When one of its parts was uploaded last, or begun after a rest."""
     pause_s: float = 0.0
     """How long the copy took."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the record says of the state that was copied."""
     planned_s: float = 0.0
     """In how many seconds it is to be up. An uploader rests only while it is ahead of that."""
     parts: int = 0

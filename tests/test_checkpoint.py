@@ -382,7 +382,7 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     assert sorted(tail.kept.values()) == kept
     assert len(files(tmp_path, "log")) == 10
     # No more is remembered than is kept.
-    assert sorted(fleet.workers[0].publisher.names) == sorted(tail.kept)
+    assert sorted(fleet.workers[0].publisher.kept) == sorted(tail.kept)
 
 
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from elastic_trainer.state import publish as publish_module
 from elastic_trainer.state import restore as restore_module
 from elastic_trainer.state import upload as upload_module
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Part, Plan, parts_of
+from elastic_trainer.state.checkpoint import Kept, Part, Plan, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
@@ -612,7 +612,7 @@ def remembered_names(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def next_record(self: Publisher, last: Record, draft: Draft) -> Record | None:
         record = kept(self, last, draft)
-        self.names[last.sequence + 1] = frozenset(part.name for part in draft.parts)
+        self.kept[last.sequence + 1] = Kept(frozenset(part.name for part in draft.parts))
         return record
 
     patch.setattr(Publisher, "next_record", next_record)

@@ -847,7 +847,7 @@ def test_time_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interval_has_a_number_and_a_unit(interval: Any) -> None:
     """With examples that work."""
     model = built()
-    with pytest.raises(ConfigError, match="every.. got .*10 min"):
+    with pytest.raises(ConfigError, match="every is .*10 min"):
         for step in trainer_of(model):
             for batch in step:
                 step.backward(mse(model, batch))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.checkpoint import empty_payload, header_of, names_of, parts_of
+from elastic_trainer.state.checkpoint import empty_payload, header_of, is_best, names_of, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
 from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
@@ -45,7 +45,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=what)
         command.add_argument("url", help="runs/NAME/checkpoints or s3://bucket/prefix/NAME")
         if name in ("show", "export"):
-            command.add_argument("--step", type=int, help="which one (the newest)")
+            which = command.add_mutually_exclusive_group()
+            which.add_argument("--step", type=int, help="which one (the newest)")
+            which.add_argument("--best", action="store_true",
+                               help="the one with the best evaluation (best=keep_best(…))")
         if name == "export":
             command.add_argument(
                 "output",
@@ -70,18 +73,19 @@ def run(options: argparse.Namespace) -> int:
             case "ls":
                 return _ls(log, tail)
             case "show":
-                return _show(_chosen(log, tail, options.step))
+                return _show(_chosen(log, tail, options))
             case "verify":
                 return _verify(store, log, tail)
             case "prune":
                 return _prune(store, log, tail)
             case _:
-                return _export(store, log, _chosen(log, tail, options.step), options.output)
+                return _export(store, log, _chosen(log, tail, options), options.output)
     except (StoreUnavailable, Damaged, LayoutError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
+def _chosen(log: CommitLog, tail: Record, options: argparse.Namespace) -> Record:
+    step: int | None = _best_step(log, tail) if options.best else options.step
     of_step = {kept: sequence for sequence, kept in tail.kept.items()}
     wanted = tail.kept[max(tail.kept)] if step is None else step
     if wanted not in of_step:
@@ -90,24 +94,50 @@ def _chosen(log: CommitLog, tail: Record, step: int | None) -> Record:
     return log.read(of_step[wanted])
 
 
+def _best_step(log: CommitLog, tail: Record) -> int:
+    """Return the step of the best checkpoint; a note on stderr if a better one is not there."""
+    bests = [record.body["best"] | {"its": record.step} for sequence in sorted(tail.kept)
+             if (record := _readable(log, sequence)) and isinstance(record.body.get("best"), dict)]
+    own = [best for best in bests if best.get("step") == best["its"]]
+    if not own:
+        raise ConfigError("No checkpoint is the best one of its run. A run keeps one with "
+                          'best=keep_best("accuracy", mode="max") and trainer.evaluate(…).')
+    if bests[-1].get("step") != own[-1]["its"]:
+        print(f"the best checkpoint was that of step {bests[-1].get('step')}, which is not there. "
+              f"This one was the best before.", file=sys.stderr)
+    return int(own[-1]["its"])
+
+
+def _readable(log: CommitLog, sequence: int) -> Record | None:
+    with suppress(Damaged, FileNotFoundError):
+        return log.read(sequence)
+    return None
+
+
 def _ls(log: CommitLog, tail: Record) -> int:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("step", "written (UTC)", "bytes", "parts", "attempt's lineage", "record")
+    table = Table("step", "written (UTC)", "bytes", "parts", "best", "attempt's lineage", "record")
     for sequence in sorted(tail.kept):
         try:
             record = log.read(sequence)
             parts = parts_of(record)
             facts = [_written(record), f"{sum(part.bytes for part in parts):,}", len(parts),
-                     record.lineage]
+                     _best(record), record.lineage]
         except (Damaged, FileNotFoundError) as error:
-            facts = ["damaged", "", "", str(error)]
+            facts = ["damaged", "", "", "", str(error)]
         table.add_row(str(tail.kept[sequence]), *(Text(plain(fact)) for fact in facts),
                       str(sequence))
     Console().print(table)
     return 0
+
+
+def _best(record: Record) -> str:
+    """Return the metric and value of a checkpoint that was the best; else ""."""
+    best = record.body.get("best")
+    return f"{best['metric']} {best['value']:.6g}" if is_best(record) and best else ""
 
 
 def _written(record: Record) -> str:

@@ -115,6 +115,11 @@ _JOB = (
         (*has(option=NAME, because=TEXT), *may_have(value=ANY)),
         "{option} {value} has no effect: {because}"),
     EventKind(
+        "job.best_not_found", WARNING, "No evaluation gave the metric of the option `best`, so no "
+        "checkpoint is kept as the best.", has(metric=NAME),
+        "no evaluation gave {metric}, so no checkpoint is the best",
+        remedy="Call trainer.evaluate(…) behind steps, with a function that returns the metric."),
+    EventKind(
         "job.workers_idle", WARNING, "The world has more workers than a batch has shards.",
         has(size=WHOLE, shards=WHOLE, idle=WHOLE),
         "the {shards:#shard} of a batch leave {idle:#worker} of {size} without work",
@@ -287,6 +292,11 @@ _WORLD = (
         "number is null.",
         has(step=STEP, samples=WHOLE, metrics=OBJECT, duration_s=SECONDS),
         "evaluated {samples} samples behind step {step}"),
+    EventKind(
+        "worker.best_found", INFO,
+        "The evaluation behind this step is the best so far. Its checkpoint is published before "
+        "the next step, and stays.", has(step=STEP, metric=NAME, value=NUMBER),
+        "the best {metric} so far: {value:.6g}, behind step {step}"),
     EventKind(
         "worker.step_redone", INFO,
         "A step was in flight when the world changed, and is done again.", _STEP,

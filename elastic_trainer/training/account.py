@@ -130,6 +130,16 @@ class Account:
                 "worker.arithmetic_differs", step=step, differs=differ,
                 other="the checkpoint's writers", refused=False, meaning=advice(False, differ))
 
+    def remark_on_best(self, rank: int) -> None:
+        """Remark at the end of a run that no evaluation gave the metric of `best`."""
+        if (best := self.job.best) and best.value is None:
+            facts = {"metric": best.rule.metric}
+            self.remark(Remark(
+                "job.best_not_found",
+                f"best is to follow {best.rule.metric!r}, but no evaluation gave a finite value of "
+                f"it, so no checkpoint is kept as the best. Call trainer.evaluate(…) behind steps.",
+                facts), rank)
+
     def finished_early(self, world: World, mine: str | None) -> None:
         """Log why the run has fewer steps than planned: the reason of the first worker that asked.
 

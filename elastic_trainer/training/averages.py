@@ -141,13 +141,12 @@ def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Av
     return Average(model, ema, swa) if ema is not None or swa else None
 
 
-def extras_with(average: Average | None, swa: Swa | None, given: Mapping[str, Any] | None,
+def extras_with(ours: Mapping[str, Any], given: Mapping[str, Any] | None,
                 objects: str) -> dict[str, Any]:
-    """Return the objects of the state: those of the user, and the average. Raises ConfigError."""
-    if average is None:
-        return dict(given or {})
-    name = "swa" if swa else "ema"
-    if name in (given or {}):
+    """Return the objects of the state: those of the user, and those of options, by the option's
+    name. Raises ConfigError."""
+    ours = {name: one for name, one in ours.items() if one is not None}
+    for name in ours.keys() & (given or {}).keys():
         raise ConfigError(f"{objects} has an object with the name {name!r}, which is the name of "
                           f"the option {name}. Give it another name.")
-    return {**(given or {}), name: average}
+    return {**(given or {}), **ours}

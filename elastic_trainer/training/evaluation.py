@@ -18,14 +18,12 @@ What always holds:
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -36,82 +34,19 @@ from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
+from elastic_trainer.training.metric_states import Metrics, as_json
 from elastic_trainer.training.moves import Evaluated, Move, Portion
 from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.training.sums import Found, means_of, sums_of
 from elastic_trainer.training.supported import refused_dataset
 from elastic_trainer.world.collectives import PeersLost, TooLate, World
 
-Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
-Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
-"""By name: the total, the number of items (None: a plain sum), and whether all were finite."""
+Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any] | None]
 NOT_FINISHED = (
     "evaluate() was called where no step is finished: before or inside of an inner loop, or after "
     "a loop that was left. Call it on all workers, behind the last `for batch in step` of a step, "
     "or when the loop has ended.")
 ON_ALL = "Call it behind the inner loop on every worker, not under `if trainer.is_first`."
-
-
-# --- sums -----------------------------------------------------------------------------------------
-
-def sums_of(found: Any) -> Sums:
-    """Return what the user's function has found in a batch, exactly. Raises TypeError."""
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise TypeError(
-            f"the function of evaluate() returned a {type(found).__name__}. Return a dict of sums "
-            'by name: {"accuracy": (hits, n), "errors": errors}.')
-    return {name: _sum_of(name, value) for name, value in found.items()}
-
-
-def _sum_of(name: str, value: Any) -> tuple[Fraction, Fraction | None, bool]:
-    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    try:
-        numbers = [float(part) for part in (value if is_pair else [value])]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"the function of evaluate() returned {name}={value!r}. Return a sum and "
-                        f"its number of items, {name}=(hits, n), or one number.") from error
-    is_finite = all(map(math.isfinite, numbers))
-    exact = [Fraction(number) if is_finite else Fraction(0) for number in numbers]
-    return exact[0], exact[1] if is_pair else None, is_finite
-
-
-def added(first: Sums, second: Sums) -> Sums:
-    """Return the sums of both. Raises RuntimeError if their names differ, and one is not empty."""
-    if not first or not second:
-        return first or second
-    kinds = [{name: one[name][1] is None for name in one} for one in (first, second)]
-    if kinds[0] != kinds[1]:
-        raise RuntimeError(
-            f"the function of evaluate() returned {sorted(first)} for one batch and "
-            f"{sorted(second)} for another, or a pair for one and a number for the other. Return "
-            f"the same names for each batch, with (0, 0) where there is nothing to add.")
-    return {name: (total + second[name][0],
-                   None if weight is None else weight + (second[name][1] or 0),
-                   is_finite and second[name][2])
-            for name, (total, weight, is_finite) in first.items()}
-
-
-def means_of(sums: Sums) -> dict[str, float]:
-    """Return total by number of items, or the total where there is no such number; NaN where a
-    number was not finite or nothing was counted."""
-    return {name: _mean(*one) for name, one in sorted(sums.items())}
-
-
-def _mean(total: Fraction, weight: Fraction | None, is_finite: bool) -> float:
-    if not is_finite or weight == 0:
-        return math.nan
-    return float(total if weight is None else total / weight)
-
-
-def encoded(sums: Sums) -> dict[str, Any]:
-    """Return sums as JSON values."""
-    return {name: [str(total), None if weight is None else str(weight), is_finite]
-            for name, (total, weight, is_finite) in sums.items()}
-
-
-def decoded(values: Mapping[str, Any]) -> Sums:
-    """Read what `encoded` has returned."""
-    return {name: (Fraction(total), None if weight is None else Fraction(weight), is_finite)
-            for name, (total, weight, is_finite) in values.items()}
 
 
 # --- what to compute ------------------------------------------------------------------------------
@@ -120,7 +55,7 @@ class Examination:
     """One evaluation of this worker's model: its batches, and what the user's function finds."""
 
     def __init__(self, job: Job, dataset: Any, fn: Fn, batch_size: int | None,
-                 collate: Callable[[list[Any]], Any] | None):
+                 collate: Callable[[list[Any]], Any] | None, metrics: Any = None):
         if why := refused_dataset(dataset):
             raise ValueError(why)
         size = batch_size or max(1, job.schedule.global_batch // job.schedule.shards)
@@ -129,6 +64,7 @@ class Examination:
                              f"Give at least one sample, and a batch_size of 1 or more.")
         self.job, self.dataset, self.fn, self.batch_size = job, dataset, fn, size
         self.collate = collate or job.collate
+        self._metrics = Metrics(metrics or {}, job.device)
         self._buffers = [(module, name, buffer, buffer.clone())
                          for module in job.model.modules()
                          for name, buffer in module._buffers.items() if buffer is not None]
@@ -138,14 +74,22 @@ class Examination:
         """The number of batches: the last one may be short."""
         return -(-len(self.dataset) // self.batch_size)
 
-    def sums(self, number: int) -> Sums:
+    def found(self, number: int) -> Found:
         """Compute one batch. Costs: its forward pass."""
         job, start = self.job, number * self.batch_size
         indices = numpy.arange(start, min(start + self.batch_size, len(self.dataset)))
         with self._apart():
             seed_everything(job.schedule.shard_seed(0, number))
             batch = to_device(fetch(self.dataset, indices, self.collate), job.device)
-            return sums_of(self.fn(job.model, batch))
+            self._metrics.reset()
+            returned = self.fn(job.model, batch)
+            found = Found(sums_of({} if returned is None and self._metrics.names else returned),
+                          self._metrics.states())
+        if both := self._metrics.names & found.sums.keys():
+            raise RuntimeError(f"the function of evaluate() returned {sorted(both)}, which "
+                               f"metrics= has too. Give one of them another name.")
+        self._metrics.reset()
+        return found
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -176,20 +120,24 @@ class Examination:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
-    def alone(self) -> dict[str, float]:
+    def alone(self) -> dict[str, Any]:
         """Compute all batches on this worker: the run is finished, and its world has ended."""
-        total: Sums = {}
+        total = Found()
         for number in range(self.batches):
-            total = added(total, self.sums(number))
-        return means_of(total)
+            total = total.plus(self.found(number))
+        return self.means(total)
+
+    def means(self, total: Found) -> dict[str, Any]:
+        """Return the result of the sums over all batches."""
+        return means_of(total.sums) | self._metrics.computed(total.states)
 
 
-def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[str, float]:
+def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[str, Any]:
     """Compute the batches that the worker's moves hand out, until all workers have the result."""
     while True:
         match draw():
             case Portion() as portion:
-                portion.sums = examination.sums(portion.number)
+                portion.found = examination.found(portion.number)
             case Evaluated() as evaluated:
                 return evaluated.means
             case move:
@@ -204,9 +152,11 @@ class Request:
 
     batches: int
     samples: int
+    means: Callable[[Found], dict[str, Any]]
+    """Returns the result of the sums over all batches."""
     began: float = field(default_factory=time.monotonic)
     done: set[int] = field(default_factory=set)
-    sums: Sums = field(default_factory=dict)
+    found: Found = field(default_factory=Found)
     error: str = ""
 
 
@@ -221,7 +171,7 @@ class Evaluations:
         self._step = 0
         self._is_known = False
         """True if this process has run the code behind the last step from its start."""
-        self._results: list[Sums] = []
+        self._results: list[Found] = []
 
     def begin(self, step: int) -> None:
         """Begin the user's code behind a step."""
@@ -229,7 +179,8 @@ class Evaluations:
 
     def ask(self, examination: Examination) -> None:
         """Have the next moves compute an evaluation."""
-        self.request = Request(examination.batches, len(examination.dataset))
+        self.request = Request(examination.batches, len(examination.dataset),
+                               examination.means)
 
     def serve(self) -> Generator[Move, None, None]:
         """Compute what the user's code asks for, one evaluation after the other."""
@@ -268,19 +219,18 @@ class Evaluations:
         holders = [rank for rank, plan in enumerate(plans) if plan["has"] > number]
         given: dict[str, Any] = {}
         if world.rank in holders[:1]:
-            given["sums"] = encoded(self._results[number])
+            given["found"] = self._results[number].encoded()
         elif request and world.rank in wanting and not holders:
             yield from self._compute(request, shared_out(plans, wanting)[world.rank])
-            given = {"sums": encoded(request.sums), "error": request.error}
+            given = {"found": request.found.encoded(), "error": request.error}
         self._take(gathered(world, given), wanting)
         if world.rank in wanting and request:
             self.request = None
-            means = means_of(self._results[-1])
+            means = request.means(self._results[-1])
             if world.rank == wanting[0]:
                 self._events.emit(
                     "worker.evaluated", step=self._step, samples=request.samples,
-                    metrics={name: None if math.isnan(mean) else mean
-                             for name, mean in means.items()},
+                    metrics={name: as_json(mean) for name, mean in means.items()},
                     duration_s=round(time.monotonic() - request.began, 4))
             yield Evaluated(means)
         return True
@@ -309,11 +259,11 @@ class Evaluations:
             if portion.error is not None:  # only the collectives report it to the other workers
                 request.error = "".join(traceback.format_exception(portion.error))
                 return
-            if portion.sums is None:
+            if portion.found is None:
                 raise RuntimeError(
                     f"the function of evaluate() raised for batch {number}, and the loop went on. "
                     f"An evaluation cannot be left: let its exceptions end the run.")
-            request.sums = added(request.sums, portion.sums)
+            request.found = request.found.plus(portion.found)
             request.done.add(number)
 
     def _take(self, given: list[dict[str, Any]], wanting: list[int]) -> None:
@@ -322,9 +272,10 @@ class Evaluations:
             if one.get("error"):
                 raise PeerFailed(f"rank {rank} failed in evaluate():\n{one['error']}")
         if self._world().rank in wanting:
-            total: Sums = {}
+            total = Found()
             for one in given:
-                total = added(total, decoded(one.get("sums", {})))
+                if "found" in one:
+                    total = total.plus(Found.decoded(one["found"]))
             self._results.append(total)
 
 

@@ -28,6 +28,7 @@ from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
+from elastic_trainer.training.best import Best, require_rule
 from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import (
@@ -54,6 +55,8 @@ class Result:
     model: torch.nn.Module
     rank: int
     average: Average | None = None
+    best: Best | None = None
+    """The best evaluation, with `best=keep_best(…)`: its `value` and its `step`."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model have the averaged weights, as long as the block of `with` runs."""
@@ -79,6 +82,7 @@ class Job:
     device: torch.device
     clip_value: float | None = None
     average: Average | None = None
+    best: Best | None = None
     after_step: Callable[[int], None] = lambda step: None
     """The last part of each step."""
     phases: tuple[str, ...] = ("",)
@@ -118,6 +122,7 @@ def checked(
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
     average = average_of(model, options.ema, options.swa)
+    best = Best(options.best) if options.best else None
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     return Job(
         model=model,
@@ -133,7 +138,9 @@ def checked(
         on_nan=options.on_nan,
         collate=options.collate,
         average=average,
-        extras=extras_with(average, options.swa, options.extras, words.objects),
+        best=best,
+        extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
+                           options.extras, words.objects),
         after_step=after_step or (lambda step: None),
         device=device,
         words=words,
@@ -177,6 +184,7 @@ def require_values(options: Options, words: Words) -> None:
             f"gradient is clipped in one way. Leave one of them out."
         )
     require_policy(options.on_nan)
+    require_rule(options.best)
     if options.cpu_threads < 1:
         raise ConfigError(f"cpu_threads is {options.cpu_threads}. Use 1 or more.")
     options.plan()

@@ -34,10 +34,13 @@ def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
     state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
                          identity=identity | cut_of(numbers))
     state.extras, state.phases = job.extras, len(job.phases)
+    if job.best:
+        state.facts = job.best.facts
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
                                  compress=compress, on_nan=job.on_nan,
-                                 **(job.average.settings if job.average else {}))
+                                 **(job.average.settings if job.average else {}),
+                                 **(job.best.settings if job.best else {}))
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a shard needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))

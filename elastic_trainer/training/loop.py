@@ -60,7 +60,7 @@ class Loop:
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str,
                  compress: bool, plan: Plan | None = None, wish: Wish | None = None):
         self.job, self.launch, self.driver, self.events = job, launch, driver, events
-        self.reduce, self.wish = reduce, wish or Wish()
+        self.reduce, self.wish = reduce, wish or Wish(job.best)
         self.state = state_of(job, reduce, compress)
         self._settings = self.state.settings
         """Those that the job was built with. A checkpoint brings others."""
@@ -118,7 +118,7 @@ class Loop:
         self.driver.finish(state.committed)
         result = Result(steps=state.committed, samples=state.samples, loss=state.loss,
                         model=self.job.model, weights_sha256=weights_sha256(state),
-                        rank=self.world.rank, average=self.job.average)
+                        rank=self.world.rank, average=self.job.average, best=self.job.best)
         if has_begun:
             yield from self.behind.show_last()
         return result
@@ -180,6 +180,7 @@ class Loop:
             self.events.reach("step.handed_over", step=step)
             with state.modes.to_copy(is_last=self.behind.is_over()):
                 checkpointing.obey(control, world)  # one copy; the store works behind the training
+                self._publish_best()
                 self.events.reach("step.ended", step=step)
                 if state.phase == 0:
                     self._obey(control)  # may leave the loop: the world changes between steps only
@@ -196,6 +197,8 @@ class Loop:
         self.checkpointing.enter()
         self.behind.enter()
         self.has_joined = True
+        with state.modes.to_copy(is_last=self.behind.is_over()):
+            self._publish_best()  # if the generation in which it was found broke before
         return Pace(self.events)
 
     def _reduce(self, step: int) -> list[Part]:
@@ -239,6 +242,13 @@ class Loop:
         if self.world.rank == 0:
             skipped = {"skipped": True} if self.end.is_skipped(self.state.loss) else {}
             self.account.step_committed(step, step_s, self.end.metrics, **skipped, **more)
+
+    def _publish_best(self) -> None:
+        """Publish the last step if its evaluation is the best, and wait for it: later no worker has
+        its weights. All workers do so. Costs: the upload, when a better evaluation was found."""
+        best = self.job.best
+        if best and self.state.phase == 0 and best.is_of(self.state.committed):
+            self.checkpointing.publish_now(self.world, self._vote_on_checkpoint)
 
     def _obey(self, control: Outcome) -> None:
         """End the generation, or the attempt, if the vote has decided so."""
@@ -296,6 +306,7 @@ class Loop:
             self.checkpointing.publish_now(world, self._vote_on_checkpoint)
         if state.is_finished_early and state.committed < self.job.schedule.steps:
             self.account.finished_early(world, self.wish.reason)
+        self.account.remark_on_best(world.rank)
         if world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples,
                              loss=state.loss, weights_sha256=weights_sha256(state),

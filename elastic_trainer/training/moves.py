@@ -18,6 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.data.batches import add_note
 from elastic_trainer.training.gradients import GradientsWritten
+from elastic_trainer.training.sums import Found
 from elastic_trainer.training.tally import COUNT, Tally, pair_of, require_count
 from elastic_trainer.world.collectives import PeersLost
 
@@ -55,7 +56,7 @@ class Portion:
 
     def __init__(self, number: int):
         self.number = number
-        self.sums: dict[str, Any] | None = None
+        self.found: Found | None = None
         """What the user's function has found in it."""
         self.error: BaseException | None = None
 
@@ -68,7 +69,7 @@ class Portion:
 class Evaluated:
     """An evaluation is finished, on every worker that waits for it."""
 
-    means: dict[str, float]
+    means: dict[str, Any]
 
 
 class Shard:

@@ -19,6 +19,7 @@ from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
+from elastic_trainer.training.best import KeepBest
 
 Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 """What sets the learning rates: a function of the step, a torch scheduler, or several by name."""
@@ -63,6 +64,9 @@ class Options:
     swa: Swa | None = None
     """Keep the mean of the weights (stochastic weight averaging): `Swa(from_step=1000, every=50)`.
     With `ema` it is an error."""
+    best: KeepBest | None = None
+    """Keep the checkpoint of the step with the best evaluation, and finish the run when no better
+    one comes: `keep_best("accuracy", mode="max", patience=5)`. It is part of the state."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, for training in 16 bits. It is part of the state."""
     drop_last: bool = False

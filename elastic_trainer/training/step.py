@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic_trainer.training.lengths import SECONDS, interval_of
+from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Shard
 from elastic_trainer.training.worker import Worker
@@ -209,13 +209,8 @@ class Step:
         loop, and not the time between two attempts.
         """
         loop = self._finished("every()")
-        number, unit = interval_of(interval)
-        if unit in SECONDS:
-            before_ms, now_ms = loop.state.clocks_ms
-            interval_ms = 1000 * number * SECONDS[unit]
-            return now_ms // interval_ms > before_ms // interval_ms
-        steps = number * (self._worker.job.schedule.steps_per_epoch if unit == "epoch" else 1)
-        return (self._number + 1) % steps == 0
+        return ends_interval(interval, self._number, self._worker.job.schedule.steps_per_epoch,
+                             loop.state.clocks_ms)
 
     def stop(self, reason: str) -> None:
         """Finish the run early, on every worker: after this step if called in its inner loop, else

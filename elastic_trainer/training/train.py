@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +22,15 @@ from torch.utils.data import default_collate
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
+from elastic_trainer.training.best import KeepBest
+from elastic_trainer.training.evaluation_plan import Evaluation, require_evaluation
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.moves import Move, Shard
+from elastic_trainer.training.lengths import ends_interval
+from elastic_trainer.training.moves import Finished, Move, Shard
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.worker import Worker
 
-Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 
 def train(
@@ -35,6 +40,7 @@ def train(
     schedule: Callable[[int], float] | LinearScaling | LRScheduler | None = None,
     clip_norm: float | None = None, clip_value: float | None = None,
     ema: float | None = None, swa: Swa | None = None,
+    evaluate: Evaluation | None = None, best: KeepBest | None = None,
     scaler: torch.amp.GradScaler | None = None,
     drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
@@ -49,11 +55,13 @@ def train(
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
     Every worker calls this with a model that was built with the same seed. `loss(model, batch)`
-    returns the mean over the batch's samples, a scalar. `dataset` has `len` and `[i]` (or
-    `__getitems__`). `after_step(step)` runs on every worker alike, as the last part of each step,
-    under torch.no_grad(): a backward pass of its own needs `with torch.enable_grad():`. Modules,
-    parameters and the optimizer's groups stay the same objects. The section Options of
-    the reference has the other options (training/options.py).
+    returns the mean over the batch's samples, a scalar; or a pair: the sum over what was counted
+    (tokens, pixels), and the count, as `step.backward(loss_sum, count=n)` has them. `dataset` has
+    `len` and `[i]` (or `__getitems__`). `after_step(step)` runs on every worker alike, as the last
+    part of each step, under torch.no_grad(): a backward pass of its own needs `with
+    torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
+    `evaluate` evaluates the model behind steps: `Evaluation(held_out, measure, every="1 epoch")`.
+    The section Options of the reference has the other options (training/options.py).
 
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its
     sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
@@ -61,19 +69,24 @@ def train(
     options = Options(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
         schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+        best=best,
         scaler=scaler,
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
         on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (),
         timeline=timeline, progress=progress)
-    worker = Worker(checked(model, optimizer, dataset, options, after_step), options)
-    return drive(worker.moves(), model, loss)
+    job = checked(model, optimizer, dataset, options, after_step)
+    require_evaluation(evaluate, job)
+    worker = Worker(job, options)
+    return drive(worker.moves(), model, loss,
+                 partial(evaluate_behind, evaluate, worker) if evaluate else lambda *_: None)
 
 
-def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Loss) -> Result:
+def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Loss,
+          behind: Callable[[int, Callable[[], Move]], None] = lambda *_: None) -> Result:
     """Run the loss of each shard, until the run is finished. What it raises is voted: all workers
-    stop in one step."""
+    stop in one step. `behind` runs behind each finished step."""
     while True:
         try:
             move = next(moves)
@@ -82,9 +95,30 @@ def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Lo
             return result
         if isinstance(move, Shard):
             try:
-                move.backward(loss(model, move.batch))
+                found = loss(model, move.batch)
+                move.backward(*(found if type(found) is tuple and len(found) == 2 else (found,)))
             except KeyboardInterrupt:
                 moves.close()
                 raise
             except BaseException as error:  # sys.exit() too
                 move.fail(error)
+        elif isinstance(move, Finished):
+            behind(move.step, partial(next, moves))
+
+
+def evaluate_behind(evaluate: Evaluation, worker: Worker, step: int,
+                    draw: Callable[[], Move]) -> None:
+    """Evaluate the model behind a step if that is due. None is due when a finished run is started
+    once more: then its last step is shown again."""
+    assert worker.loop
+    steps_per_epoch = worker.job.schedule.steps_per_epoch
+    if not worker.loop.behind.is_running or not ends_interval(
+            evaluate.every, step, steps_per_epoch, worker.loop.state.clocks_ms):
+        return
+    with worker.averaged() if evaluate.averaged else nullcontext():
+        means = worker.evaluate(evaluate.examination(worker.job), draw)
+    try:
+        worker.take_for_best(means)
+    except Exception as error:  # on all workers alike
+        worker.fail(error)
+        raise

@@ -35,6 +35,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
+from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
 from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
@@ -94,7 +95,7 @@ class Trainer:
         seed: int = 0,
         lr: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None,
-        ema: float | None = None, swa: Swa | None = None,
+        ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
         scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
         drop_last: bool = False,
@@ -118,6 +119,7 @@ class Trainer:
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+            best=best,
             scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
             collate=collate, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
@@ -186,15 +188,29 @@ class Trainer:
         return self._result
 
     def evaluate(self, dataset: Any, fn: Fn, *, batch_size: int | None = None,
-                 collate: Callable[[list[Any]], Any] | None = None) -> dict[str, float]:
+                 collate: Callable[[list[Any]], Any] | None = None, metrics: Any = None,
+                 decides: bool = True) -> dict[str, Any]:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
         Call it on every worker, behind the inner loop. `batch_size` is by default that of a shard.
+        `metrics` has objects of torchmetrics by name, which `fn` updates. `decides`: the option
+        `best` follows this evaluation.
         """
-        examination = Examination(self._worker.job, dataset, fn, batch_size, collate)
+        examination = Examination(self._worker.job, dataset, fn, batch_size, collate, metrics)
         self._require_finished("evaluate")
-        return self._worker.evaluate(examination, self._next)
+        means = self._worker.evaluate(examination, self._next)
+        if decides:
+            self._worker.take_for_best(means)
+        return means
+
+    @property
+    def best(self) -> Best:
+        """The best evaluation so far: its `value`, its `step`, and how many evaluations since
+        (`waited`)."""
+        if self._worker.job.best is None:
+            raise RuntimeError(NOT_KEPT)
+        return self._worker.job.best
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model have the averaged weights (`ema`, `swa`) in a block of `with`: behind the

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ class Worker:
         self.driver: Driver = Alone()
         self.loop: Loop | None = None
         """None until this worker has a place."""
-        self.wish = Wish()
+        self.wish = Wish(job.best)
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
         debugger.offer()
@@ -222,7 +222,7 @@ class Worker:
                     move.fail(error)
 
     def evaluate(self, examination: Examination,
-                 draw: Callable[[], Move | None]) -> dict[str, float]:
+                 draw: Callable[[], Move | None]) -> dict[str, Any]:
         """Evaluate the model: with all workers behind a step, and alone when the run is over."""
         if not (self.loop and self.loop.behind.is_running):
             return examination.alone()
@@ -236,6 +236,14 @@ class Worker:
                 return draw()
 
         return examine(examination, with_trained_values)
+
+    def take_for_best(self, means: Mapping[str, Any]) -> None:
+        """Let an evaluation behind a step decide which step is the best. Raises RuntimeError."""
+        if (best := self.job.best) and self.loop and self.loop.behind.is_running:
+            step = self.loop.state.committed - 1
+            if best.take(best.found_in(means), step) and self.loop.world.rank == 0:
+                self.events.emit("worker.best_found", step=step, metric=best.rule.metric,
+                                 value=best.value)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model have the averaged weights for a while."""
@@ -258,7 +266,7 @@ class Worker:
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""
-        self.wish.reason = str(reason)
+        self.wish.ask(str(reason))
 
     def leave(self, how: str, *, saves: bool = False) -> None:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be
