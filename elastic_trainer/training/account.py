@@ -19,6 +19,7 @@ from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreUnavailable
 from elastic_trainer.state.stores import open_store
+from elastic_trainer.training.apply import StepEnd
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
 from elastic_trainer.world.arithmetic import (
@@ -96,14 +97,18 @@ class Account:
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, self.steps_due())
 
-    def step_committed(self, step: int, step_s: float, metrics: dict[str, float],
+    def step_committed(self, step: int, step_s: float, end: StepEnd, rank: int,
                        **more: Any) -> None:
         """Log a finished step, with what it has logged; by rank 0 alone."""
+        if rank != 0:
+            return
         samples, digest, *_ = self.state.last_vote
+        metrics = {"metrics": found} if (found := end.metrics) else {}
+        skipped = {"skipped": True} if end.is_skipped(self.state.loss) else {}
         self.events.emit(
             "worker.step_committed", step=step, samples=samples, digest=digest,
-            loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
-            **({"metrics": metrics} if metrics else {}), **more)
+            loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5), **metrics,
+            **skipped, **more)
 
     def resumed(self, step: int, built: dict[str, Any], rank: int) -> None:
         """Log where the settings of a resumed run differ from those it was built with now, and
@@ -130,8 +135,16 @@ class Account:
                 "worker.arithmetic_differs", step=step, differs=differ,
                 other="the checkpoint's writers", refused=False, meaning=advice(False, differ))
 
-    def remark_on_best(self, rank: int) -> None:
-        """Remark at the end of a run that no evaluation gave the metric of `best`."""
+    def finish(self, world: World, reason: str | None) -> None:
+        """Log why the run has fewer steps than planned, if it has; and if it has no best step.
+
+        All workers call it. Network: one exchange of the reasons, if it has fewer steps.
+        """
+        if self.state.is_finished_early and self.state.committed < self.job.schedule.steps:
+            self._finished_early(world, reason)
+        self._remark_on_best(world.rank)
+
+    def _remark_on_best(self, rank: int) -> None:
         if (best := self.job.best) and best.value is None:
             facts = {"metric": best.rule.metric}
             self.remark(Remark(
@@ -140,11 +153,8 @@ class Account:
                 f"it, so no checkpoint is kept as the best. Call trainer.evaluate(…) behind steps.",
                 facts), rank)
 
-    def finished_early(self, world: World, mine: str | None) -> None:
-        """Log why the run has fewer steps than planned: the reason of the first worker that asked.
-
-        All workers call it. Network: one exchange of the reasons.
-        """
+    def _finished_early(self, world: World, mine: str | None) -> None:
+        """Log the reason of the first worker that asked."""
         texts = map(json.loads, world.gather_texts(json.dumps(mine)))
         reason = next((text for text in texts if text is not None), "asked for before")
         if world.rank != 0:

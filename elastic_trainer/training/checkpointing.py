@@ -35,6 +35,7 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import Share
+from elastic_trainer.training.best import Best
 from elastic_trainer.training.timing import Timing
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
@@ -332,6 +333,13 @@ class Checkpointing:
             tries += bool(control.checkpoint)
             if not had_share and not control.checkpoint:
                 return
+
+    def publish_best(self, best: Best | None, world: Peers,
+                     vote: Callable[[CheckpointBallot], Outcome]) -> None:
+        """Publish the last step if its evaluation is the best: later no worker has its weights. All
+        workers do so. Costs: the upload, if it is not published yet."""
+        if best and self.state.phase == 0 and best.is_of(self.state.committed):
+            self.publish_now(world, vote)
 
     # --- without a world of peers that train ----------------------------------------------------
 

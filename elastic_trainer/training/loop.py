@@ -180,7 +180,7 @@ class Loop:
             self.events.reach("step.handed_over", step=step)
             with state.modes.to_copy(is_last=self.behind.is_over()):
                 checkpointing.obey(control, world)  # one copy; the store works behind the training
-                self._publish_best()
+                checkpointing.publish_best(self.job.best, world, self._vote_on_checkpoint)
                 self.events.reach("step.ended", step=step)
                 if state.phase == 0:
                     self._obey(control)  # may leave the loop: the world changes between steps only
@@ -198,7 +198,7 @@ class Loop:
         self.behind.enter()
         self.has_joined = True
         with state.modes.to_copy(is_last=self.behind.is_over()):
-            self._publish_best()  # if the generation in which it was found broke before
+            self.checkpointing.publish_best(self.job.best, world, self._vote_on_checkpoint)
         return Pace(self.events)
 
     def _reduce(self, step: int) -> list[Part]:
@@ -239,16 +239,7 @@ class Loop:
 
     def _log_committed(self, step: int, step_s: float, **more: Any) -> None:
         self.driver.note("training", self.state.committed)
-        if self.world.rank == 0:
-            skipped = {"skipped": True} if self.end.is_skipped(self.state.loss) else {}
-            self.account.step_committed(step, step_s, self.end.metrics, **skipped, **more)
-
-    def _publish_best(self) -> None:
-        """Publish the last step if its evaluation is the best, and wait for it: later no worker has
-        its weights. All workers do so. Costs: the upload, when a better evaluation was found."""
-        best = self.job.best
-        if best and self.state.phase == 0 and best.is_of(self.state.committed):
-            self.checkpointing.publish_now(self.world, self._vote_on_checkpoint)
+        self.account.step_committed(step, step_s, self.end, self.world.rank, **more)
 
     def _obey(self, control: Outcome) -> None:
         """End the generation, or the attempt, if the vote has decided so."""
@@ -304,9 +295,7 @@ class Loop:
             self.generations.settle_difference(state.committed, held, range(world.size))
         with state.modes.to_copy(is_last=True):
             self.checkpointing.publish_now(world, self._vote_on_checkpoint)
-        if state.is_finished_early and state.committed < self.job.schedule.steps:
-            self.account.finished_early(world, self.wish.reason)
-        self.account.remark_on_best(world.rank)
+        self.account.finish(world, self.wish.reason)
         if world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples,
                              loss=state.loss, weights_sha256=weights_sha256(state),
