@@ -611,7 +611,7 @@ class Trainer(Loop):
     def do(self, moves: Any) -> Any:
         """Run the loss of each shard; returns what the moves return."""
         assert isinstance(self.job, JobOfTrain)
-        return drive(moves, self.job.model, self.job.loss)
+        return drive(moves, self.job.model, self.job.loss, self.job.precision)
 
 
 def rehearse_alone(whole: JobOfTrain) -> None:

@@ -82,7 +82,8 @@ class Examination:
             seed_everything(job.schedule.shard_seed(0, number))
             batch = to_device(fetch(self.dataset, indices, self.collate), job.device)
             self._metrics.reset()
-            returned = self.fn(job.model, batch)
+            with job.precision.evaluation():
+                returned = self.fn(job.model, batch)
             found = Found(sums_of({} if returned is None and self._metrics.names else returned),
                           self._metrics.states())
         if both := self._metrics.names & found.sums.keys():

@@ -31,6 +31,7 @@ from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of,
 from elastic_trainer.training.best import Best, require_rule
 from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.options import Options
+from elastic_trainer.training.precision import Precision, precision_of, scaler_of
 from elastic_trainer.training.settings import (
     Remark,
     remarks_on_effect,
@@ -83,6 +84,7 @@ class Job:
     clip_value: float | None = None
     average: Average | None = None
     best: Best | None = None
+    precision: Precision = field(default_factory=Precision)
     after_step: Callable[[int], None] = lambda step: None
     """The last part of each step."""
     phases: tuple[str, ...] = ("",)
@@ -134,7 +136,8 @@ def checked(
         remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
-        scaler=options.scaler,
+        precision=precision_of(options.precision, device.type),
+        scaler=scaler_of(options.precision, options.scaler, device.type),
         on_nan=options.on_nan,
         collate=options.collate,
         average=average,
@@ -260,6 +263,7 @@ def describe(job: Job) -> dict[str, Any]:
             "optimizer": kind_of(job.optimizer),
             "clip_norm": job.clip_norm,
             "clip_value": job.clip_value,
+            "precision": job.precision.name,
             "model": type(job.model).__name__,
         },
         "versions": {

@@ -39,6 +39,7 @@ def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
                                  compress=compress, on_nan=job.on_nan,
+                                 precision=job.precision.name,
                                  **(job.average.settings if job.average else {}),
                                  **(job.best.settings if job.best else {}))
     if job.scaler:

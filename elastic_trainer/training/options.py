@@ -67,6 +67,10 @@ class Options:
     best: KeepBest | None = None
     """Keep the checkpoint of the step with the best evaluation, and finish the run when no better
     one comes: `keep_best("accuracy", mode="max", patience=5)`. It is part of the state."""
+    precision: str = "fp32"
+    """The precision of the forward pass: "bf16" or "fp16" let torch.autocast be on while your code
+    computes a batch, also in the warm-up and in evaluate(). Weights keep their type. "fp16" makes a
+    `scaler`, if none is given. docs/guide/optimization.md."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, for training in 16 bits. It is part of the state."""
     drop_last: bool = False

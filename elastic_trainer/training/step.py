@@ -124,7 +124,8 @@ class Step:
             move = self._draw()
             if isinstance(move, Shard):
                 self._shard = move
-                yield move.batch
+                with self._worker.job.precision.batch():
+                    yield move.batch
             else:
                 self._shard = None
                 self._take(move, phase)
@@ -158,7 +159,9 @@ class Step:
         what was counted (tokens, pixels): the gradient is then that of the mean over all that the
         shards of the step have counted.
         """
-        self._in_hand("backward()").backward(loss, count)
+        shard = self._in_hand("backward()")
+        self._worker.job.precision.end_forward()
+        shard.backward(loss, count)
 
     def log(self, **sums: tuple[Any, Any]) -> None:
         """Add sums of the batch in hand to what the step logs: `step.log(acc=(hits, n))`.

@@ -28,6 +28,7 @@ from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.moves import Finished, Move, Shard
 from elastic_trainer.training.options import Options
+from elastic_trainer.training.precision import Precision
 from elastic_trainer.training.worker import Worker
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
@@ -41,7 +42,7 @@ def train(
     clip_norm: float | None = None, clip_value: float | None = None,
     ema: float | None = None, swa: Swa | None = None,
     evaluate: Evaluation | None = None, best: KeepBest | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
     drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
@@ -70,7 +71,7 @@ def train(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
         schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
         best=best,
-        scaler=scaler,
+        precision=precision, scaler=scaler,
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
@@ -79,11 +80,12 @@ def train(
     job = checked(model, optimizer, dataset, options, after_step)
     require_evaluation(evaluate, job)
     worker = Worker(job, options)
-    return drive(worker.moves(), model, loss,
+    return drive(worker.moves(), model, loss, job.precision,
                  partial(evaluate_behind, evaluate, worker) if evaluate else lambda *_: None)
 
 
 def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Loss,
+          precision: Precision,
           behind: Callable[[int, Callable[[], Move]], None] = lambda *_: None) -> Result:
     """Run the loss of each shard, until the run is finished. What it raises is voted: all workers
     stop in one step. `behind` runs behind each finished step."""
@@ -95,7 +97,8 @@ def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Lo
             return result
         if isinstance(move, Shard):
             try:
-                found = loss(model, move.batch)
+                with precision.batch():
+                    found = loss(model, move.batch)
                 move.backward(*(found if type(found) is tuple and len(found) == 2 else (found,)))
             except KeyboardInterrupt:
                 moves.close()

@@ -96,7 +96,7 @@ class Trainer:
         lr: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None,
         ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
         drop_last: bool = False,
         min_shard_samples: int | None = None,
@@ -119,7 +119,7 @@ class Trainer:
         options = Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
-            best=best,
+            best=best, precision=precision,
             scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
             collate=collate, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,

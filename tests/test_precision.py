@@ -1,0 +1,296 @@
+"""Mixed precision: the bits of a plain PyTorch loop with autocast, in every world, and no trace of
+autocast outside of the code of a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_evaluation import HELD_OUT
+from test_loop import INPUT, SCHEDULE, TARGET, Ears, adamw, built, mse, trained
+from test_settings import differences
+from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
+
+from elastic_trainer import ConfigError
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.training.exact import tree_sum
+from elastic_trainer.training.precision import precision_of
+from elastic_trainer.training.shards import seed_everything
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str) -> Any:
+    dtype = DTYPES[precision]
+    return torch.autocast("cpu", dtype) if dtype else nullcontext()
+
+
+def model_of(*more: Model) -> Model:
+    return built(torch.nn.LayerNorm(8), *more)
+
+
+def scaler() -> torch.amp.GradScaler:
+    """A scaler that overflows 16 bits in its first steps, and grows again."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=2)
+
+
+def parts_of(step: int, shards: int) -> Iterator[tuple[Any, float, int]]:
+    """Yield the samples, the weight and the number of each shard of a step."""
+    for shard in range(shards):
+        ours = [SCHEDULE.shard_samples(step, one) for one in range(shard * 4 // shards,
+                                                                   (shard + 1) * 4 // shards)]
+        chosen = torch.cat([torch.from_numpy(one) for one in ours])
+        yield chosen, len(chosen) / SCHEDULE.batch_size(step), shard
+
+
+def plain(model: Model, precision: str, shards: int,
+          scale: torch.amp.GradScaler | None = None) -> Model:
+    """Train in plain PyTorch with autocast and a scaler; adds the shards as a tree does."""
+    optimizer = adamw(model)
+    torch.set_num_threads(1)
+    for step in range(SCHEDULE.steps):
+        found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in model.parameters()]
+        for chosen, weight, shard in parts_of(step, shards):
+            seed_everything(SCHEDULE.shard_seed(step, shard))
+            with autocast(precision):
+                loss = mse(model, [INPUT[chosen], TARGET[chosen]])
+            (scale.scale(loss * weight) if scale else loss * weight).backward()
+            for pieces, parameter in zip(found, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                pieces[shard, shard + 1], parameter.grad = parameter.grad, None
+        for pieces, parameter in zip(found, model.parameters(), strict=True):
+            parameter.grad = tree_sum(pieces, shards)
+        if scale:
+            scale.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if scale:
+            scale.step(optimizer)
+            scale.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def same(one: Model, other: Model) -> bool:
+    return all(torch.equal(byte_view(a), byte_view(b))
+               for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# --- the same bits --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str, shards: int) -> None:
+    """With the scaler's skipped steps, its growth, clipping and dropout; with train(), too."""
+    made = [model_of(torch.nn.Dropout(0.1)) for _ in range(3)]
+    scales = [scaler() if precision == "fp16" else None for _ in range(3)]
+    plain(made[0], precision, shards, scales[0])
+    numbers: dict[str, Any] = {"shards": shards, "clip_norm": 0.5, "precision": precision}
+    loop(trainer_of(made[1], adamw(made[1]), scaler=scales[1], **numbers), made[1])
+    trained(made[2], adamw(made[2]), scaler=scales[2], **numbers)
+    assert same(made[0], made[1]) and same(made[0], made[2])
+    if scales[0] and scales[1]:
+        assert scales[0].state_dict() == scales[1].state_dict() != scaler().state_dict()
+    full = model_of(torch.nn.Dropout(0.1))
+    loop(trainer_of(full, adamw(full), shards=shards, clip_norm=0.5), full)
+    assert not same(full, made[1])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_bits_are_the_same_in_every_world_and_through_broken_generations(
+        precision: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale is part of the state; an evaluation has the same numbers, too."""
+    def run(model: Model, **more: Any) -> tuple[str, dict[str, float], Any]:
+        kept = scaler() if precision == "fp16" else None
+        trainer = trainer_of(model, adamw(model), precision=precision, scaler=kept, **more)
+        sha256 = loop(trainer, model)
+        return sha256, trainer.evaluate(HELD_OUT, error_of), kept and kept.state_dict()
+
+    alone, models = run(model_of()), [model_of() for _ in range(size)]
+    points = {0: [("step.voted", 1)], 1: [("step.computed", 3)]}
+    assert in_a_breaking_world(
+        monkeypatch, size, lambda rank: run(
+            models[rank], listeners=[Fault(*points.get(rank, []))])) == [alone] * size
+
+
+def error_of(model: Model, batch: Any) -> dict[str, Any]:
+    error = (model(batch[0]) - batch[1]).pow(2)
+    return {"error": (error.sum(), error.numel()), "bits": 8 * model(batch[0]).element_size()}
+
+
+def test_fp16_has_a_scaler_whose_state_is_resumed(tmp_path: Path) -> None:
+    """As one that is given."""
+    straight, model = model_of(), model_of()
+    loop(trainer_of(straight, adamw(straight), precision="fp16", run_dir=tmp_path / "straight",
+                    until="6 steps"), straight)
+    for until in ("2 steps", "6 steps"):
+        model = model_of()
+        trainer = trainer_of(model, adamw(model), precision="fp16", run_dir=tmp_path / "again",
+                             until=until, checkpoint_every=1)
+        loop(trainer, model)
+    assert same(straight, model)
+
+
+def test_autocast_is_in_the_warm_up_and_in_evaluations() -> None:
+    model, seen = model_of(), []
+    trainer = trainer_of(model, precision="bf16")
+    for step in trainer:
+        for batch in step:
+            seen.append((step.is_tried, model(batch[0]).dtype))
+            step.backward(mse(model, batch))
+    assert {dtype for _, dtype in seen} == {torch.bfloat16} and seen[0][0] and not seen[-1][0]
+    batches = -(-len(HELD_OUT) // 2)
+    assert trainer.evaluate(HELD_OUT, error_of)["bits"] == 16 * batches
+    with torch.autocast("cpu", enabled=True, dtype=torch.float16):  # the user's own holds
+        half = {"dtype": (0, 0)}
+
+        def fn(model: Model, batch: Any) -> dict[str, Any]:
+            assert model(batch[0]).dtype == torch.float16
+            return half
+
+        trainer.evaluate(HELD_OUT, fn)
+
+
+# --- no trace -------------------------------------------------------------------------------------
+
+def nested() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def is_off() -> bool:
+    return not torch.is_autocast_enabled("cpu") and nested() == 0
+
+
+def test_autocast_is_off_outside_of_the_code_of_a_batch() -> None:
+    """Behind backward(), behind the inner loop, between the steps, in another thread, and when the
+    loop is left by an exception."""
+    model, elsewhere = model_of(), []
+    trainer = trainer_of(model, precision="bf16")
+    for step in trainer:
+        assert is_off()
+        for batch in step:
+            assert torch.is_autocast_enabled("cpu")
+            thread = threading.Thread(target=lambda: elsewhere.append(is_off()))
+            thread.start()
+            thread.join()
+            step.backward(mse(model, batch))
+            assert is_off()
+        assert is_off()
+    assert is_off() and all(elsewhere)
+    trainer = trainer_of(model_of(), precision="bf16")
+    with pytest.raises(ZeroDivisionError):
+        for step in trainer:
+            for _ in step:
+                raise ZeroDivisionError
+    assert is_off()
+    model = model_of()
+    for step in trainer_of(model, precision="bf16"):
+        for batch in step:
+            step.backward(mse(model, batch))
+            if not step.is_tried:
+                break
+        break
+    assert is_off()
+
+
+def test_a_context_of_the_users_own_counts_for_its_block() -> None:
+    """As nested contexts of torch; backward() may stand in it."""
+    models = [model_of() for _ in range(3)]
+    for model, precision in zip(models, ("bf16", "bf16", "fp32"), strict=True):
+        for step in trainer_of(model, precision=precision):
+            for batch in step:
+                if model is models[0]:
+                    step.backward(mse(model, batch))
+                elif model is models[1]:
+                    with torch.autocast("cpu", torch.bfloat16):
+                        step.backward(mse(model, batch))
+                    assert torch.is_autocast_enabled("cpu")  # until the next move
+                else:
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = mse(model, batch)
+                    step.backward(loss)
+            assert is_off()
+    assert same(models[0], models[1]) and same(models[0], models[2])
+
+
+def test_a_disabled_context_around_the_loop_does_no_harm() -> None:
+    """torch clears the cache only when the outermost context is left."""
+    models = [model_of(), model_of()]
+    loop(trainer_of(models[0], precision="bf16"), models[0])
+    with torch.autocast("cpu", enabled=False):
+        for step in trainer_of(models[1]):
+            for batch in step:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = mse(models[1], batch)
+                step.backward(loss)
+    assert same(models[0], models[1])
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_autocast_around_the_loop_is_refused(precision: str) -> None:
+    """In plain PyTorch the weights of the first step would be used in each one."""
+    with torch.autocast("cpu", torch.bfloat16):
+        model = model_of()
+        with pytest.raises(RuntimeError, match="autocast is on where a batch begins"):
+            loop(trainer_of(model, precision=precision), model)
+        with pytest.raises(RuntimeError, match="autocast is on where a batch begins"):
+            trained(model_of(), precision=precision)
+
+
+def test_an_autocast_that_is_not_left_is_an_error() -> None:
+    for precision, message in (("bf16", "entered in the code of a batch and is still on"),
+                               ("fp32", "autocast is on where a batch begins")):
+        model, context = model_of(), torch.autocast("cpu", torch.bfloat16)
+        try:
+            with pytest.raises(RuntimeError, match=message):
+                for step in trainer_of(model, precision=precision):
+                    for batch in step:
+                        context.__enter__()
+                        step.backward(mse(model, batch))
+        finally:
+            context.__exit__(None, None, None)
+            torch.set_autocast_enabled("cpu", False)
+
+
+def test_backward_in_another_thread_is_an_error() -> None:
+    """Autocast is off there."""
+    model, errors = model_of(), []
+
+    def back(step: Any, batch: Any) -> None:
+        try:
+            step.backward(mse(model, batch))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with pytest.raises(RuntimeError, match=r"backward\(\) was not called"):
+        for step in trainer_of(model, precision="bf16"):
+            for batch in step:
+                thread = threading.Thread(target=back, args=(step, batch))
+                thread.start()
+                thread.join()
+    assert "in another thread than the one that got the batch" in errors[0] and is_off()
+
+
+def test_a_precision_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="precision is 'fp8'. Use one of"):
+        trainer_of(model_of(), precision="fp8")
+    with pytest.raises(ConfigError, match="precision is 'bf16', which torch does not support on"):
+        precision_of("bf16", "meta")
+
+
+def test_another_precision_is_logged_when_a_run_is_resumed(run_dir: Path) -> None:
+    ears = Ears()
+    trained(model_of(), max_steps=2)
+    trained(model_of(), precision="bf16", listeners=[ears])
+    assert differences(ears) == {"precision": ("fp32", "bf16", "given")}
