@@ -91,7 +91,7 @@ class Precision:
         if self._dtype is None:
             return None
         self._context = torch.autocast(self._device, self._dtype)
-        self._context.__enter__()
+        self._context.__enter__()  # type: ignore[no-untyped-call]
         self._depth, self._thread = _depth(), threading.get_ident()
         return self._context
 
