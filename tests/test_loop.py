@@ -28,6 +28,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.learning_rate import cosine
 from elastic_trainer.observe.events import Events, read_events
 from elastic_trainer.observe.report import summarize
@@ -43,7 +44,6 @@ from elastic_trainer.training.failures import PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.losses import LossNotFinite
-from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.train import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank

@@ -16,6 +16,7 @@ import math
 
 import torch
 
+from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
@@ -24,7 +25,7 @@ from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
 from elastic_trainer.training.several import members_of, parameters_of
-from elastic_trainer.training.shards import Shards, seed_everything, seed_of
+from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.statistics import MOST_CHANGE
 from elastic_trainer.training.tally import COUNT, means
 from elastic_trainer.world.collectives import World

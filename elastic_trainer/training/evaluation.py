@@ -31,12 +31,12 @@ import torch
 
 from elastic_trainer.config import Launch
 from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.metric_states import Metrics, as_json
 from elastic_trainer.training.moves import Evaluated, Move, Portion
-from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.sums import Found, means_of, sums_of
 from elastic_trainer.training.supported import refused_dataset
 from elastic_trainer.world.collectives import PeersLost, TooLate, World

@@ -15,19 +15,19 @@ What always holds:
 from __future__ import annotations
 
 import json
-import random
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
-from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.batches import to_device
+from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.observe.trace import Trace
-from elastic_trainer.schedule import Schedule, samples_digest
+from elastic_trainer.schedule import samples_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.failures import PeerFailed
@@ -271,24 +271,3 @@ class Shards:
             if self._fault_of_machine(error):
                 raise
             self.error = error
-
-
-def seed_of(schedule: Schedule, step: int, shard: int, phase: int) -> int:
-    """Return the seed of a shard in a phase of a step; of its end, if `shard` is their number."""
-    return schedule.shard_seed(step, shard + phase * (schedule.shards + 1))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every generator that user code draws from (torch on all devices, random, numpy)."""
-    if has_accelerator():
-        torch.manual_seed(seed)
-    else:  # torch.manual_seed formats a traceback for each kind of device that is not there: 0.2 ms
-        torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-
-
-@cache
-def has_accelerator() -> bool:
-    """Return whether this machine has a device with a random generator of its own."""
-    return torch.accelerator.is_available()

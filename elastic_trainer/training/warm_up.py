@@ -29,6 +29,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
@@ -40,7 +41,6 @@ from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import Shard
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.shard_sizes import fact_of, remedy_for
-from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.replicas import Part, Replica, fingerprint

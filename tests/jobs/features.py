@@ -36,9 +36,9 @@ if "ELASTIC_TEST_PLAN" in os.environ:
 import torch  # noqa: E402
 
 from elastic_trainer import train  # noqa: E402
+from elastic_trainer.data.seeds import seed_everything  # noqa: E402
 from elastic_trainer.schedule import Schedule  # noqa: E402
 from elastic_trainer.state.layout import byte_view  # noqa: E402
-from elastic_trainer.training.shards import seed_everything  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
