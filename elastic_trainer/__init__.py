@@ -4,6 +4,7 @@ TYPE_CHECKING = False  # as in typing, whose import would cost the discovery scr
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
+    from elastic_trainer.data.loader import Loader as Loader
     from elastic_trainer.learning_rate import constant as constant
     from elastic_trainer.learning_rate import cosine as cosine
     from elastic_trainer.learning_rate import inverse_root as inverse_root
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
-    "LossNotFinite": "training.losses", "Result": "training.job", "constant": "learning_rate",
+    "Loader": "data.loader", "LossNotFinite": "training.losses", "Result": "training.job",
+    "constant": "learning_rate",
     "cosine": "learning_rate", "decay_groups": "training.groups", "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
     "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",

@@ -47,7 +47,7 @@ _SMALL = 2**12
 _ROUNDS_SMALL, _ROUNDS = 12, 6
 _MASK = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_EPOCH_KEY, _SHARD_SEED = 1, 2
+_EPOCH_KEY, _SHARD_SEED, _SAMPLE_SEED = 1, 2, 3
 """The first number of each key, so that two purposes never have the same key."""
 _Words = npt.NDArray[np.uint64]
 
@@ -248,6 +248,11 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
         outside = np.flatnonzero(places >= _u64(size))
         places[outside] = _shuffle_rectangle(places[outside], rows, columns, round_keys)  # walk on
     return places.astype(np.int64)
+
+
+def sample_seed(seed: int, place: int) -> int:
+    """Return the 63-bit seed of the sample at a place of a shard with this seed."""
+    return _mix(_SAMPLE_SEED, seed, place) >> 1
 
 
 def samples_digest(samples: npt.NDArray[np.int64]) -> int:

@@ -8,8 +8,8 @@ What always holds:
    ConfigError that names its type.
 3. An exception of the dataset keeps its type and traceback, and gets the number of the sample.
 
-What it does not do: read ahead, or look into types that no rule below knows (they may have a method
-`to(device)`).
+What it does not do: read ahead (loader.py does), or look into types that no rule below knows (they
+may have a method `to(device)`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,29 @@ _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), numpy.ndarray,
           type)
 
 
-def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any]) -> Any:
-    """Read samples and make a batch of them."""
+def fetch(dataset: Any, indices: numpy.ndarray, collate: Callable[[list[Any]], Any],
+          before: Callable[[int, int], None] | None = None) -> Any:
+    """Read samples and make a batch of them.
+
+    `before(place, number)` is called before each call of the dataset: for the sample that it reads,
+    or for the first one where `__getitems__` reads all.
+    """
     if type(dataset) is TensorDataset and collate is default_collate:  # the same, in one go
         chosen = torch.from_numpy(indices)
         return [tensor[chosen] for tensor in dataset.tensors]
     numbers = indices.tolist()
     many = getattr(dataset, "__getitems__", None)
     if many:
+        if before:
+            before(0, numbers[0])
         with _naming("read", numbers):
             samples = many(numbers)
     else:
-        samples = [_sample(dataset, number) for number in numbers]
+        samples = []
+        for place, number in enumerate(numbers):
+            if before:
+                before(place, number)
+            samples.append(_sample(dataset, number))
     with _naming("collated", numbers):
         return collate(samples)
 

@@ -240,6 +240,13 @@ _WORKERS = (
         "host {host}: the user's code met {error} in step {step}",
         remedy="Look at the disk and the memory of the host."),
     EventKind(
+        "worker.loader_restarted", WARNING,
+        "A loader process of this worker has ended, or has read one sample for too long. Another "
+        "one takes its place, and reads the sample again. `sample` is -1 if it read none.",
+        has(pid=WHOLE, reason=TEXT, sample=WHOLE_OR_MINUS_ONE),
+        "the loader process {pid} {reason}: another one takes its place",
+        remedy="If it was killed for memory, use fewer processes (`Loader(workers=…)`)."),
+    EventKind(
         "worker.loss_not_finite", WARNING,
         "A loss is NaN or infinite. The event names shards and samples.",
         has(step=STEP, loss=NUMBER, shards=LIST, samples=LIST, on_nan=one_of("raise", "skip",

@@ -21,7 +21,7 @@ import json
 import random
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,8 @@ import numpy
 import torch
 
 from elastic_trainer.config import Launch
-from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.batches import to_device
+from elastic_trainer.data.loader import BatchRecipe, Loader
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import PeerFailed
@@ -55,7 +56,8 @@ class Examination:
     """One evaluation of this worker's model: its batches, and what the user's function finds."""
 
     def __init__(self, job: Job, dataset: Any, fn: Fn, batch_size: int | None,
-                 collate: Callable[[list[Any]], Any] | None, metrics: Any = None):
+                 collate: Callable[[list[Any]], Any] | None, metrics: Any = None,
+                 loader: Loader | None = None):
         if why := refused_dataset(dataset):
             raise ValueError(why)
         size = batch_size or max(1, job.schedule.global_batch // job.schedule.shards)
@@ -63,7 +65,9 @@ class Examination:
             raise ValueError(f"evaluate() got {len(dataset)} samples and batch_size={batch_size}. "
                              f"Give at least one sample, and a batch_size of 1 or more.")
         self.job, self.dataset, self.fn, self.batch_size = job, dataset, fn, size
-        self.collate = collate or job.collate
+        self.reader = job.readers.of(
+            dataset, (loader and loader.collate) or collate or job.collate,
+            BatchRecipe(job.schedule, len(dataset), size), loader)
         self._metrics = Metrics(metrics or {}, job.device)
         self._buffers = [(module, name, buffer, buffer.clone())
                          for module in job.model.modules()
@@ -74,13 +78,15 @@ class Examination:
         """The number of batches: the last one may be short."""
         return -(-len(self.dataset) // self.batch_size)
 
-    def found(self, number: int) -> Found:
-        """Compute one batch. Costs: its forward pass."""
-        job, start = self.job, number * self.batch_size
-        indices = numpy.arange(start, min(start + self.batch_size, len(self.dataset)))
+    def found(self, number: int, following: Sequence[int] = ()) -> Found:
+        """Compute one batch, and have the following ones read. Costs: its forward pass."""
+        job, seed = self.job, self.job.schedule.shard_seed(0, number)
         with self._apart():
-            seed_everything(job.schedule.shard_seed(0, number))
-            batch = to_device(fetch(self.dataset, indices, self.collate), job.device)
+            seed_everything(seed)
+            ahead = ((one,) for one in following)
+            batch = to_device(self.reader.take((number,), ahead), job.device)
+            if self.reader.seeds_samples:
+                seed_everything(seed)
             self._metrics.reset()
             with job.precision.evaluation():
                 returned = self.fn(job.model, batch)
@@ -125,7 +131,7 @@ class Examination:
         """Compute all batches on this worker: the run is finished, and its world has ended."""
         total = Found()
         for number in range(self.batches):
-            total = total.plus(self.found(number))
+            total = total.plus(self.found(number, range(number + 1, self.batches)))
         return self.means(total)
 
     def means(self, total: Found) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[s
     while True:
         match draw():
             case Portion() as portion:
-                portion.found = examination.found(portion.number)
+                portion.found = examination.found(portion.number, portion.following)
             case Evaluated() as evaluated:
                 return evaluated.means
             case move:
@@ -252,10 +258,10 @@ class Evaluations:
             world.latest = None
 
     def _compute(self, request: Request, numbers: list[int]) -> Generator[Move, None, None]:
-        for number in numbers:
+        for place, number in enumerate(numbers):
             if self._is_broken():
                 raise PeersLost("a member is gone: the evaluation goes on in the next generation")
-            portion = Portion(number)
+            portion = Portion(number, numbers[place + 1:])
             yield portion
             if portion.error is not None:  # only the collectives report it to the other workers
                 request.error = "".join(traceback.format_exception(portion.error))

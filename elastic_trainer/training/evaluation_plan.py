@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.loader import Loader
 from elastic_trainer.training.evaluation import Examination, Fn
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.lengths import interval_of
@@ -21,8 +22,8 @@ from elastic_trainer.training.supported import refused_dataset
 class Evaluation:
     """What train() evaluates, and when: `evaluate=Evaluation(held_out, measure, every="1 epoch")`.
 
-    `every` is an interval as `step.every` has it. `fn`, `batch_size`, `collate` and `metrics` are
-    those of `trainer.evaluate`. `averaged`: evaluate the averaged weights (`ema`, `swa`).
+    `every` is an interval as `step.every` has it. `fn`, `batch_size`, `collate`, `metrics` and
+    `loader` are those of `trainer.evaluate`. `averaged`: evaluate the averaged weights (`ema`, `swa`).
     """
 
     dataset: Any
@@ -32,6 +33,7 @@ class Evaluation:
     collate: Callable[[list[Any]], Any] | None = None
     metrics: Any = None
     averaged: bool = False
+    loader: Loader | None = None
 
     def __post_init__(self) -> None:
         interval_of(self.every)
@@ -41,7 +43,8 @@ class Evaluation:
 
     def examination(self, job: Job) -> Examination:
         """Return the evaluation of a job's model, as it is now. Raises ValueError."""
-        return Examination(job, self.dataset, self.fn, self.batch_size, self.collate, self.metrics)
+        return Examination(job, self.dataset, self.fn, self.batch_size, self.collate, self.metrics,
+                           self.loader)
 
 
 def require_evaluation(evaluate: Evaluation | None, job: Job) -> None:

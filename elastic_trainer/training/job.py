@@ -22,8 +22,10 @@ import horovod
 import numpy
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from elastic_trainer.config import REDUCERS, ConfigError, Launch
+from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
@@ -79,6 +81,8 @@ class Job:
     clip_norm: float | None
     scaler: torch.amp.GradScaler | None
     collate: Callable[[list[Any]], Any]
+    readers: Readers
+    """Read the batches of shards, and those of evaluations."""
     extras: dict[str, Any]
     device: torch.device
     clip_value: float | None = None
@@ -126,6 +130,7 @@ def checked(
     average = average_of(model, options.ema, options.swa)
     best = Best(options.best) if options.best else None
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
+    collate = collate_of(options)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -139,7 +144,8 @@ def checked(
         precision=precision_of(options.precision, device.type),
         scaler=scaler_of(options.precision, options.scaler, device.type),
         on_nan=options.on_nan,
-        collate=options.collate,
+        collate=collate,
+        readers=Readers(Reader(dataset, collate, ShardRecipe(numbers), options.loader, device)),
         average=average,
         best=best,
         extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
@@ -149,6 +155,16 @@ def checked(
         words=words,
         phases=tuple(optimizer.members) if isinstance(optimizer, Several) else ("",),
     )
+
+
+def collate_of(options: Options) -> Callable[[list[Any]], Any]:
+    """Return what makes batches. Raises ConfigError if it is given twice."""
+    if options.loader is None or options.loader.collate is None:
+        return options.collate
+    if options.collate is not default_collate:
+        raise ConfigError("collate is given, and Loader has a collate of its own. Leave one of "
+                          "them out.")
+    return options.loader.collate
 
 
 def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:

@@ -20,6 +20,8 @@ import re
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 
+from elastic_trainer.data.loader_pool import LoaderKilled
+
 ERRNOS = frozenset({
     errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS, errno.ENXIO,
     errno.ENODEV, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG
@@ -56,7 +58,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _kind(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "MemoryError"
-    if isinstance(error, BrokenProcessPool):
+    if isinstance(error, (BrokenProcessPool, LoaderKilled)):
         return "a loader process was killed"
     if isinstance(error, OSError) and error.errno in ERRNOS:
         return errno.errorcode[error.errno]

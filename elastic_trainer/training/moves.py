@@ -10,7 +10,7 @@ What always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class Finished:
 class Portion:
     """One batch of an evaluation, for this worker to compute."""
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, number: int, following: Sequence[int] = ()):
+        self.number, self.following = number, following
         self.found: Found | None = None
         """What the user's function has found in it."""
         self.error: BaseException | None = None

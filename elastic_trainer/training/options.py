@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.loader import Loader
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
@@ -82,6 +83,10 @@ class Options:
     collate: Callable[[list[Any]], Any] = default_collate
     """Makes a batch of a list of samples. The tensors of the batch are moved to the model's device,
     also those in containers, dataclasses, and objects with a method `to(device)`."""
+    loader: Loader | None = None
+    """Loader processes: `Loader(workers=4)`. They read the next shards of each worker while it
+    computes. Each sample then has random numbers of its own. None: the worker reads each shard when
+    it computes it."""
     extras: Mapping[str, Any] | None = None
     """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
     average of the weights, metrics. They change only in `after_step` (with Trainer: behind the

@@ -25,6 +25,7 @@ import numpy
 import torch
 
 from elastic_trainer.data.batches import to_device
+from elastic_trainer.data.loader import keys_after
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.observe.trace import Trace
 from elastic_trainer.schedule import samples_digest
@@ -63,6 +64,8 @@ class Shards:
         """Of this step's shards that this worker has run: the loss, and its samples."""
         self.number = -1
         """The shard in hand; -1 where all workers do the same."""
+        self._mine = range(0)
+        """This worker's shards in its world."""
 
     def run(
         self, step: int, world: World, error: BaseException | None
@@ -87,12 +90,11 @@ class Shards:
         self, step: int, world: World, error: BaseException | None
     ) -> Generator[Shard, None, tuple[int, int]]:
         job, samples, digest = self.job, 0, 0
-        mine = self.reducer.begin(world)
+        mine = self._mine = self.reducer.begin(world)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
         for shard in mine:
-            if self._is_broken():
-                raise PeersLost("a member is gone: this step cannot pass the vote")
+            self._require_peers()
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
             indices = job.schedule.shard_samples(step, shard)
             if len(indices) and self.error is None:
@@ -134,11 +136,22 @@ class Shards:
             self._close(step, shard)
 
     def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
+        job, phase = self.job, self.state.phase
         self.state.restore()
-        seed_everything(seed_of(self.job.schedule, step, shard, self.state.phase))
-        batch = to_device(fetch(self.job.dataset, indices, self.job.collate), self.job.device)
+        seed = seed_of(job.schedule, step, shard, phase)
+        seed_everything(seed)
+        key = step, phase, shard
+        ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
+        reader = job.readers.training
+        batch = to_device(reader.take(key, ahead, self._require_peers, indices), job.device)
+        if reader.seeds_samples:
+            seed_everything(seed)
         self.flat.gradients.open()
         return batch
+
+    def _require_peers(self) -> None:
+        if self._is_broken():
+            raise PeersLost("a member is gone: this step cannot pass the vote")
 
     def _backward(
         self,

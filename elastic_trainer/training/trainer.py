@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.utils.data import default_collate
 
+from elastic_trainer.data.loader import Loader
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
@@ -100,7 +101,7 @@ class Trainer:
         state: Mapping[str, Any] | None = None,
         drop_last: bool = False,
         min_shard_samples: int | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
         checkpoint_every: int | str = "auto",
         keep_last: int = 3,
         keep_every: int = 0,
@@ -121,7 +122,7 @@ class Trainer:
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
             best=best, precision=precision,
             scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
-            collate=collate, checkpoint_every=checkpoint_every, keep_last=keep_last,
+            collate=collate, loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
             listeners=listeners, timeline=timeline, progress=progress)
@@ -189,15 +190,17 @@ class Trainer:
 
     def evaluate(self, dataset: Any, fn: Fn, *, batch_size: int | None = None,
                  collate: Callable[[list[Any]], Any] | None = None, metrics: Any = None,
-                 decides: bool = True) -> dict[str, Any]:
+                 loader: Loader | None = None, decides: bool = True) -> dict[str, Any]:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
         Call it on every worker, behind the inner loop. `batch_size` is by default that of a shard.
-        `metrics` has objects of torchmetrics by name, which `fn` updates. `decides`: the option
-        `best` follows this evaluation.
+        `metrics` has objects of torchmetrics by name, which `fn` updates. Processes of `loader`
+        start at the first call with this dataset, and stay. `decides`: the option `best` follows
+        this evaluation.
         """
-        examination = Examination(self._worker.job, dataset, fn, batch_size, collate, metrics)
+        examination = Examination(self._worker.job, dataset, fn, batch_size, collate, metrics,
+                                  loader)
         self._require_finished("evaluate")
         means = self._worker.evaluate(examination, self._next)
         if decides:

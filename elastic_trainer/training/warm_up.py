@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.batches import to_device
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
@@ -85,8 +85,7 @@ class WarmUp:
         job = self.job
         trained = self.flat.gradients.trained_now()
         self.state.begin()
-        shards = (job.schedule.shard_samples(0, shard) for shard in range(job.schedule.shards))
-        first = next(indices for indices in shards if len(indices))
+        first = job.schedule.shard_samples(0, job.schedule.first_shard(0))
         advice = self._advice_on_one(len(first))
         try:
             _, result = yield from self._try_shard(first, may_add_buffers=True, advice=advice)
@@ -203,10 +202,13 @@ class WarmUp:
         flat, job = self.flat, self.job
         # On every worker the same: the results are compared. A buffer that is made now is as the
         # first shard makes it.
-        seed_everything(job.schedule.shard_seed(0, 0))
-        batch = to_device(
-            fetch(job.dataset, indices, job.collate), job.device
-        )  # anew: a loss may take it apart
+        seed = job.schedule.shard_seed(0, 0)
+        seed_everything(seed)
+        key = 0, 0, job.schedule.first_shard(0), len(indices)
+        # Anew: a loss may take it apart.
+        batch = to_device(job.readers.training.take(key, indices=indices), job.device)
+        if job.readers.training.seeds_samples:
+            seed_everything(seed)
         held = self.replica.all_parts()
         inputs = fingerprint([held, batch])
         losses: list[torch.Tensor] = []

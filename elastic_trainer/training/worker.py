@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ class Worker:
         """
         has_begun = not self._is_finished()
         if has_begun:
+            # Before this process has threads and connections; a standby has them ready.
+            self.job.readers.training.start()
             yield Begun(0, is_trial=True)  # the number is known when this worker has joined
         if self.job.device.type == "cpu":
             torch.set_num_threads(self.options.cpu_threads)
@@ -131,6 +134,7 @@ class Worker:
             self.fail(error)
             raise
         finally:
+            self.job.readers.close()
             self.events.trace.close()
             self.events.flush()
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
@@ -171,6 +175,7 @@ class Worker:
             determinism.apply(settings)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
         self.launch, self.events = opened(launch, self.options.listeners)
+        self.job.readers.report_to(partial(self.events.emit, "worker.loader_restarted"))
         if self.options.timeline or launch.timeline:
             open_timeline(self.launch, self.events, self.job.words)
         return placement.reduce
