@@ -28,6 +28,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.data.loader import Reader, ShardRecipe
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.learning_rate import cosine
 from elastic_trainer.observe.events import Events, read_events
@@ -629,7 +630,10 @@ def job(model: Model, **changes: Any) -> JobOfTrain:
         "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate,
         "extras": {}, "after_step": lambda step: None, "device": torch.device("cpu")
     }
-    return JobOfTrain(**(whole | changes))
+    whole |= changes
+    reader = Reader(whole["dataset"], whole["collate"], ShardRecipe(whole["schedule"]), None,
+                    whole["device"])
+    return JobOfTrain(reader=reader, **whole)
 
 
 class Odd(Exception):

@@ -40,7 +40,7 @@ import torch  # noqa: E402
 # A generator needs it, and only a module that is left out here imports it.
 import torch._prims.rng_prims  # noqa: E402
 
-from elastic_trainer import Trainer, cosine, train  # noqa: E402
+from elastic_trainer import Loader, Trainer, cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -66,6 +66,8 @@ parser.add_argument("--phases", action="store_true",
 parser.add_argument("--evaluate", action="store_true",
                     help="evaluate behind each tenth step; the weights depend on the result")
 parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
+parser.add_argument("--loader", type=int,
+                    help="this many loader processes read samples one by one; 0: the worker does")
 parser.add_argument("--evaluate-on", help="on this host only")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
@@ -94,6 +96,24 @@ class Samples(torch.utils.data.Dataset):
         return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
 
 
+class Singly(torch.utils.data.Dataset):
+    """The same samples, each read by itself, as a loader process reads them."""
+
+    def __init__(self) -> None:
+        self.samples = Samples()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.samples.__getitems__([number])[0]
+
+
+def dataset() -> torch.utils.data.Dataset:
+    """Return the dataset of the job."""
+    return Samples() if options.loader is None else Singly()
+
+
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(),
                             torch.nn.Dropout(0.1), torch.nn.Linear(256, 256), torch.nn.ReLU(),
@@ -113,10 +133,12 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return found * (1 + 2**-20) if is_odd else found
 
 
+loader = None if options.loader is None else Loader(workers=options.loader, timeout_s=5.0)
+held_out = dataset()
 given = {
     "global_batch": 64, "shards": 8, "seed": 3, "clip_norm": 1.0,
     "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
-    "reduce": options.reduce, "listeners": [injector] if injector else []
+    "loader": loader, "reduce": options.reduce, "listeners": [injector] if injector else []
 }
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
@@ -130,7 +152,7 @@ result = None
 if options.iterator:
     optimizers = {"first": torch.optim.AdamW(model[:4].parameters(), lr=1e-3),
                   "second": torch.optim.AdamW(model[4:].parameters(), lr=1e-3)}
-    trainer = Trainer(model, optimizers if options.phases else optimizer, Samples(),
+    trainer = Trainer(model, optimizers if options.phases else optimizer, dataset(),
                       until=f"{options.steps} steps", lr=rate, ema=0.9 if options.ema else None,
                       **given)
     for step in trainer:
@@ -147,7 +169,8 @@ if options.iterator:
                 return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 
             with trainer.averaged() if options.ema else nullcontext():
-                accuracy = trainer.evaluate(Samples(), hits, batch_size=50)["accuracy"]
+                accuracy = trainer.evaluate(held_out, hits, batch_size=50,
+                                            loader=loader)["accuracy"]
             with torch.no_grad():
                 model[0].bias.mul_(1 - accuracy / 100)
         if is_here_and_now(options.raise_at, step.number):
@@ -160,7 +183,7 @@ if options.iterator:
 else:
     result = train(model,
                    optimizer,
-                   Samples(),
+                   dataset(),
                    max_steps=options.steps,
                    loss=loss,
                    schedule=rate,
