@@ -28,7 +28,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
-from elastic_trainer.data.loader import Reader, ShardRecipe
+from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.learning_rate import cosine
 from elastic_trainer.observe.events import Events, read_events
@@ -633,7 +633,7 @@ def job(model: Model, **changes: Any) -> JobOfTrain:
     whole |= changes
     reader = Reader(whole["dataset"], whole["collate"], ShardRecipe(whole["schedule"]), None,
                     whole["device"])
-    return JobOfTrain(reader=reader, **whole)
+    return JobOfTrain(readers=Readers(reader), **whole)
 
 
 class Odd(Exception):
