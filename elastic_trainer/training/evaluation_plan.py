@@ -23,7 +23,8 @@ class Evaluation:
     """What train() evaluates, and when: `evaluate=Evaluation(held_out, measure, every="1 epoch")`.
 
     `every` is an interval as `step.every` has it. `fn`, `batch_size`, `collate`, `metrics` and
-    `loader` are those of `trainer.evaluate`. `averaged`: evaluate the averaged weights (`ema`, `swa`).
+    `loader` are those of `trainer.evaluate`. `averaged`: evaluate the averaged weights (`ema`,
+    `swa`).
     """
 
     dataset: Any
