@@ -179,9 +179,9 @@ def test_an_exception_names_its_sample_and_has_its_traceback(
     assert len(reader.pids) == 1  # an exception ends no process
 
 
-def test_an_exception_that_cannot_be_sent_is_told_all_the_same(
+def test_an_exception_that_cannot_be_sent_keeps_its_kind_and_its_text(
         open_reader: Callable[..., Reader]) -> None:
-    """Its kind and its text stay."""
+    """It arrives as a RuntimeError."""
     class Local(Exception):
         def __init__(self, lock: Any):
             super().__init__("needs a lock")
