@@ -36,6 +36,8 @@ class StepEnd:
 
     def __init__(self, job: Job, state: LiveState, flat: Flat, events: Events):
         self.job, self.state, self.flat, self.events = job, state, flat, events
+        self.grad_norm: torch.Tensor | None = None
+        """The norm of the last gradient before it was clipped; None without `clip_norm`."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -133,7 +135,7 @@ class StepEnd:
             job.scaler.unscale_(optimizer)
         moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)
         if job.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
         if job.clip_value is not None:
             torch.nn.utils.clip_grad_value_(moved, job.clip_value)
         state.rates.set(job.rate(state.committed))

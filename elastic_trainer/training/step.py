@@ -258,6 +258,13 @@ class Step:
                 f"trainer`; trainer.result has the loss and the weights behind the loop.")
 
 
+def applied(step: Step) -> tuple[float, torch.Tensor | None]:
+    """Return the first learning rate of a finished step, and the norm of its gradient before it was
+    clipped (None without `clip_norm`): for the adapters of frameworks that log both."""
+    loop = step._finished("the learning rate")
+    return loop.state.rates.used, loop.end.grad_norm
+
+
 class Unseen(dict[str, float]):
     """The metrics of a step that an earlier process has finished: each is NaN."""
 

@@ -1,0 +1,414 @@
+"""`transformers.Trainer` on workers that come and go.
+
+script with a transformers.Trainer → here: TrainingArguments (transformers_arguments.py), callbacks
+(transformers_flow.py) → Trainer (training/trainer.py): its steps, shards, checkpoints
+
+    from elastic_trainer.adapters.transformers import ElasticTrainer
+
+    trainer = ElasticTrainer(model=model, args=TrainingArguments(...), train_dataset=dataset,
+                             devices=8)
+    trainer.train()
+
+What always holds:
+1. What a script gives is taken over with the meaning that it has in transformers, or refused at
+   once, by name.
+2. The gradient is that of the mean over all tokens of the global batch, for any number of shards
+   and workers, where transformers counts tokens (num_items_in_batch).
+3. What a subclass overrides is called, or refused.
+
+transformers is imported when ElasticTrainer is asked for. The class below becomes a
+transformers.Trainer there.
+
+Source: transformers 5.24, trainer.py.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from elastic_trainer.adapters.transformers_arguments import (
+    checkpoint_interval,
+    numbers_of,
+    refuse,
+)
+from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
+from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.training.step import Step
+from elastic_trainer.training.supported import refused_dataset
+from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.training.worker import local_rank
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+NEEDED = "ElasticTrainer needs {error.name}, which is not installed. Install the extra: pip " \
+         "install 'elastic-trainer[transformers]'."
+OVERRIDES = frozenset("""
+    compute_loss compute_loss_context_manager prediction_step log create_optimizer create_scheduler
+    get_decay_parameter_names get_optimizer_cls_and_kwargs evaluate predict train save_model _save
+    _prepare_inputs _prepare_input _get_num_items_in_batch _remove_unused_columns call_model_init
+    add_callback pop_callback remove_callback log_metrics save_metrics save_state metrics_format
+    """.split())
+"""The methods of transformers.Trainer that a subclass may override: they are called here."""
+Datasets = Any
+
+
+def __getattr__(name: str) -> Any:
+    """Make ElasticTrainer when it is asked for. Raises ConfigError without transformers."""
+    if name != "ElasticTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import_module("accelerate")
+        base = import_module("transformers").Trainer
+    except ImportError as error:
+        raise ConfigError(NEEDED.format(error=error)) from error
+    made = type(name, (Elastic, base), {"__module__": __name__, "__doc__": Elastic.__doc__})
+    globals()[name] = made
+    return made
+
+
+class Elastic(Base):  # type: ignore[misc]
+    """A transformers.Trainer whose training survives the loss of workers.
+
+    It takes the arguments of transformers.Trainer. `devices` is the number of devices for which
+    `per_device_train_batch_size` was chosen. The global batch is the product of that size,
+    gradient_accumulation_steps and `devices`; it has gradient_accumulation_steps x `devices`
+    shards. Neither depends on the number of workers.
+
+    `run_dir` (without a launcher, output_dir by default), `store`, `reduce`, `on_nan`, `listeners`
+    and `timeline` are options of elastic_trainer.Trainer.
+
+    Raises ConfigError for what is not supported.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Datasets = None, processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, *,
+        devices: int | None = None, run_dir: str | None = None, store: str | None = None,
+        reduce: str | None = None, on_nan: str = "raise",
+        listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (), timeline: bool = False,
+    ):
+        args = args or import_module("transformers").TrainingArguments()
+        refuse(args)
+        _refuse_overrides(type(self))
+        _take_device(args)
+        self.elastic: Trainer | None = None
+        """The trainer of elastic_trainer, from train() on."""
+        self._numbers = numbers_of(args, _length_of(train_dataset), devices)
+        self._options: dict[str, Any] = {
+            "store": store, "reduce": reduce, "on_nan": on_nan, "listeners": listeners,
+            "timeline": timeline}
+        self._run_dir = run_dir
+        self.ignore_keys_for_eval: list[str] | None = None
+        self.is_first: bool | None = None
+        """Whether this worker was the first one in the last finished step; None: not known."""
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, model_init=model_init,
+            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics)
+        _refuse_collator(self.data_collator)
+        self._show_logs()
+
+    def _show_logs(self) -> None:
+        """Print logs, and leave the bar of transformers out: it breaks when another worker becomes
+        the first one. The trainer, or the launcher, shows the progress."""
+        from transformers import PrinterCallback
+
+        shown = self.callback_handler.callbacks.pop()  # transformers adds it as the last one
+        self.add_callback(shown if isinstance(shown, PrinterCallback) else PrinterCallback())
+
+    # --- the training -----------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+              ignore_keys_for_eval: list[str] | None = None) -> Any:
+        """Train to the end, and return the same TrainOutput on every worker.
+
+        A run that has a checkpoint goes on from it, whatever `resume_from_checkpoint` is.
+
+        Raises ConfigError.
+        """
+        if isinstance(resume_from_checkpoint, str) or trial is not None:
+            raise ConfigError(
+                f"train() got resume_from_checkpoint={resume_from_checkpoint!r} and trial={trial}. "
+                f"A run goes on from its own newest checkpoint. Call train() without arguments, "
+                f"and load other weights into the model before.")
+        if self.elastic is not None:
+            raise RuntimeError("train() was called before. Build a new ElasticTrainer for another "
+                               "run.")
+        started, self.ignore_keys_for_eval = time.monotonic(), ignore_keys_for_eval
+        flow = self._begin()
+        assert self.elastic is not None
+        for step in self.elastic:
+            flow.begin_step()
+            for inputs in step:
+                if self.control.should_training_stop:  # set behind the last step, on every worker
+                    step.stop("a callback has set control.should_training_stop")
+                self._compute(step, inputs)
+            self.is_first = self.elastic.is_first
+            flow.end_step(step)
+        return self._end(flow, started)
+
+    def _begin(self) -> Flow:
+        """Build the optimizer, the scheduler and the trainer, as TrainingArguments describe
+        them."""
+        from transformers import TrainerCallback, TrainerState
+
+        args, numbers = self.args, self._numbers
+        refuse_callbacks(self.callback_handler.callbacks, TrainerCallback)
+        if args.activation_checkpointing:
+            _checkpoint_activations(self.model, args.activation_checkpointing_kwargs)
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=numbers.steps)
+        _refuse_scheduler(self.lr_scheduler)
+        handler, self.state = self.callback_handler, TrainerState()
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler = self.lr_scheduler
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.state.compute_steps(args, numbers.steps)
+        self.state.max_steps, self.state.num_train_epochs = numbers.steps, numbers.epochs
+        flow = Flow(self, numbers)
+        dataset, collate = self._columns(self.train_dataset, "training")
+        self.elastic = Trainer(
+            self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
+            shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
+            lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None,
+            drop_last=args.dataloader_drop_last, collate=collate, state={"transformers": flow},
+            checkpoint_every=checkpoint_interval(args, self.state.save_steps,
+                                                 numbers.steps_per_epoch),
+            keep_last=args.save_total_limit or 3, run_dir=self._folder(),
+            progress=not args.disable_tqdm, **self._options)
+        flow.see_place(self.is_world_process_zero())
+        flow.call("on_train_begin")
+        self.is_in_train = True
+        return flow
+
+    def _folder(self) -> str | None:
+        """Return the folder of the run where no launcher gives one; None: nothing is written."""
+        launch = Launch.from_environment()
+        if self._run_dir or launch.run_dir or self.args.save_strategy.value == "no":
+            return self._run_dir
+        return str(self.args.output_dir)
+
+    def _compute(self, step: Step, inputs: Any) -> None:
+        """Run forward and backward of one shard.
+
+        Where transformers counts items, the loss of a shard is the sum over its items by their
+        number. Multiplied by it, the loss is a sum again, and the step divides by the number of all
+        shards. A loss that ignores num_items_in_batch is a mean, which becomes the same.
+        """
+        self.model.train()
+        inputs = self._prepare_inputs(inputs)
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        counted, divisor = 0, None
+        if items is not None:
+            counted, divisor = int(items), items.clamp(min=1)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(self.model, inputs, num_items_in_batch=divisor)
+        if divisor is None or self.loss_is_scaled_for_ga is False:
+            step.backward(loss)
+        else:
+            step.backward(loss * divisor, count=counted)
+
+    def _end(self, flow: Flow, started: float) -> Any:
+        from transformers.trainer_utils import TrainOutput
+
+        assert self.elastic is not None
+        self.is_first = self.elastic.result.rank == 0
+        flow.see_place(self.is_first)
+        metrics = {"train_loss": flow.train_loss}
+        self.log(metrics)
+        flow.load_best()
+        flow.call("on_train_end")
+        self.is_in_train = False
+        took_s = time.monotonic() - started
+        return TrainOutput(self.state.global_step, flow.train_loss,
+                           {**metrics, "train_runtime": round(took_s, 4)})
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def _columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Return a dataset and its collator without the columns that the model does not take."""
+        if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
+            return self._remove_unused_columns(dataset, description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Datasets = None, ignore_keys: list[str] | None = None,
+                 metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Evaluate the model on every worker, and return the same metrics on each.
+
+        Call it in the script before or behind train(). In train() eval_strategy does it.
+        """
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if given is None:
+            raise ConfigError("evaluate() has no dataset. Give ElasticTrainer(eval_dataset=…), or "
+                              "evaluate(dataset).")
+        if isinstance(given, dict):
+            found: dict[str, float] = {}
+            for name, one in given.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        metrics = self._measured(given, ignore_keys, metric_key_prefix)
+        self.log(metrics)
+        control: Any = self.control
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
+        return metrics
+
+    def _measured(self, dataset: Any, ignore_keys: list[str] | None,
+                  prefix: str) -> dict[str, float]:
+        """Return the metrics of a dataset. The loss alone is a sum, which the workers share.
+        compute_metrics gets all predictions, which each worker computes itself."""
+        if self.compute_metrics is None and self.elastic is not None:
+            plain, collate = self._columns(dataset, "evaluation")
+            means = self.elastic.evaluate(plain, self._sums, collate=collate,
+                                          batch_size=self.args.per_device_eval_batch_size)
+            return {f"{prefix}_{name}": mean for name, mean in means.items()}
+        with self._apart():
+            output = self.evaluation_loop(
+                self.get_eval_dataloader(dataset), description="Evaluation",
+                prediction_loss_only=True if self.compute_metrics is None else None,
+                ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        return {name: value for name, value in output.metrics.items()
+                if not name.endswith("_model_preparation_time")}  # another number on each worker
+
+    def _sums(self, model: torch.nn.Module, inputs: Any) -> dict[str, tuple[float, int]]:
+        """Return the loss of a batch, weighted by its samples as transformers does it."""
+        from accelerate.utils import find_batch_size
+
+        samples = find_batch_size(inputs)
+        loss, _, _ = self.prediction_step(model, inputs, True)
+        if loss is None:
+            return {}
+        value = float(loss)
+        if self.args.logging_nan_inf_filter and not math.isfinite(value):
+            return {"loss": (0.0, 0)}
+        return {"loss": (value * samples, samples)}
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None,
+                metric_key_prefix: str = "test") -> Any:
+        """Compute the predictions for a dataset, all of them on each worker that calls it."""
+        with self._apart():
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Evaluate for a while, and leave no trace in modes and random numbers."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        drawn = random.getstate(), numpy.random.get_state()
+        device = self.args.device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                seed_everything(self.args.seed)
+                yield
+        finally:
+            random.setstate(drawn[0])
+            numpy.random.set_state(drawn[1])
+            for module, mode in modes:
+                module.training = mode
+
+    # --- this worker ------------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this worker is the first one. Under a launcher it is not known before the
+        first step, and False."""
+        if self.is_first is None:
+            launch = Launch.from_environment()
+            return not (launch.driver or launch.horovod)
+        return self.is_first
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this worker is the first one: a host may have several."""
+        return self.is_world_process_zero()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as transformers does, on the first worker alone."""
+        if self.is_world_process_zero():
+            super().save_model(output_dir, _internal_call)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> None:
+        """Refuse: a process is one worker of one run."""
+        raise ConfigError("hyperparameter_search() is not supported: a process is one worker of "
+                          "one run. Start a run for each trial.")
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refuse: workers have no internet by default."""
+        raise ConfigError("push_to_hub() is not supported. Call save_model(), and upload what it "
+                          "has written.")
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+def _refuse_overrides(kind: type) -> None:
+    """Raise ConfigError if a subclass overrides a method that is never called here."""
+    mro = kind.__mro__
+    known = set(dir(mro[mro.index(Elastic) + 1]))
+    for one in mro[:mro.index(Elastic)]:
+        for name in vars(one):
+            if name in known and not name.startswith("__") and name not in OVERRIDES:
+                raise ConfigError(
+                    f"{one.__name__} overrides {name}() of transformers.Trainer, which "
+                    f"ElasticTrainer does not call. Override one of "
+                    f"{', '.join(sorted(n for n in OVERRIDES if n[0] != '_'))}, or write the loop "
+                    f"with elastic_trainer.Trainer.")
+
+
+def _length_of(dataset: Any) -> int:
+    if dataset is None:
+        raise ConfigError("train_dataset is not given. Give ElasticTrainer(train_dataset=…).")
+    if why := refused_dataset(dataset):
+        raise ConfigError(why)
+    return len(dataset)
+
+
+def _refuse_collator(collator: Any) -> None:
+    if getattr(collator, "seed", None) is not None:
+        raise ConfigError(
+            f"{type(collator).__name__}(seed={collator.seed}) draws from a generator of its own, "
+            f"so its masks would depend on the worker. Leave seed out: torch is seeded for each "
+            f"shard.")
+
+
+def _refuse_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "the scheduler is a ReduceLROnPlateau, which transformers steps with the metrics of an "
+            "evaluation. A rate follows from the step here. Use another scheduler.")
+
+
+def _checkpoint_activations(model: Any, given: dict[str, Any] | None) -> None:
+    """Let the model compute activations again in the backward pass."""
+    options = dict(given or {})
+    every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None,
+                                          every_n_layers=every, offload=offload)
+
+
+def _take_device(args: Any) -> None:
+    """Give a worker its own GPU. transformers would use all GPUs of the host in one process."""
+    if args.n_gpu > 1:
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+        args.__dict__["_setup_devices"], args._n_gpu = device, 1
