@@ -143,6 +143,11 @@ def with_own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> 
     return total / num_items_in_batch
 
 
+def hits(prediction: Any) -> dict[str, float]:
+    guesses = prediction.predictions.argmax(-1)[:, :-1]
+    return {"accuracy": (guesses == prediction.label_ids[:, 1:]).mean()}
+
+
 def overriding(base: Any) -> Any:
     class Twice(base):  # type: ignore[misc]
         """A subclass as scripts have it."""
@@ -159,7 +164,8 @@ def overriding(base: Any) -> Any:
     {}, {"label_smoothing_factor": 0.25}, {"compute_loss_func": with_own_loss},
     {"overrides": True}, {"plain": True}, {"max_grad_norm": 0.0}, {"num_train_epochs": 1.5},
     {"max_steps": 4, "warmup_steps": 0.5}, {"eval_strategy": "steps", "eval_steps": 2},
-    {"activation_checkpointing": True}, *({"optim": name} for name in arguments.OPTIMIZERS),
+    {"activation_checkpointing": True}, {"bf16": True}, {"bf16": True, "compute_metrics": hits},
+    *({"optim": name} for name in arguments.OPTIMIZERS),
 ], ids=str)
 def test_the_weights_have_the_bits_of_the_real_trainer(options: dict[str, Any]) -> None:
     """The numbers of items are powers of two here, so that no division rounds. The log is the same,
@@ -242,11 +248,6 @@ class Counter(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         return {"args": {"stop_at": self.stop_at}, "attributes": {"count": self.count}}
-
-
-def hits(prediction: Any) -> dict[str, float]:
-    guesses = prediction.predictions.argmax(-1)[:, :-1]
-    return {"accuracy": (guesses == prediction.label_ids[:, 1:]).mean()}
 
 
 def facts(trainer: Any, counter: Counter) -> tuple[Any, ...]:

@@ -42,6 +42,7 @@ from elastic_trainer.adapters.transformers_arguments import (
 )
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.training.precision import PRECISIONS
 from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.supported import refused_dataset
@@ -93,6 +94,8 @@ class Elastic(Base):  # type: ignore[misc]
     Raises ConfigError for what is not supported.
     """
 
+    control: Any
+
     def __init__(
         self, model: Any = None, args: Any = None, data_collator: Any = None,
         train_dataset: Any = None, eval_dataset: Datasets = None, processing_class: Any = None,
@@ -111,6 +114,8 @@ class Elastic(Base):  # type: ignore[misc]
         refuse(args)
         _refuse_overrides(type(self))
         _take_device(args)
+        self._precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        args.mixed_precision = "no"  # of accelerate, which would wrap the model's forward
         self.elastic: Trainer | None = None
         """The trainer of elastic_trainer, from train() on."""
         self._numbers = numbers_of(args, _length_of(train_dataset), devices)
@@ -193,7 +198,7 @@ class Elastic(Base):  # type: ignore[misc]
         self.elastic = Trainer(
             self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
-            lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None,
+            lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self._precision,
             drop_last=args.dataloader_drop_last, collate=collate, state={"transformers": flow},
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
@@ -273,8 +278,8 @@ class Elastic(Base):  # type: ignore[misc]
             return found
         metrics = self._measured(given, ignore_keys, metric_key_prefix)
         self.log(metrics)
-        control: Any = self.control
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control,
+                                                         metrics)
         return metrics
 
     def _measured(self, dataset: Any, ignore_keys: list[str] | None,
@@ -318,9 +323,10 @@ class Elastic(Base):  # type: ignore[misc]
         """Evaluate for a while, and leave no trace in modes and random numbers."""
         modes = [(module, module.training) for module in self.model.modules()]
         drawn = random.getstate(), numpy.random.get_state()
-        device = self.args.device
+        device, dtype = self.args.device, PRECISIONS[self._precision]
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with (torch.random.fork_rng([device] if device.type == "cuda" else []),
+                  torch.autocast(device.type, dtype, enabled=dtype is not None)):
                 seed_everything(self.args.seed)
                 yield
         finally:

@@ -30,7 +30,7 @@ SUPPORTED = frozenset("""
     eval_delay per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
     eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better seed data_seed
-    use_cpu dataloader_drop_last remove_unused_columns label_names
+    use_cpu dataloader_drop_last remove_unused_columns label_names bf16 fp16
     """.split())
 """Fields with the meaning that they have in transformers. docs/guide/frameworks.md has the
 exceptions."""
@@ -46,13 +46,12 @@ _OURS = "Remove it: the launcher and the trainer do this."
 _DDP = "Remove it: there is no DistributedDataParallel here."
 _HUB = "Remove it, and upload what trainer.save_model() has written."
 _LOADER = "Leave it out: each worker reads its samples in its own process."
-_PRECISION = "Remove it: the training is in float32."
+_PRECISION = "Use bf16=True (or fp16=True): an evaluation has the precision of the training."
 REFUSED: dict[str, str] = {
     "optim_target_modules": "Remove it: the optimizers that need it are refused.",
     "average_tokens_across_devices":
         "Remove it: the gradient is that of the mean over all tokens of the global batch.",
-    "bf16": _PRECISION, "fp16": _PRECISION, "bf16_full_eval": _PRECISION,
-    "fp16_full_eval": _PRECISION,
+    "bf16_full_eval": _PRECISION, "fp16_full_eval": _PRECISION,
     "tf32": "Remove it: `exact` computes without TF32.",
     "torch_compile": "Compile the model yourself: model = torch.compile(model).",
     "torch_compile_backend": "Compile the model yourself: model = torch.compile(model).",
