@@ -1,7 +1,7 @@
 """`transformers.Trainer` on workers that come and go.
 
 script with a transformers.Trainer → here: TrainingArguments (transformers_arguments.py), callbacks
-(transformers_flow.py) → Trainer (training/trainer.py): its steps, shards, checkpoints
+(transformers_flow.py), evaluations (transformers_evaluation.py) → Trainer (training/trainer.py)
 
     from elastic_trainer.adapters.transformers import ElasticTrainer
 
@@ -24,15 +24,11 @@ Source: transformers 5.24, trainer.py.
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
 from elastic_trainer.adapters.transformers_arguments import (
@@ -40,10 +36,9 @@ from elastic_trainer.adapters.transformers_arguments import (
     numbers_of,
     refuse,
 )
+from elastic_trainer.adapters.transformers_evaluation import apart, measured
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.training.precision import PRECISIONS
-from elastic_trainer.training.shards import seed_everything
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.supported import refused_dataset
 from elastic_trainer.training.trainer import Trainer
@@ -114,7 +109,8 @@ class Elastic(Base):  # type: ignore[misc]
         refuse(args)
         _refuse_overrides(type(self))
         _take_device(args)
-        self._precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        self.precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        """The option of elastic_trainer.Trainer."""
         args.mixed_precision = "no"  # of accelerate, which would wrap the model's forward
         self.elastic: Trainer | None = None
         """The trainer of elastic_trainer, from train() on."""
@@ -194,11 +190,11 @@ class Elastic(Base):  # type: ignore[misc]
         self.state.compute_steps(args, numbers.steps)
         self.state.max_steps, self.state.num_train_epochs = numbers.steps, numbers.epochs
         flow = Flow(self, numbers)
-        dataset, collate = self._columns(self.train_dataset, "training")
+        dataset, collate = self.columns(self.train_dataset, "training")
         self.elastic = Trainer(
             self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
-            lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self._precision,
+            lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self.precision,
             drop_last=args.dataloader_drop_last, collate=collate, state={"transformers": flow},
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
@@ -253,7 +249,7 @@ class Elastic(Base):  # type: ignore[misc]
 
     # --- data -------------------------------------------------------------------------------------
 
-    def _columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+    def columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Return a dataset and its collator without the columns that the model does not take."""
         if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
             return self._remove_unused_columns(dataset, description), self.data_collator
@@ -276,64 +272,17 @@ class Elastic(Base):  # type: ignore[misc]
             for name, one in given.items():
                 found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        metrics = self._measured(given, ignore_keys, metric_key_prefix)
+        metrics = measured(self, given, ignore_keys, metric_key_prefix)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control,
                                                          metrics)
         return metrics
 
-    def _measured(self, dataset: Any, ignore_keys: list[str] | None,
-                  prefix: str) -> dict[str, float]:
-        """Return the metrics of a dataset. The loss alone is a sum, which the workers share.
-        compute_metrics gets all predictions, which each worker computes itself."""
-        if self.compute_metrics is None and self.elastic is not None:
-            plain, collate = self._columns(dataset, "evaluation")
-            means = self.elastic.evaluate(plain, self._sums, collate=collate,
-                                          batch_size=self.args.per_device_eval_batch_size)
-            return {f"{prefix}_{name}": mean for name, mean in means.items()}
-        with self._apart():
-            output = self.evaluation_loop(
-                self.get_eval_dataloader(dataset), description="Evaluation",
-                prediction_loss_only=True if self.compute_metrics is None else None,
-                ignore_keys=ignore_keys, metric_key_prefix=prefix)
-        return {name: value for name, value in output.metrics.items()
-                if not name.endswith("_model_preparation_time")}  # another number on each worker
-
-    def _sums(self, model: torch.nn.Module, inputs: Any) -> dict[str, tuple[float, int]]:
-        """Return the loss of a batch, weighted by its samples as transformers does it."""
-        from accelerate.utils import find_batch_size
-
-        samples = find_batch_size(inputs)
-        loss, _, _ = self.prediction_step(model, inputs, True)
-        if loss is None:
-            return {}
-        value = float(loss)
-        if self.args.logging_nan_inf_filter and not math.isfinite(value):
-            return {"loss": (0.0, 0)}
-        return {"loss": (value * samples, samples)}
-
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None,
                 metric_key_prefix: str = "test") -> Any:
         """Compute the predictions for a dataset, all of them on each worker that calls it."""
-        with self._apart():
+        with apart(self):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Evaluate for a while, and leave no trace in modes and random numbers."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        drawn = random.getstate(), numpy.random.get_state()
-        device, dtype = self.args.device, PRECISIONS[self._precision]
-        try:
-            with (torch.random.fork_rng([device] if device.type == "cuda" else []),
-                  torch.autocast(device.type, dtype, enabled=dtype is not None)):
-                seed_everything(self.args.seed)
-                yield
-        finally:
-            random.setstate(drawn[0])
-            numpy.random.set_state(drawn[1])
-            for module, mode in modes:
-                module.training = mode
 
     # --- this worker ------------------------------------------------------------------------------
 
