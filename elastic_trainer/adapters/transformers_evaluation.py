@@ -22,7 +22,7 @@ import numpy
 import torch
 
 from elastic_trainer.training.precision import PRECISIONS
-from elastic_trainer.training.shards import seed_everything
+from elastic_trainer.data.seeds import seed_everything
 
 
 def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None,
