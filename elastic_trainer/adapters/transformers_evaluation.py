@@ -21,8 +21,8 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.training.precision import PRECISIONS
 from elastic_trainer.data.seeds import seed_everything
+from elastic_trainer.training.precision import PRECISIONS
 
 
 def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None,
