@@ -37,6 +37,12 @@ EXIT_INTERRUPTED = 130
 same for a driver and for its supervisor."""
 
 REDUCERS = ("exact", "ring")
+ADASUM = (
+    "reduce is Adasum, which is not supported under elasticity: Horovod has it only with MPI and "
+    "for worlds of a power of two, its result depends on the number of workers, and each worker "
+    "steps its optimizer before the sum, so a step that broke could not be done again. Use "
+    "reduce=\"exact\" or \"ring\", and a function of the step for the learning rate "
+    "(linear_scaling).")
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "MALLOC_ARENA_MAX": "1"}
 """Settings of glibc (mallopt(3)) for workers, unless the user sets them: the memory of large blocks
@@ -162,6 +168,8 @@ class Launch:
         """Read the launcher's variables. Raises ConfigError for a value that is not valid."""
         env = os.environ if environ is None else environ
         reduce = env.get("ELASTIC_TRAINER_REDUCE", "exact")
+        if reduce.lower() == "adasum":
+            raise ConfigError(ADASUM)
         if reduce not in REDUCERS:
             raise ConfigError(f"ELASTIC_TRAINER_REDUCE is {reduce!r}, which is no reducer. Use "
                               f"{' or '.join(REDUCERS)}.")

@@ -31,6 +31,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
+from elastic_trainer.training.sending import Sending
 from elastic_trainer.world.alone import Alone
 
 Model = torch.nn.Module
@@ -421,7 +422,8 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     """The reduced gradient has the layout of that step, and the counts say which parameters had
     none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
-        trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact", False)
+        trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact",
+                          Sending())
         trainer.do(trainer.warm_up.run(is_exact=True))
         trainer.state.has_state = True
         for step in range(2):
@@ -436,7 +438,7 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     path = first.successor.leave()
     made = thawed_after(0)
     launch = Launch(revived_from=path)
-    second = Trainer(job(**made), launch, Alone(), Events(None, attempt=1), "exact", False)
+    second = Trainer(job(**made), launch, Alone(), Events(None, attempt=1), "exact", Sending())
     second.do(second.warm_up.run(is_exact=True))
     assert second.successor.take_up(path)
     for trainer in (first, second):

@@ -45,6 +45,7 @@ from elastic_trainer.training.failures import PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.losses import LossNotFinite
+from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.train import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
@@ -619,7 +620,7 @@ def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
     moves = rehearse(
         whole,
-        Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False).warm_up)
+        Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending()).warm_up)
     for shard in moves:
         shard.backward(whole.loss(whole.model, shard.batch))
 
@@ -658,7 +659,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
 
     threads = []
     for rank in range(size):
-        trainer = Trainer(make(rank), Launch(), Alone(), Events(None, attempt=1), reduce, False)
+        trainer = Trainer(make(rank), Launch(), Alone(), Events(None, attempt=1), reduce, Sending())
         trainer.world = Member(hub, rank)
         trainer.generations = OneGeneration(Launch(), Alone(), trainer.events, trainer.hooks(),
                                             trainer.world)
@@ -1044,7 +1045,7 @@ def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(
     launch = Launch(run_dir=run_dir, run="run")
     events = Events(run_dir, run="run", attempt=1)
     with pytest.raises(RunOver) as over:
-        Trainer(job(model), launch, ToldToStop(4), events, "exact", False).run()
+        Trainer(job(model), launch, ToldToStop(4), events, "exact", Sending()).run()
     assert over.value.verdict == "interrupted"
     assert [e["step"] for e in read_events(run_dir)
             if e["event"] == "state.checkpoint_published"] == [4]
@@ -1073,7 +1074,7 @@ def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(
                                   (3, None, ConfigError)):
         launch, events = Launch(run_dir=run_dir, attempt=attempt,
                                 driver=driver), Events(run_dir, attempt=attempt)
-        trainer = Trainer(job(built()), launch, Alone(), events, "exact", False)
+        trainer = Trainer(job(built()), launch, Alone(), events, "exact", Sending())
         monkeypatch.setattr(trainer.checkpointing.checkpoints, "restore", refuse)
         with pytest.raises(ends, match=f"insist {attempt == 2}"):
             trainer._restore()
@@ -1087,7 +1088,7 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(
     ears = Ears()
     events = Events(None, attempt=1)
     events.listeners.append(ears)
-    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", False)
+    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", Sending())
     checkpointing, clock = trainer.checkpointing, time.monotonic()
     assert (checkpoints := checkpointing.checkpoints)
     monkeypatch.setattr(checkpoints.publisher, "is_busy", lambda: True)
@@ -1351,8 +1352,8 @@ def test_an_upload_rests_no_more_when_a_worker_waits_for_another_world(
 
     plan = Plan(every=Cadence(steps=1), part_bytes=100)
     launch, events = Launch(run_dir=run_dir), Events(None, attempt=1)
-    trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact", False,
-                      plan)
+    trainer = Trainer(job(built(), after_step=after_step), launch, driver, events, "exact",
+                      Sending(), plan)
     assert trainer.run().steps == SCHEDULE.steps
     assert uploaders
 
@@ -1369,7 +1370,7 @@ def test_the_warm_up_describes_the_arithmetic_of_a_worker(
 
     def said(**how: Any) -> Arithmetic:
         whole = job(built(torch.nn.Dropout(), **how), loss=loss)
-        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False)
+        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending())
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic
@@ -1392,7 +1393,7 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
                     schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
         if rehearses:
             rehearse_alone(whole)
-        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", False)
+        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending())
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic

@@ -17,10 +17,10 @@ from test_settings import differences
 from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer import ConfigError
+from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.training.exact import tree_sum
 from elastic_trainer.training.precision import precision_of
-from elastic_trainer.training.shards import seed_everything
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

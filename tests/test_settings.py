@@ -116,7 +116,7 @@ def test_another_optimizer_is_refused_when_a_run_is_resumed(run_dir: Path) -> No
 
 def test_compress_is_refused_when_the_sums_are_exact() -> None:
     """They are sent as they are; with ring it does what it says."""
-    with pytest.raises(ConfigError, match="compress is True, but reduce is \"exact\".*ring"):
+    with pytest.raises(ConfigError, match="compress is 'bf16', but reduce is \"exact\".*ring"):
         trained(built(), compress=True)
     assert trained(built(), compress=True, reduce="ring").steps == 6
 

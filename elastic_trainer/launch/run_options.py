@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host.modes import make_folder, write_text
 
 EXAMPLES = ("gpt", "digits")
@@ -120,12 +120,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _reducer(name: str) -> str:
+    """Return the name of a reducer. Raises ArgumentTypeError with the reason for Adasum."""
+    if name.lower() == "adasum":
+        raise argparse.ArgumentTypeError(ADASUM)
+    return name
+
+
 def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add = parser.add_argument
     add("--run", metavar="NAME",
         help="the run's name; the same name again resumes it (runs/NAME)")
     add("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
-    add("--reduce", choices=REDUCERS, default=env.get("ELASTIC_TRAINER_REDUCE"),
+    add("--reduce", choices=REDUCERS, type=_reducer, default=env.get("ELASTIC_TRAINER_REDUCE"),
         help="exact: the same bits for every world; ring: float allreduce (default: the script's, "
              "or exact)")
     add("--mixed-hardware", choices=("refuse", "warn"),

@@ -292,6 +292,13 @@ _WORLD = (
          *may_read(step_s=SECONDS), *may_have(lr=ANY, skipped=FLAG, repeated=FLAG,
                                                    metrics=OBJECT)),
         closes=Phase.TRAINING),
+    EventKind(
+        "worker.gradients_compressed", DETAIL,
+        "What rank 0 sends of its gradients in this step, in 16 bits and as it would be without. "
+        "`relative_error` is the norm of what its cast loses, by the norm of its gradient. "
+        "Measured in the first step of a process and in each 100th.",
+        (*reads(compress=NAME, sent_bytes=BYTES, uncompressed_bytes=BYTES), *has(step=STEP),
+         *may_read(relative_error=NUMBER))),
     EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
               (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind(

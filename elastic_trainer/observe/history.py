@@ -121,6 +121,8 @@ class History:
     hosts: dict[str, Host] = field(default_factory=dict)
     host_of: dict[str, str] = field(default_factory=dict)
     finished: Event | None = None
+    compressed: Event | None = None
+    """What rank 0 has sent of its gradients in 16 bits, as it was last measured."""
 
     def read(self, event: Event) -> None:
         """Take one more event."""
@@ -195,6 +197,9 @@ class History:
         if not self.open_pauses:
             self._book_closed_by(event)
 
+    def _gradients_compressed(self, event: Event) -> None:
+        self.compressed = event
+
     def _run_finished(self, event: Event) -> None:
         self.finished = event
         self._close_pauses()
@@ -255,6 +260,7 @@ _READERS: dict[str, Callable[[History, Event], None]] = {
     "worker.step_committed": History._step_committed,
     "worker.commit_kept": History._commit_kept,
     "worker.pause_ended": History._pause_ended,
+    "worker.gradients_compressed": History._gradients_compressed,
     "run.finished": History._run_finished,
     "driver.worker_started": History._worker_started,
     "driver.worker_ready": History._worker_ready,

@@ -21,10 +21,11 @@ from typing import Any
 import horovod
 import numpy
 import torch
+from horovod.torch import Adasum
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer.config import REDUCERS, ConfigError, Launch
+from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
 from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.observe.events import newest_attempt
@@ -185,6 +186,8 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
 
 def require_values(options: Options, words: Words) -> None:
     """Raise ConfigError for values that cannot work, whatever the model and the data are."""
+    if options.reduce == Adasum or str(options.reduce).lower() == "adasum":
+        raise ConfigError(ADASUM)
     if options.reduce is not None and options.reduce not in REDUCERS:
         raise ConfigError(
             f"reduce is {options.reduce!r}, which is no reducer. Use one of {REDUCERS}."
@@ -207,6 +210,7 @@ def require_values(options: Options, words: Words) -> None:
     if options.cpu_threads < 1:
         raise ConfigError(f"cpu_threads is {options.cpu_threads}. Use 1 or more.")
     options.plan()
+    options.sending()
     lacking = [
         name
         for name, extra in (options.extras or {}).items()

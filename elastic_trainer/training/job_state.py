@@ -7,6 +7,8 @@ What always holds: a value that no checkpoint could keep is a ConfigError before
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from elastic_trainer.config import ConfigError
@@ -17,17 +19,15 @@ from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
+from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.settings import settings_of
 from elastic_trainer.training.traced import traced
 from elastic_trainer.training.words import Words
 
 
-def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
+def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     """Return the live state of a job. Raises ConfigError for what no checkpoint could keep."""
-    if compress and reduce == "exact":
-        raise ConfigError(
-            'compress is True, but reduce is "exact", which sends its sums uncompressed. Use '
-            'reduce="ring" (--reduce ring), or leave compress out.')
+    sending.require(reduce, has_scaler=job.scaler is not None and job.scaler.is_enabled())
     numbers = job.schedule
     identity = {"dataset_size": numbers.dataset_size, "global_batch": numbers.global_batch,
                 "shards": numbers.shards, "seed": numbers.seed, "reduce": reduce}
@@ -38,7 +38,7 @@ def state_of(job: Job, reduce: str, compress: bool) -> LiveState:
         state.facts = job.best.facts
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
-                                 compress=compress, on_nan=job.on_nan,
+                                 **sending.settings, on_nan=job.on_nan,
                                  precision=job.precision.name,
                                  **(job.average.settings if job.average else {}),
                                  **(job.best.settings if job.best else {}))
@@ -63,8 +63,9 @@ def _require_packable(state: LiveState, words: Words) -> None:
                           f"Give them both.")
 
 
-def reducer_of(reduce: str, flat: Flat, shards: int, compress: bool, trace: Trace) -> Reducer:
-    """Return the reducer of this name."""
+def reducer_of(reduce: str, flat: Flat, shards: int, sending: Sending, trace: Trace,
+               note: Callable[..., None]) -> Reducer:
+    """Return the reducer of this name. `note` gets the facts of what was sent in 16 bits."""
     if reduce == "exact":
         return traced(ExactReducer(flat, shards), trace)
-    return traced(RingReducer(flat, shards, compress=compress), trace)
+    return traced(RingReducer(flat, shards, sending, note), trace)

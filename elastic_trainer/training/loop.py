@@ -42,6 +42,7 @@ from elastic_trainer.training.going_back import GoingBack
 from elastic_trainer.training.job import Job, Result, describe
 from elastic_trainer.training.job_state import reducer_of, state_of
 from elastic_trainer.training.moves import Begun, Move
+from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.successor import Successor
 from elastic_trainer.training.timing import Pace
@@ -58,16 +59,17 @@ class Loop:
     """One worker's training: the loop and what it works on."""
 
     def __init__(self, job: Job, launch: Launch, driver: Driver, events: Events, reduce: str,
-                 compress: bool, plan: Plan | None = None, wish: Wish | None = None):
+                 sending: Sending, plan: Plan | None = None, wish: Wish | None = None):
         self.job, self.launch, self.driver, self.events = job, launch, driver, events
         self.reduce, self.wish = reduce, wish or Wish(job.best)
-        self.state = state_of(job, reduce, compress)
+        self.state = state_of(job, reduce, sending)
         self._settings = self.state.settings
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
                          len(self.state.modes))
-        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, compress, events.trace)
+        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, sending, events.trace,
+                                  self._note_sent)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
@@ -240,6 +242,9 @@ class Loop:
     def _log_committed(self, step: int, step_s: float, **more: Any) -> None:
         self.driver.note("training", self.state.committed)
         self.account.step_committed(step, step_s, self.end, self.world.rank, **more)
+
+    def _note_sent(self, **facts: Any) -> None:
+        self.events.emit("worker.gradients_compressed", step=self.state.committed, **facts)
 
     def _obey(self, control: Outcome) -> None:
         """End the generation, or the attempt, if the vote has decided so."""

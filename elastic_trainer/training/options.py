@@ -21,6 +21,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import KeepBest
+from elastic_trainer.training.sending import Sending, sending_of
 
 Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 """What sets the learning rates: a function of the step, a torch scheduler, or several by name."""
@@ -104,8 +105,14 @@ class Options:
     reduce: str | None = None
     """The reducer: "exact" (the same bits in every world) or "ring" (float allreduce). None takes
     the launcher's."""
-    compress: bool = False
-    """Send gradients in 16 bits, with the reducer "ring"."""
+    compress: bool | str = False
+    """Send gradients in 16 bits, with the reducer "ring": "bf16" (True is the same), or "fp16",
+    which needs a scaler. Losses, counts and the statistics of buffers keep 32 bits."""
+    predivide: float = 1.0
+    """Divide gradients by this number before they are sent in 16 bits, and multiply the sum by it,
+    so that "fp16" does not overflow."""
+    bucket_bytes: int | None = None
+    """How much of the gradient the reducer "ring" sends at once; None: 1 MiB."""
     cpu_threads: int = 1
     """The number of torch's threads. It is part of the arithmetic, so the same on every worker."""
     on_nan: str = "raise"
@@ -134,6 +141,10 @@ class Options:
                         keep_every=self.keep_every, part_bytes=self.part_bytes)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def sending(self) -> Sending:
+        """Return how gradients are sent. Raises ConfigError."""
+        return sending_of(self.compress, self.predivide, self.bucket_bytes)
 
     def unusual_for_checkpoints(self) -> dict[str, Any]:
         """Return the options of checkpoints that are not the defaults."""

@@ -20,10 +20,7 @@ import torch
 from elastic_trainer.schedule import owned_shards
 from elastic_trainer.training.flat import ALIGNED, Flat, Sums
 from elastic_trainer.training.reduce import Collectives
-
-BUCKET_BYTES = 1 << 20
-"""How much of the gradient is sent at once: small enough to start early, large enough for the
-network."""
+from elastic_trainer.training.sending import BUCKET_BYTES, Narrow, Sending
 
 
 class Bucket(NamedTuple):
@@ -37,10 +34,16 @@ class Bucket(NamedTuple):
 
 
 class RingReducer:
-    """Float allreduce in place, in 16 bits if it is to `compress`."""
+    """Float allreduce in place; gradients in 16 bits go another way (sending.py).
 
-    def __init__(self, flat: Flat, shards: int, *, compress: bool = False):
-        self.flat, self.shards, self.compress = flat, shards, compress
+    `note` gets the facts of what was sent in 16 bits.
+    """
+
+    def __init__(self, flat: Flat, shards: int, sending: Sending | None = None,
+                 note: Callable[..., None] = lambda **_: None):
+        self.flat, self.shards = flat, shards
+        self._bucket_bytes = (sending and sending.bucket_bytes) or BUCKET_BYTES
+        self._narrow = Narrow(sending, note) if sending and sending.dtype else None
         self._started: dict[int, Any] = {}
         self._world: Collectives | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -75,13 +78,13 @@ class RingReducer:
         for number, (dtype, start, stop) in reversed([*enumerate(layout.places)]):
             last = buckets[-1]
             is_next = last.dtype == dtype and stop == last.start
-            if is_next and (last.stop - start) * 4 <= BUCKET_BYTES:
+            if is_next and (last.stop - start) * 4 <= self._bucket_bytes:
                 buckets[-1] = Bucket(dtype, start, last.stop, [*last.members, number])
             else:
                 buckets.append(Bucket(dtype, start, stop, [number]))
         last = buckets[-1]
         ends_at_counts = last.dtype == torch.float32 and last.start - layout.head_stop < ALIGNED
-        if last.members and ends_at_counts and not self.compress:
+        if last.members and ends_at_counts and not self._narrow:
             return [*buckets[:-1], last._replace(start=layout.early_stop)]
         return [*buckets, Bucket(torch.float32, layout.early_stop, layout.head_stop, [])]
 
@@ -98,6 +101,8 @@ class RingReducer:
         self.flat.bind(self.flat.sums)
         self.flat.shards_run = 0
         self._world, self._started = None, {}
+        if self._narrow:
+            self._narrow.begin(world.rank)
         return owned_shards(world.rank, world.size, self.shards)
 
     def lay_out(self, trained: Sequence[bool],
@@ -145,9 +150,10 @@ class RingReducer:
     def _start(self, bucket: int, world: Collectives) -> None:
         dtype, start, stop, members = self.buckets[bucket]
         piece = self.flat.sums[dtype][start:stop]
+        name = f"ring.{bucket}"
         # Buckets without gradients keep their 32 bits.
-        outgoing = piece.to(torch.float16) if self.compress and members else piece
-        self._started[bucket] = (world.allreduce_start(outgoing, f"ring.{bucket}"), outgoing, piece)
+        self._started[bucket] = (self._narrow.start(piece, world, name) if self._narrow and members
+                                 else (world.allreduce_start(piece, name), None))
 
     def send(self, world: Collectives) -> None:
         """Start the buckets that are not on their way: those of unused parameters, and the
@@ -169,8 +175,7 @@ class RingReducer:
             self.flat.agreed(self.flat.sums[torch.float32])
             return
         # The first bucket has the same length on all workers (rule 2).
-        handle, _, early = self._started.pop(0)
-        world.wait(handle)
+        early = world.wait(self._started.pop(0)[0])
         trained = self.flat.agreed(early)
         if not early[0]:
             return  # no worker has run a shard: the vote says why
@@ -178,10 +183,12 @@ class RingReducer:
             self._follow(trained, early)
             for bucket in range(1, len(self.buckets)):
                 self._start(bucket, world)
-        for handle, outgoing, piece in self._started.values():
-            world.wait(handle)
-            if outgoing is not piece:
-                piece.copy_(outgoing)
+        if self._narrow:
+            self._narrow.finish(world, [
+                one for one in self._started.values() if one[1] is not None])
+        for handle, piece in self._started.values():
+            if piece is None:
+                world.wait(handle)
         self._started = {}
 
     def _follow(self, trained: list[bool], early: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule import Schedule as Numbers
 from elastic_trainer.training.options import Rates
+from elastic_trainer.training.sending import BUCKET_BYTES
 from elastic_trainer.training.several import Schedulers, Several, kind_of
 from elastic_trainer.training.words import Words
 
@@ -154,6 +155,8 @@ PROGRESS_KEYS = {
     "last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"
 }
 """The keys of a torch scheduler's state that are no settings, besides those that begin with "_"."""
+OLDER = {"precision": "fp32", "predivide": 1.0, "bucket_bytes": BUCKET_BYTES}
+"""The settings of runs whose checkpoints do not have them: of version 0.1."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
@@ -190,6 +193,7 @@ def settle(run: dict[str, Any], given: dict[str, Any],
            rate: str = "schedule") -> tuple[list[Remark], dict[str, Any]]:
     """Return remarks on the settings of a run that differ from those now given, and the settings
     that hold."""
+    run = OLDER | run if run else run
     holds = {**given, **{key: value for key, value in run.items() if key.startswith(RUN_HOLDS)}}
     remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given",
                         rate)

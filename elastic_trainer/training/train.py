@@ -48,7 +48,8 @@ def train(
     collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
     checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
-    part_bytes: int = PART_BYTES, reduce: str | None = None, compress: bool = False,
+    part_bytes: int = PART_BYTES, reduce: str | None = None, compress: bool | str = False,
+    predivide: float = 1.0, bucket_bytes: int | None = None,
     cpu_threads: int = 1, on_nan: str = "raise", run_dir: str | os.PathLike[str] | None = None,
     store: str | None = None,
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] | None = None,
@@ -76,7 +77,8 @@ def train(
         drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, loader=loader,
         extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
-        part_bytes=part_bytes, reduce=reduce, compress=compress, cpu_threads=cpu_threads,
+        part_bytes=part_bytes, reduce=reduce, compress=compress,
+        predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,
         on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (),
         timeline=timeline, progress=progress)
     job = checked(model, optimizer, dataset, options, after_step)

@@ -107,7 +107,7 @@ class Trainer:
         keep_every: int = 0,
         part_bytes: int = PART_BYTES,
         reduce: str | None = None,
-        compress: bool = False,
+        compress: bool | str = False, predivide: float = 1.0, bucket_bytes: int | None = None,
         cpu_threads: int = 1,
         on_nan: str = "raise",
         run_dir: str | os.PathLike[str] | None = None,
@@ -124,6 +124,7 @@ class Trainer:
             scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
             collate=collate, loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
+            predivide=predivide, bucket_bytes=bucket_bytes,
             cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
             listeners=listeners, timeline=timeline, progress=progress)
         self._worker = Worker(

@@ -43,6 +43,7 @@ from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Move, Portion, Shard
 from elastic_trainer.training.options import Options
+from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.wish import Wish
 from elastic_trainer.training.words import Words
@@ -125,7 +126,7 @@ class Worker:
             is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)
             with shown(self.events) if is_shown else nullcontext():
                 self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
-                                 self.options.compress, self.options.plan(),
+                                 self.options.sending(), self.options.plan(),
                                  self.wish)
                 return (yield from self.loop.moves(has_begun=has_begun))
         except (KeyboardInterrupt, GeneratorExit):
@@ -153,7 +154,7 @@ class Worker:
             # No reducer is known yet, and cuBLAS reads this at its first product.
             os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
         yield from rehearse(
-            self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", False).warm_up
+            self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", Sending()).warm_up
         )
 
     def _take_place(self) -> str:
