@@ -7,12 +7,12 @@ What always holds: a value that no checkpoint could keep is a ConfigError before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.trace import Trace
+from elastic_trainer.observe.events import Events
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.exact import ExactReducer
 from elastic_trainer.training.flat import Flat
@@ -63,9 +63,13 @@ def _require_packable(state: LiveState, words: Words) -> None:
                           f"Give them both.")
 
 
-def reducer_of(reduce: str, flat: Flat, shards: int, sending: Sending, trace: Trace,
-               note: Callable[..., None]) -> Reducer:
-    """Return the reducer of this name. `note` gets the facts of what was sent in 16 bits."""
+def reducer_of(reduce: str, flat: Flat, shards: int, sending: Sending, state: LiveState,
+               events: Events) -> Reducer:
+    """Return the reducer of this name, which logs what it sends in 16 bits."""
     if reduce == "exact":
-        return traced(ExactReducer(flat, shards), trace)
-    return traced(RingReducer(flat, shards, sending, note), trace)
+        return traced(ExactReducer(flat, shards), events.trace)
+
+    def note(**facts: Any) -> None:
+        events.emit("worker.gradients_compressed", step=state.committed, **facts)
+
+    return traced(RingReducer(flat, shards, sending, note), events.trace)

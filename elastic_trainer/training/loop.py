@@ -68,8 +68,8 @@ class Loop:
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
                          len(self.state.modes))
-        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, sending, events.trace,
-                                  self._note_sent)
+        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, sending, self.state,
+                                  events)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
@@ -242,9 +242,6 @@ class Loop:
     def _log_committed(self, step: int, step_s: float, **more: Any) -> None:
         self.driver.note("training", self.state.committed)
         self.account.step_committed(step, step_s, self.end, self.world.rank, **more)
-
-    def _note_sent(self, **facts: Any) -> None:
-        self.events.emit("worker.gradients_compressed", step=self.state.committed, **facts)
 
     def _obey(self, control: Outcome) -> None:
         """End the generation, or the attempt, if the vote has decided so."""
