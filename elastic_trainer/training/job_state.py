@@ -63,13 +63,13 @@ def _require_packable(state: LiveState, words: Words) -> None:
                           f"Give them both.")
 
 
-def reducer_of(reduce: str, flat: Flat, shards: int, sending: Sending, state: LiveState,
+def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, state: LiveState,
                events: Events) -> Reducer:
     """Return the reducer of this name, which logs what it sends in 16 bits."""
     if reduce == "exact":
-        return traced(ExactReducer(flat, shards), events.trace)
+        return traced(ExactReducer(flat, job.schedule.shards), events.trace)
 
     def note(**facts: Any) -> None:
         events.emit("worker.gradients_compressed", step=state.committed, **facts)
 
-    return traced(RingReducer(flat, shards, sending, note), events.trace)
+    return traced(RingReducer(flat, job.schedule.shards, sending, note), events.trace)

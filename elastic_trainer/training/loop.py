@@ -68,8 +68,7 @@ class Loop:
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
                          len(self.state.modes))
-        self.reducer = reducer_of(reduce, self.flat, job.schedule.shards, sending, self.state,
-                                  events)
+        self.reducer = reducer_of(reduce, self.flat, job, sending, self.state, events)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
