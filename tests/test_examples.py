@@ -1,19 +1,24 @@
-"""The laws of the examples: the same data everywhere, models of the promised shape, and what digits
-comes to."""
+"""The laws of the examples: the same data everywhere, models of the promised shape, what digits
+comes to, and the bits of images and gan through a death."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from cluster import Cluster
 
-from elastic_trainer.examples import digits, gpt
+from elastic_trainer.config import ConfigError
+from elastic_trainer.examples import digits, gan, gpt, pictures, resnet
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +131,102 @@ def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> No
 def test_digits_are_read_with_at_least_97_percent(tmp_path: Path) -> None:
     """After 3 of its 10 epochs already (98.6 % measured); alone, which is to the bit what any world
     would have."""
-    command = [sys.executable, "-m", "elastic_trainer.examples.digits", "--epochs", "3"]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    done = subprocess.run(command,
-                          env=env,
-                          cwd=tmp_path,
-                          capture_output=True,
-                          text=True,
-                          timeout=300)
+    done = subprocess.run([*command("digits"), "--epochs", "3"], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("test accuracy ")[1]) >= 0.97
+
+
+def command(example: str) -> list[str]:
+    return [sys.executable, "-m", f"elastic_trainer.examples.{example}"]
+
+
+def test_images_resnets_have_the_parameters_of_torchvisions() -> None:
+    """The number is that of torchvision's documentation, and so are the names."""
+    for build, count in ((resnet.resnet18, 11_689_512), (resnet.resnet50, 25_557_032)):
+        with torch.device("meta"):
+            model = build(1000)
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
+        names = model.state_dict()
+        assert {"conv1.weight", "layer2.0.downsample.1.running_var", "layer4.1.bn2.bias",
+                "fc.bias"} <= set(names)
+
+
+def test_images_small_stem_keeps_the_resolution() -> None:
+    """An image of 32 pixels is not halved before the second stage."""
+    model = resnet.resnet18(10, stem="cifar", width=8)
+    seen: list[torch.Size] = []
+    model.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert seen == [torch.Size([2, 8, 32, 32])]
+
+
+def test_images_are_drawn_alike_everywhere_and_augmented_by_torchs_seed() -> None:
+    """Test images have no random part; training images follow the seed; both have all classes."""
+    training, test, classes, size = pictures.load("", None)
+    assert (classes, size, training[0][0].shape) == (10, 32, (3, 32, 32))
+    assert torch.equal(test[3][0], test[3][0]) and not torch.equal(test[3][0], test[13][0])
+    seen = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        seen.append(training[5][0])
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert {test[index][1] for index in range(20)} == set(range(10))
+
+
+def test_images_are_read_from_cifars_files_and_from_folders(tmp_path: Path) -> None:
+    """A record is a class and 3072 colours; a folder of images is a class; what is neither is an
+    error that names --data."""
+    from PIL import Image
+
+    records = numpy.random.default_rng(0).integers(0, 256, (4, pictures.RECORD), numpy.uint8)
+    records[:, 0] = [3, 1, 4, 1]
+    cifar, folder = tmp_path / "cifar", tmp_path / "folder"
+    cifar.mkdir()
+    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
+        (cifar / name).write_bytes(records.tobytes())
+    training, test, classes, size = pictures.load(str(cifar), None)
+    assert (len(training), len(test), classes, size) == (8, 4, 10, 32)
+    assert [training[index][1] for index in range(8)] == [3, 1, 4, 1] * 2
+    red = test[2][0][0, 0, :2] * pictures.DEVIATION[0, 0] + pictures.MEAN[0, 0]
+    assert torch.allclose(255 * red, torch.from_numpy(records[2, 1:3]).float(), atol=1e-3)
+    for part, label in (("train", "cat"), ("train", "dog"), ("val", "cat"), ("val", "dog")):
+        (folder / part / label).mkdir(parents=True)
+        colour = (255, 0, 0) if label == "dog" else (0, 0, 255)
+        Image.new("RGB", (50, 40), colour).save(folder / part / label / "1.png")
+    training, test, classes, size = pictures.load(str(folder), 24)
+    assert (len(training), classes, test[1][1]) == (2, 2, 1) and training[1][0].shape == (3, 24, 24)
+    assert (test[1][0] * pictures.DEVIATION + pictures.MEAN)[:, 9, 9].round().tolist() == [1, 0, 0]
+    with pytest.raises(ConfigError, match="--data is"):
+        pictures.load(str(tmp_path), None)
+
+
+def test_gan_phases_train_only_their_own_net() -> None:
+    """The generator's loss reaches the generator, the discriminator's loss does not."""
+    torch.manual_seed(0)
+    model = gan.Gan()
+    model.loss_d(torch.rand(4, 1, 8, 8)).backward()
+    assert all(parameter.grad is None for parameter in model.generator.parameters())
+    model.loss_g(4).backward()
+    assert all(parameter.grad is not None for parameter in model.generator.parameters())
+    assert len(gan.as_text(model.sample(0)).splitlines()) == 8
+
+
+@pytest.mark.parametrize(("example", "arguments", "at"), [
+    ("images", ("--steps", "14", "--width", "8", "--global-batch", "64"), 3),
+    ("gan", ("--steps", "120"), 20)])
+def test_no_bit_of_an_example_is_another_when_a_worker_dies(
+        tmp_path: Path, example: str, arguments: tuple[str, ...], at: int) -> None:
+    """The world of 4 loses a worker in mid-run, and ends with the weights of one worker alone."""
+    twin = tmp_path / "twin"
+    job = [*command(example), *arguments, "--checkpoint-every", "1000"]
+    env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(twin)}
+    subprocess.run(job, env=env, check=True, timeout=300, capture_output=True)
+    with Cluster(tmp_path, command=job) as cluster:
+        cluster.wait_for_step(at)
+        cluster.signal_worker("127.0.0.2", signal.SIGKILL)
+        assert cluster.finish() == 0
+        weights = json.loads((twin / "result.json").read_text())["weights_sha256"]
+        cluster.assert_nothing_lost(weights, victims=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host.modes import make_folder, write_text
 
-EXAMPLES = ("gpt", "digits")
+EXAMPLES = ("gpt", "digits", "images", "gan")
 WORKERS = 4
 LOCAL_S3 = "s3://elastic-trainer/checkpoints"
 DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"
