@@ -16,6 +16,7 @@ Expected with drawn images: an accuracy above 0.9 after 2 epochs.
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,17 @@ def main() -> None:
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     trainer = Trainer(
         model, optimizer, training, global_batch=options.global_batch, shards=options.shards,
-        until=f"{steps} steps", seed=options.seed, ema=options.ema,
+        until=f"{steps} steps", seed=options.seed, ema=options.ema or None,
         lr=cosine(warmup_steps=steps // 10, total_steps=steps),
         best=keep_best("accuracy", mode="max"), checkpoint_every=options.checkpoint_every)
     for step in trainer:
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels, label_smoothing=0.1))
-        if step.every("1 epoch") or step.number + 1 == trainer.steps:
-            with trainer.averaged():
+        if step.every(options.evaluate_every):
+            with trainer.averaged() if options.ema else nullcontext():
                 found = trainer.evaluate(test, measure, batch_size=128)
             if trainer.is_first:
-                print(f"epoch {step.epoch + 1}: accuracy {found['accuracy']:.3f}, test loss "
+                print(f"step {step.number + 1}: accuracy {found['accuracy']:.3f}, test loss "
                       f"{found['loss']:.3f}", flush=True)
 
 
@@ -78,7 +79,10 @@ def parse_options() -> argparse.Namespace:
              "part (%(default)s)")
     add("--learning-rate", type=float, default=0.1,
         help="the highest one, after the warm-up (%(default)s)")
-    add("--ema", type=float, default=0.95, help="the decay of the averaged weights (%(default)s)")
+    add("--ema", type=float, default=0.95,
+        help="the decay of the averaged weights; 0: no average (%(default)s)")
+    add("--evaluate-every", default="1 epoch", metavar="INTERVAL",
+        help='"100 steps", "10 min" (%(default)s)')
     add("--seed", type=int, default=0,
         help="for the weights, the order of the samples, and the augmentation (%(default)s)")
     add("--checkpoint-every", default="auto",
