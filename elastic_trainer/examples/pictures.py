@@ -41,7 +41,7 @@ DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 Sample = tuple[Tensor, int]
 
 
-def load(place: str, size: int | None) -> tuple[Dataset[Sample], Dataset[Sample], int, int]:
+def load(place: str, size: int | None) -> tuple[Images, Images, int, int]:
     """Return training and test images, the number of classes, and the size. Raises ConfigError."""
     if not place:
         size = size or 32
@@ -165,6 +165,8 @@ class ImageFolder(Dataset[Sample]):
         pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1).float() / 255
         return normal(mirrored(pixels) if self.is_training else pixels), label
 
+
+Images = Drawn | Cifar | ImageFolder
 
 # --- augmentation -----------------------------------------------------------------------------
 
