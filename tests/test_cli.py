@@ -90,6 +90,20 @@ def test_an_error_is_shown_when_an_option_is_unknown(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("example", "install"), [
+    ("digits", "pip install scikit-learn"),
+    ("finetune", "pip install 'elastic-trainer[transformers]'")])
+def test_the_package_is_named_when_an_example_needs_one_that_is_missing(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+        example: str, install: str) -> None:
+    """Before a worker starts."""
+    monkeypatch.setattr("elastic_trainer.launch.run_options.find_spec", lambda name: None)
+    assert main(["run", "demo", "--example", example, "--runs-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert f"--example {example} needs" in error and install in error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("least", "most"), [("3", "2"), ("0", "2"), ("-1", "2"), ("3", "1")])
 def test_an_error_is_shown_when_more_workers_are_needed_than_there_are(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], least: str, most: str) -> None:

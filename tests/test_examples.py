@@ -18,7 +18,7 @@ import torch
 from cluster import Cluster
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.examples import digits, gan, gpt, pictures, resnet
+from elastic_trainer.examples import digits, finetune, gan, gpt, pictures, resnet
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,32 @@ def test_gpt_needs_its_random_numbers() -> None:
         torch.manual_seed(seed)
         losses.append(float(gpt.next_byte_loss(model, windows).detach()))
     assert losses[0] == losses[2] != losses[1]
+
+
+def test_finetune_pads_texts_and_counts_the_tokens_that_are_predicted() -> None:
+    """Of each text, all bytes but the first one, and its end."""
+    batch = finetune.padded([b"ab", b"abcd"])
+    assert batch["input_ids"].tolist() == [[97, 98, 257, 256, 256], [97, 98, 99, 100, 257]]
+    assert batch["labels"].tolist() == [[97, 98, 257, -100, -100], [97, 98, 99, 100, 257]]
+    assert batch["attention_mask"].sum() == 8
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = finetune.language_model()
+    assert 0.2e6 < sum(parameter.numel() for parameter in model.parameters()) < 0.3e6
+    loss_sum, tokens, hits = finetune.predictions(model, batch)
+    each = [finetune.predictions(model, finetune.padded([text])) for text in (b"ab", b"abcd")]
+    assert (tokens, [one[1] for one in each]) == (6, [2, 4]) and 0 <= hits <= tokens
+    assert loss_sum.item() == pytest.approx(sum(one[0].item() for one in each), rel=1e-5)
+    assert loss_sum.item() / tokens == pytest.approx(math.log(258), abs=0.2)
+
+
+def test_finetune_texts_are_whole_functions_and_the_held_out_ones_are_others() -> None:
+    """They are the same each time."""
+    training, held_out = finetune.texts()
+    assert (training, held_out) == finetune.texts()
+    assert len(training) > 4000 and len(held_out) == 256
+    starts = (b"def ", b"class ", b"async def ", b"@")
+    assert all(text.startswith(starts) and len(text) <= 256 for text in training + held_out)
 
 
 def test_digits_split_is_fixed_and_disjoint() -> None:

@@ -13,12 +13,16 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host.modes import make_folder, write_text
 
-EXAMPLES = ("gpt", "digits", "images", "gan")
+EXAMPLES = ("gpt", "digits", "images", "gan", "finetune")
+NEEDED = {"digits": ("sklearn", "scikit-learn"),
+          "finetune": ("transformers", "'elastic-trainer[transformers]'")}
+"""What an example imports, and what to install for it."""
 WORKERS = 4
 LOCAL_S3 = "s3://elastic-trainer/checkpoints"
 DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"
@@ -70,6 +74,8 @@ def parse_run(argv: list[str]) -> Run:
     listed = static_hosts(options.hosts, options.hostfile)
     _check_start(options, listed)
     example = options.example or EXAMPLES[0]
+    if is_demo:
+        _require_package(example)
     name = options.run or f"{example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_script = options.host_discovery_script is not None
     is_local = not listed and not has_script
@@ -178,6 +184,14 @@ def _refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
     if options.min_np is not None and options.min_workers not in (None, options.min_np):
         raise ConfigError(f"--min-workers is {options.min_workers} and --min-np is "
                           f"{options.min_np}, but both set the same number. Give one of them.")
+
+
+def _require_package(example: str) -> None:
+    """Raise ConfigError if an example needs a package that is not installed here."""
+    module, package = NEEDED.get(example, ("", ""))
+    if module and find_spec(module) is None:
+        raise ConfigError(f"--example {example} needs {module}, which is not installed. Install "
+                          f"it: pip install {package}.")
 
 
 def _check_start(options: argparse.Namespace, listed: Mapping[str, int]) -> None:
