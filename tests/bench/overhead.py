@@ -36,18 +36,15 @@ TRAIN = ("-m", "elastic_trainer.examples.gpt")
 LOOP = (str(HERE / "jobs" / "gpt_loop.py"),)
 
 
-def peer_seconds(steps: int, settings: dict[str, str]) -> list[float]:
-    """Run the DDP job, with settings in its environment, and return the seconds of each step after
-    the warm-up."""
+def peer_seconds(settings: dict[str, str], *job: str) -> list[float]:
+    """Run a DDP job (its file in jobs/, and options) with settings in its environment, and return
+    the seconds of each step after the warm-up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable,
-             str(HERE / "jobs" / "ddp_gpt.py"),
-             str(steps),
-             str(GLOBAL_BATCH)],
+            [sys.executable, str(HERE / "jobs" / job[0]), *job[1:]],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | settings | {
@@ -71,8 +68,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for arm, seconds in found.items():
             if arm.startswith("ddp"):
-                seconds += peer_seconds(options.steps,
-                                        ALLOCATOR if arm == "ddp_same_allocator" else {})
+                seconds += peer_seconds(ALLOCATOR if arm == "ddp_same_allocator" else {},
+                                        "ddp_gpt.py", str(options.steps), str(GLOBAL_BATCH))
             else:
                 shards = "8" if arm.endswith("8_shards") else "2"
                 seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps, "--shards",

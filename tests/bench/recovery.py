@@ -31,10 +31,10 @@ from stock_job import HOSTS, StockJob  # noqa: E402
 PEER_DEADLINE_S = 120.0
 
 
-def ours(folder: Path, kills: int, chance: random.Random, reduce: str) -> dict[str, list[float]]:
+def after_kills(folder: Path, kills: int, chance: random.Random, job: list[str],
+                reduce: str = "exact") -> dict[str, list[float]]:
     """Return the seconds from each kill to the next finished step, and what else it cost."""
     seconds, redone, struck = [], [], set()
-    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
     with Cluster(folder, command=job, min_workers=1, options=["--reduce", reduce]) as cluster:
         generation = 0
         for _ in range(kills):
@@ -88,7 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        mine = ours(Path(folder), options.kills, chance, options.reduce)
+        job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
+        mine = after_kills(Path(folder), options.kills, chance, job, options.reduce)
     theirs = []
     for number in range(options.peer_kills):
         with tempfile.TemporaryDirectory() as folder:
