@@ -40,6 +40,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
                                  **sending.settings, on_nan=job.on_nan,
                                  precision=job.precision.name,
+                                 loader=job.readers.training.seeds_samples,
                                  **(job.average.settings if job.average else {}),
                                  **(job.best.settings if job.best else {}))
     if job.scaler:
