@@ -80,7 +80,7 @@ def test_an_error_of_the_dataset_ends_the_run_with_its_sample() -> None:
     assert "sample 17" in "".join(raised.value.__notes__)
 
 
-def test_a_run_that_goes_on_with_a_loader_says_that_samples_have_other_seeds(
+def test_other_seeds_of_samples_are_reported_when_a_run_is_resumed_with_a_loader(
         run_dir: Path) -> None:
     """Augmentation draws other numbers from there on."""
     ears = Ears()
