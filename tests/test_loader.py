@@ -112,6 +112,29 @@ def test_stale_requests_are_dropped_and_processes_stay_when_the_world_changes(
     assert reader.pids == pids
 
 
+def test_a_new_shard_comes_first_when_all_that_was_read_ahead_is_still_wanted(
+        open_reader: Callable[..., Reader]) -> None:
+    """A worker that takes over a shard does not wait for a free place."""
+    reader = open_reader(Drawn(), Loader(workers=1, prefetch=3))
+    reader.take((0, 0, 1), keys_after((0, 0, 1), SCHEDULE, range(1, 4), 1))
+    pool: Any = reader._pool
+    while len(pool._ready) < 3:
+        pool._pump(DEADLINE_S)
+    assert equal(reader.take((0, 0, 0), keys_after((0, 0, 0), SCHEDULE, range(4), 1)),
+                 open_reader(Drawn(), Loader(workers=0)).take((0, 0, 0)))
+
+
+def test_a_reader_that_is_closed_leaves_no_process(open_reader: Callable[..., Reader]) -> None:
+    """Not even one that has ended and that nobody has waited for."""
+    reader = open_reader(Drawn(), Loader(workers=2))
+    reader.take((0, 0, 0))
+    parent = int(Path(f"/proc/{reader.pids[0]}/stat").read_text().rpartition(") ")[2].split()[1])
+    pids = [parent, *reader.pids]
+    reader.close()
+    assert not Path(f"/proc/{parent}").exists()
+    wait_until(lambda: not any(map(is_there, pids)))
+
+
 def test_a_dropped_request_stops_at_the_next_sample(open_reader: Callable[..., Reader],
                                                     tmp_path: Path) -> None:
     """A worker does not wait for shards that are no longer its own."""

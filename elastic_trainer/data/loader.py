@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +128,9 @@ class Reader:
             indices, seed = self.recipe(key)
         if not self.seeds_samples:
             return fetch(self.dataset, indices, self.collate)
-        return self._pinned(fetch(self.dataset, indices, self.collate,
-                                  lambda place, _: seed_cpu(sample_seed(seed, place))))
+        with one_thread():
+            return self._pinned(fetch(self.dataset, indices, self.collate,
+                                      lambda place, _: seed_cpu(sample_seed(seed, place))))
 
     def _pinned(self, batch: Any) -> Any:
         if not (self.loader and self.loader.pin and self.device.type == "cuda"):
@@ -144,6 +146,17 @@ class Reader:
                         f"{before.get(name)!r} to {value!r}, but the loader processes hold the "
                         f"dataset of the start of this worker. Compute it from the number of the "
                         f"sample, or leave the option loader out.")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, as in a loader process: a sum over several has other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def plain_values(dataset: Any) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -43,8 +44,9 @@ MOST_DEATHS = 3
 POLL_S = 0.1
 """The interval in which a worker that waits for a batch looks at its world and at the clock."""
 NEWS_S = 2.0
-"""How long the nursery may take to report a start, or the end of a process whose socket is closed.
-Without it the reason is not known."""
+"""How long the nursery may take to report a start, or the end of a process whose socket is closed,
+or to end. Without its report the reason is not known."""
+CLOSE_POLL_S = 0.001
 
 
 class LoaderKilled(RuntimeError):
@@ -80,7 +82,7 @@ class Pool:
         self._ready: dict[Key, tuple[str, int]] = {}
         """Answers that were not taken yet: kind, descriptor."""
         self._deaths: Counter[Key] = Counter()
-        self.nursery = fork_nursery(work, self.board)
+        self.nursery, self._nursery_pid = fork_nursery(work, self.board)
         self.nursery.setblocking(False)
         self.slots = [Slot(self._start(slot)) for slot in range(work.processes)]
 
@@ -92,6 +94,10 @@ class Pool:
         for _, descriptor in self._ready.values():
             os.close(descriptor)
         self._ready.clear()
+        latest = time.monotonic() + NEWS_S
+        with suppress(ChildProcessError):  # the user's code has waited for all its children
+            while os.waitpid(self._nursery_pid, os.WNOHANG)[0] == 0 and time.monotonic() < latest:
+                time.sleep(CLOSE_POLL_S)
 
     @property
     def pids(self) -> list[int]:
@@ -137,7 +143,7 @@ class Pool:
 
     def _ask(self, wanted: Iterable[Key]) -> None:
         known = {key for slot in self.slots for key in slot.asked.values()} | self._ready.keys()
-        free = self.depth - len(known)
+        free = self.depth + 1 - len(known)  # the first one is not read ahead
         for key in wanted:
             if key not in known and free > 0:
                 free -= 1
@@ -151,6 +157,8 @@ class Pool:
         slot.asked[self._number] = key
         try:
             slot.channel.send(json.dumps([self._number, *key]).encode())
+        except BlockingIOError:
+            self._kill(self.slots.index(slot))  # it reads no requests
         except OSError:
             pass  # it has ended: the closed socket is read next, and all is asked again
 
@@ -202,8 +210,12 @@ class Pool:
         for number, slot in enumerate(self.slots):
             _, _, since = self.board.now(number)
             if slot.asked and time.monotonic() - max(since, slot.asked_at) > self.timeout_s:
-                slot.asked_at, slot.is_silent = time.monotonic(), True
-                self.nursery.send(json.dumps({"do": "kill", "slot": number}).encode())
+                slot.asked_at = time.monotonic()
+                self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        self.slots[number].is_silent = True
+        self.nursery.send(json.dumps({"do": "kill", "slot": number}).encode())
 
     def _replace(self, slot: Slot) -> None:
         """Start another process in the place of one that has ended, and ask its requests again."""
@@ -247,4 +259,5 @@ class Pool:
         order = json.dumps({"do": "start", "slot": number}).encode()
         with its:
             socket.send_fds(self.nursery, [order], [its.fileno()])
+        mine.setblocking(False)
         return mine

@@ -117,15 +117,15 @@ def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 # --- the nursery ----------------------------------------------------------------------------------
 
-def fork_nursery(work: Work, board: Board) -> socket.socket:
-    """Start the nursery; returns the socket to it."""
+def fork_nursery(work: Work, board: Board) -> tuple[socket.socket, int]:
+    """Start the nursery; returns the socket to it, and its pid."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     worker, is_main = os.getpid(), threading.current_thread() is threading.main_thread()
-    if os.fork():
+    if pid := os.fork():
         its.close()
-        return mine
+        return mine, pid
     _run_child(lambda: Nursery(work, board, its).run(), worker if is_main else None, [its])
 
 
