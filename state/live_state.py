@@ -82,6 +82,8 @@ class LiveState:
         self.clocks_ms = (0, 0)
         """The run's clock at the end of the last two steps."""
         self.findings = Findings()
+        self.run_id = ""
+        """What loggers know the run by, in all its attempts; "": it had no loggers."""
         self.facts: Callable[[], dict[str, Any]] = dict
         """Returns what a checkpoint's record says of this state (checkpoint.is_best)."""
 
@@ -190,6 +192,7 @@ class LiveState:
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "extra_state": self.extra_state.values(),
             "settings": self.settings,
+            **({"run_id": self.run_id} if self.run_id else {}),
         }
 
     def packed(self) -> Packed:
@@ -269,6 +272,7 @@ class LiveState:
         self.settings = dict(values.get("settings", {}))
         self.extra_state.load(values.get("extra_state", {}))
         self.lineage = int(values["lineage"])
+        self.run_id = str(values.get("run_id", self.run_id))
         self.committed, self.phase = int(values["step"]), int(values.get("phase", 0))
         self.prepared = self.ticks
         self.samples, self.loss = int(values.get("samples", 0)), float(values["loss"])

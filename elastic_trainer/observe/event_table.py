@@ -257,6 +257,16 @@ _WORKERS = (
         "worker.listener_failed", WARNING, "A listener of the user's raised. The run goes on.",
         has(listener=NAME, heard=NAME, failures=WHOLE, error=TEXT),
         "the listener {listener} raised: {error:last}"),
+    EventKind("worker.logger_opened", DETAIL,
+              "A logger of the first worker begins, or goes on, with this step.",
+              has(logger=NAME, where=TEXT, step=STEP)),
+    EventKind("worker.logger_failed", WARNING,
+              "A logger raised, or its queue is full because it blocks. The run goes on. Emitted "
+              "once for each logger and worker.", has(logger=NAME, error=TEXT),
+              "the logger {logger} failed: {error:last}"),
+    EventKind("worker.logger_closed", DETAIL,
+              "A logger has ended: the rows that this worker has written, and has lost.",
+              has(logger=NAME, rows=WHOLE, lost=WHOLE)),
     EventKind(
         "worker.steps_slower", WARNING,
         "Steps take 1.5 times as long as the best of this world. Rank 0 waits `waited_s` of that "

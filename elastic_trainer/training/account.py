@@ -99,11 +99,18 @@ class Account:
 
     def step_committed(self, step: int, step_s: float, end: StepEnd, rank: int,
                        **more: Any) -> None:
-        """Log a finished step, with what it has logged; by rank 0 alone."""
-        if rank != 0:
+        """Log a finished step, with what it has logged, by rank 0 alone. Loggers note it on every
+        worker: another one may become the first."""
+        if rank != 0 and not self.events.listeners:
             return
         samples, digest, *_ = self.state.last_vote
-        metrics = {"metrics": found} if (found := end.metrics) else {}
+        found = end.metrics
+        self.events.reach(
+            "step.noted", step=step, samples=samples, loss=self.state.loss, metrics=found,
+            lr=self.state.rates.used, step_s=step_s, run_id=self.state.run_id, **more)
+        if rank != 0:
+            return
+        metrics = {"metrics": found} if found else {}
         skipped = {"skipped": True} if end.is_skipped(self.state.loss) else {}
         self.events.emit(
             "worker.step_committed", step=step, samples=samples, digest=digest,

@@ -239,6 +239,7 @@ class Evaluations:
                     "worker.evaluated", step=self._step, samples=request.samples,
                     metrics={name: as_json(mean) for name, mean in means.items()},
                     duration_s=round(time.monotonic() - request.began, 4))
+            self._events.reach("step.evaluated", step=self._step, metrics=means)
             yield Evaluated(means)
         return True
 

@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
 from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.learning_rate import LinearScaling
+from elastic_trainer.loggers.row import require_loggers
 from elastic_trainer.observe.events import newest_attempt
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
@@ -90,6 +91,8 @@ class Job:
     average: Average | None = None
     best: Best | None = None
     precision: Precision = field(default_factory=Precision)
+    logs: bool = False
+    """There are loggers, so the run has an id."""
     after_step: Callable[[int], None] = lambda step: None
     """The last part of each step."""
     phases: tuple[str, ...] = ("",)
@@ -149,6 +152,7 @@ def checked(
         readers=Readers(Reader(dataset, collate, ShardRecipe(numbers), options.loader, device)),
         average=average,
         best=best,
+        logs=bool(options.loggers),
         extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
                            options.extras, words.objects),
         after_step=after_step or (lambda step: None),
@@ -211,6 +215,7 @@ def require_values(options: Options, words: Words) -> None:
         raise ConfigError(f"cpu_threads is {options.cpu_threads}. Use 1 or more.")
     options.plan()
     options.sending()
+    require_loggers(options.loggers)
     lacking = [
         name
         for name, extra in (options.extras or {}).items()

@@ -8,6 +8,7 @@ What always holds: a value that no checkpoint could keep is a ConfigError before
 from __future__ import annotations
 
 from typing import Any
+import secrets
 
 import torch
 
@@ -34,6 +35,8 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
                          identity=identity | cut_of(numbers))
     state.extras, state.phases = job.extras, len(job.phases)
+    if job.logs:
+        state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state
     if job.best:
         state.facts = job.best.facts
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,

@@ -193,7 +193,7 @@ class Loop:
         self.account.enter(world)
         # The former rank 0 may have died before its line was sent. Between two phases it was sent:
         # that happens before each vote. The state has the loss and the digest of the phase then.
-        if state.committed and state.phase == 0 and world.rank == 0:
+        if state.committed and state.phase == 0:
             self._log_committed(state.committed - 1, 0.0, repeated=True)
         self.checkpointing.enter()
         self.behind.enter()

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.learning_rate import LinearScaling
+from elastic_trainer.loggers.row import Logger
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
@@ -128,6 +129,9 @@ class Options:
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
     """Functions that are called with the name and the fields of every event of this worker. If one
     raises, its traceback is logged, and it is called again at the next event."""
+    loggers: Sequence[Logger] = ()
+    """Where the numbers of each step and of evaluations go besides the event log: `[TensorBoard(),
+    Csv()]` of `elastic_trainer.loggers`. The first worker writes them, in threads."""
     timeline: bool = False
     """Write what this worker does in each step into the folder `timeline` of the run, for Perfetto.
     The launcher's --timeline does the same."""

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.learning_rate import LinearScaling
+from elastic_trainer.loggers.row import Logger
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import KeepBest
@@ -53,6 +54,7 @@ def train(
     cpu_threads: int = 1, on_nan: str = "raise", run_dir: str | os.PathLike[str] | None = None,
     store: str | None = None,
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] | None = None,
+    loggers: Sequence[Logger] = (),
     timeline: bool = False, progress: bool = True,
 ) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
@@ -80,6 +82,7 @@ def train(
         part_bytes=part_bytes, reduce=reduce, compress=compress,
         predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,
         on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (),
+        loggers=loggers,
         timeline=timeline, progress=progress)
     job = checked(model, optimizer, dataset, options, after_step)
     require_evaluation(evaluate, job)

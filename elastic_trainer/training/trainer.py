@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
+from elastic_trainer.loggers.row import Logger
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
@@ -113,6 +114,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         store: str | None = None,
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
+        loggers: Sequence[Logger] = (),
         timeline: bool = False, progress: bool = True,
     ):
         # More than 40 lines: each option has its name in the signature, for editors and help().
@@ -126,7 +128,7 @@ class Trainer:
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             predivide=predivide, bucket_bytes=bucket_bytes,
             cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
-            listeners=listeners, timeline=timeline, progress=progress)
+            listeners=listeners, loggers=loggers, timeline=timeline, progress=progress)
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()

@@ -28,6 +28,7 @@ import torch
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.observe import report
 from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events
@@ -67,6 +68,8 @@ class Worker:
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish(job.best)
+        self.rows: Rows | None = None
+        """What the loggers get, if there are any."""
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
         debugger.offer()
@@ -137,6 +140,8 @@ class Worker:
         finally:
             self.job.readers.close()
             self.events.trace.close()
+            if self.rows:
+                self.rows.close()
             self.events.flush()
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
                 # The result of what there is, if the run has not finished.
@@ -177,6 +182,9 @@ class Worker:
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
         self.launch, self.events = opened(launch, self.options.listeners)
         self.job.readers.report_to(partial(self.events.emit, "worker.loader_restarted"))
+        if self.options.loggers:
+            self.rows = Rows(self.options.loggers, self.launch.run_dir, self.events.emit)
+            self.events.listeners.append(Guarded(self.rows, self.events))
         if self.options.timeline or launch.timeline:
             open_timeline(self.launch, self.events, self.job.words)
         return placement.reduce

@@ -1,0 +1,188 @@
+"""One logger in a thread of its own, behind a bounded queue: it never slows the training or ends
+it.
+
+rows.py (rank 0) → queue → here, in a thread → Logger
+
+What always holds:
+1. `put` never waits. If the queue is full because the logger blocks, the row is lost and counted.
+2. An exception of the logger is an event once, without secrets. The rows that it costs are counted.
+   A logger that could not be opened is opened again, until the run ends.
+3. A row is written once: rows before the first step that is lacking are left out.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from elastic_trainer.host.priority import yield_processor
+from elastic_trainer.loggers.redact import redacted
+from elastic_trainer.loggers.row import Logger, Row, Run
+
+MOST_ROWS = 4096
+"""The rows that wait for a logger at most."""
+FLUSH_S = 1.0
+OPEN_AGAIN_S = 30.0
+"""Between two tries to open a logger."""
+
+
+class Emit(Protocol):
+    """Emits an event with its facts."""
+
+    def __call__(self, event: str, **facts: Any) -> None: ...
+
+
+class Writer:
+    """Writes the rows of one logger, in a thread."""
+
+    def __init__(self, logger: Logger, run: Run, emit: Emit, most_rows: int = MOST_ROWS,
+                 after: Writer | None = None):
+        self.logger, self.run, self.emit = logger, run, emit
+        self.name = type(logger).__name__
+        self.written = self.lost = 0
+        self._rows: queue.Queue[Row | Run | None] = queue.Queue(most_rows)
+        self._is_open = self._has_failed = False
+        self._is_stopped = threading.Event()
+        """Set when this worker is the first one no more: what waits is another worker's."""
+        self._ends = threading.Event()
+        """Set when no row comes any more."""
+        self._has_given_up = False
+        self._lacking, self._unflushed, self._flushed_at = 0, 0, 0.0
+        self._after = after
+        """The writer of the same logger before this one."""
+        self.thread = threading.Thread(target=self._work, name=f"logger {self.name}", daemon=True)
+        self.thread.start()
+
+    # --- the training's thread --------------------------------------------------------------------
+
+    def put(self, row: Row | Run) -> None:
+        """Hand over a row, or a run that has gone back."""
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self.lost += 1
+            self._fail(f"{self._rows.maxsize} rows wait for it, so further ones are lost")
+
+    def stop(self) -> None:
+        """Let the thread end without the rows that wait. Does not wait for it."""
+        self._is_stopped.set()
+        self.put_end()
+
+    def put_end(self) -> None:
+        """Let the thread end behind the rows that wait."""
+        self._ends.set()
+        while True:
+            try:
+                self._rows.put_nowait(None)
+                return
+            except queue.Full:
+                try:
+                    self._rows.get_nowait()
+                    self.lost += 1
+                except queue.Empty:
+                    pass
+
+    def end(self, deadline: float) -> None:
+        """Wait until the thread has ended, or until a time (time.monotonic), and log what was
+        written and lost."""
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        if self.thread.is_alive():
+            self.lost += self._rows.qsize()
+            self._fail("it has not ended in time")
+        self.emit("worker.logger_closed", logger=self.name, rows=self.written, lost=self.lost)
+        if self.lost:
+            print(f"elastic-trainer: the logger {self.name} has lost {self.lost} rows of this "
+                  f"worker.", file=sys.stderr)
+
+    # --- the logger's thread ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        yield_processor()
+        if self._after:
+            self._after.thread.join()
+        while True:
+            try:
+                row = self._rows.get(timeout=FLUSH_S)
+            except queue.Empty:
+                self._guard(self._flush, 0)
+                continue
+            if row is None or self._is_stopped.is_set():
+                break  # what waits is the next first worker's
+            if isinstance(row, Run):
+                self.run = row
+                self._guard(self._close, 0)
+                continue
+            self._guard(partial(self._take, row), 1)
+        self._guard(self._close, 0)
+
+    def _guard(self, work: Callable[[], None], rows: int) -> None:
+        """Do a part of the work; what it raises costs so many rows."""
+        try:
+            work()
+        except Exception:
+            self.lost += rows
+            self._fail(traceback.format_exc())
+
+    def _take(self, row: Row) -> None:
+        if not self._is_open:
+            self._open()
+        if not self._is_open:
+            self.lost += 1
+        elif row.step >= self._lacking:
+            self.logger.write(row)
+            self._lacking, self._unflushed = row.step + 1, self._unflushed + 1
+            self.written += 1
+        if time.monotonic() - self._flushed_at > FLUSH_S:
+            self._flush()
+
+    def _open(self) -> None:
+        """Open the logger; again and again, if that fails, until the run ends."""
+        while not self._has_given_up:
+            try:
+                self._lacking = self.logger.open(self.run)
+                break
+            except Exception:
+                self._fail(traceback.format_exc())
+            self._has_given_up = self._ends.wait(OPEN_AGAIN_S)
+        else:
+            return
+        self._is_open, self._flushed_at = True, time.monotonic()
+        self.run = replace(self.run, goes_back=False)
+        self.emit("worker.logger_opened", logger=self.name, where=redacted(self.logger.where()),
+                  step=self._lacking)
+
+    def _flush(self) -> None:
+        self._flushed_at = time.monotonic()
+        if self._unflushed:
+            self._bring(self.logger.flush)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._bring(self.logger.close)
+
+    def _bring(self, work: Callable[[], None]) -> None:
+        """Bring the rows that were written to their place. If that fails, they are lost."""
+        rows, self._unflushed = self._unflushed, 0
+        try:
+            work()
+        except Exception:
+            self.written, self.lost = self.written - rows, self.lost + rows
+            raise
+
+    def _fail(self, error: str) -> None:
+        """Log a failure, once for this worker."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        error = redacted(error)
+        print(f"elastic-trainer: the logger {self.name} has failed. The run goes on.\n{error}",
+              file=sys.stderr)
+        self.emit("worker.logger_failed", logger=self.name, error=error[-10_000:])
