@@ -1,0 +1,94 @@
+"""What the real libraries read of what our loggers have written: (step, value) of each number, in
+the order in which it stands there."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+Series = dict[str, list[tuple[int, float]]]
+
+
+def of_csv(path: Path) -> Series:
+    """Read a CSV file."""
+    series: Series = {}
+    with open(path, newline="") as file:
+        for line in csv.DictReader(file):
+            for name, value in line.items():
+                if name not in ("step", "time", "attempt") and value:
+                    series.setdefault(name, []).append((int(line["step"]), float(value)))
+    return series
+
+
+def of_tensorboard(folder: Path) -> Series:
+    """Read as TensorBoard does, which drops what a later file replaces."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {name: [(one.step, one.value) for one in found.Scalars(name)]
+            for name in found.Tags()["scalars"]}
+
+
+def of_mlflow(folder: Path) -> Series:
+    """Read all that MLflow's store has of its only run of ours."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=str(folder))
+    experiment = client.get_experiment_by_name("elastic-trainer")
+    assert experiment
+    (run,) = client.search_runs([experiment.experiment_id])
+    return {name: [(one.step, one.value)
+                   for one in client.get_metric_history(run.info.run_id, name)]
+            for name in run.data.metrics}
+
+
+def of_wandb(folder: Path) -> Series:
+    """Read the files that `wandb sync` sends, in the order of their runs."""
+    from wandb.proto import wandb_internal_pb2
+
+    series: Series = {}
+    ids = set()
+    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        for data in _records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                ids.add(record.run.run_id)
+            if record.WhichOneof("record_type") != "history":
+                continue
+            items = {item.key or ".".join(item.nested_key): item.value_json
+                     for item in record.history.item}
+            step = int(items.pop("_step", record.history.step.num))
+            for name, value in items.items():
+                if not name.startswith("_"):
+                    series.setdefault(name, []).append((step, _number(value)))
+    assert len(ids) == 1, ids
+    return series
+
+
+def _number(text: str) -> float:
+    value = json.loads(text)
+    return float(value) if value not in ("NaN", "Infinity") else math.nan
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format, with W&B's header of 7 bytes; those of a
+    torn end are left out."""
+    at, parts, block = 7, b"", 1 << 15
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # no header fits into the rest of the block
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        piece = data[at + 7 : at + 7 + size]
+        if kind not in (1, 2, 3, 4) or len(piece) < size:
+            return
+        parts = piece if kind in (1, 2) else parts + piece
+        if kind in (1, 4):
+            yield parts
+        at += 7 + size
