@@ -7,9 +7,12 @@ import csv
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+DEADLINE_S = 30.0
 Series = dict[str, list[tuple[int, float]]]
 
 
@@ -48,15 +51,17 @@ def of_mlflow(folder: Path) -> Series:
 
 
 def of_wandb(folder: Path) -> Series:
-    """Read the files that `wandb sync` sends, in the order of their runs."""
-    from wandb.proto import wandb_internal_pb2
-
+    """Read the files that `wandb sync` sends, in the order of their runs. W&B's process ends the
+    last one a moment after `finish()` has returned."""
     series: Series = {}
     ids = set()
-    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        for data in _records(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    deadline = time.monotonic() + DEADLINE_S
+    while _records_of(files[-1])[-1:] != ["exit"]:
+        assert time.monotonic() < deadline, files[-1]
+        time.sleep(0.01)
+    for file in files:
+        for record in _parsed(file):
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") != "history":
@@ -69,6 +74,20 @@ def of_wandb(folder: Path) -> Series:
                     series.setdefault(name, []).append((step, _number(value)))
     assert len(ids) == 1, ids
     return series
+
+
+def _parsed(file: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for data in _records(file.read_bytes()):
+        found.append(wandb_internal_pb2.Record())
+        found[-1].ParseFromString(data)
+    return found
+
+
+def _records_of(file: Path) -> list[str]:
+    return [record.WhichOneof("record_type") for record in _parsed(file)]
 
 
 def _number(text: str) -> float:

@@ -33,8 +33,10 @@ CONFIG = ("dataset_size", "global_batch", "shards", "epochs", "seed", "steps", "
 class Rows:
     """A listener of a worker: makes rows, and has them written while this worker is the first."""
 
-    def __init__(self, loggers: Sequence[Logger], folder: Path | None, emit: Emit):
-        self._loggers, self._folder, self._emit = loggers, folder, emit
+    def __init__(self, loggers: Sequence[Logger]):
+        self._loggers = loggers
+        self._folder: Path | None = None
+        self._emit: Emit = lambda event, **facts: None
         self._kept: deque[Row] = deque(maxlen=MOST_KEPT)
         self._row: Row | None = None
         """The row of the last step, which is not complete."""
@@ -48,6 +50,14 @@ class Rows:
         """Those of a time when this worker was the first one, which may still end."""
         self._run: dict[str, Any] = {}
         self._config: dict[str, Any] = {}
+
+    def listeners(self) -> list[Rows]:
+        """Return what listens to the worker: this object, if there are loggers."""
+        return [self] if self._loggers else []
+
+    def begin(self, folder: Path | None, emit: Emit) -> None:
+        """Take the folder of the run, and where events go."""
+        self._folder, self._emit = folder, emit
 
     def __call__(self, point: str, facts: dict[str, Any]) -> None:
         """Take what has happened. Other events are of no concern, and may be of another thread."""

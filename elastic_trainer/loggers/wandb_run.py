@@ -13,6 +13,7 @@ What always holds:
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ class WandB:
         folder.mkdir(parents=True, exist_ok=True)
         self._position = folder / f"wandb-{run.id}.json"
         position = Position.read(self._position)
+        # W&B names an offline folder by the second and the id, and overwrites one that is there.
+        while list(folder.glob(f"wandb/*-{time.strftime('%Y%m%d_%H%M%S')}-{run.id}")):
+            time.sleep(0.1)
         self._run, self._wandb = run, wandb.init(
             project=self._project, entity=self._entity, id=run.id, name=run.name or None,
             dir=str(folder), mode="offline" if self._offline else None, resume="allow",

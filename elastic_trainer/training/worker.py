@@ -68,8 +68,7 @@ class Worker:
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish(job.best)
-        self.rows: Rows | None = None
-        """What the loggers get, if there are any."""
+        self.rows = Rows(options.loggers)
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
         debugger.offer()
@@ -140,8 +139,7 @@ class Worker:
         finally:
             self.job.readers.close()
             self.events.trace.close()
-            if self.rows:
-                self.rows.close()
+            self.rows.close()
             self.events.flush()
             if self.launch.run_dir and not self.launch.driver and not self.events.bound.get("rank"):
                 # The result of what there is, if the run has not finished.
@@ -180,11 +178,10 @@ class Worker:
         ):
             determinism.apply(settings)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
-        self.launch, self.events = opened(launch, self.options.listeners)
+        self.launch, self.events = opened(launch, [*self.options.listeners,
+                                                   *self.rows.listeners()])
         self.job.readers.report_to(partial(self.events.emit, "worker.loader_restarted"))
-        if self.options.loggers:
-            self.rows = Rows(self.options.loggers, self.launch.run_dir, self.events.emit)
-            self.events.listeners.append(Guarded(self.rows, self.events))
+        self.rows.begin(self.launch.run_dir, self.events.emit)
         if self.options.timeline or launch.timeline:
             open_timeline(self.launch, self.events, self.job.words)
         return placement.reduce
