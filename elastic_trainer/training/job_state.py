@@ -7,8 +7,8 @@ What always holds: a value that no checkpoint could keep is a ConfigError before
 
 from __future__ import annotations
 
-from typing import Any
 import secrets
+from typing import Any
 
 import torch
 
