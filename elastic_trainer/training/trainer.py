@@ -114,8 +114,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         store: str | None = None,
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
-        loggers: Sequence[Logger] = (),
-        timeline: bool = False, progress: bool = True,
+        loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
     ):
         # More than 40 lines: each option has its name in the signature, for editors and help().
         epochs, max_steps = length_of(until)
