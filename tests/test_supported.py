@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import NUMBERS, built, in_a_world, job, mse, sgd, trained
+from test_loop import NUMBERS, Ears, built, in_a_world, job, mse, sgd, trained
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.live_state import LiveState
@@ -243,3 +243,25 @@ def test_sparse_gradients_train_as_dense_ones_do(seed: int) -> None:
     for size in (2, 3, 4):
         for result in in_a_world(size, in_world):
             assert result.weights_sha256 == dense.weights_sha256
+
+
+def test_the_cost_of_sparse_gradients_is_logged_once_at_the_start(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the parameters' names and the bytes of a step; nothing is logged for dense ones."""
+    def model(is_sparse: bool) -> Model:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Embedding(3, 3, sparse=is_sparse), torch.nn.Flatten(),
+                                   torch.nn.Linear(15, 3))
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        return mse(model, ((batch[0] > 0).long(), batch[1]))
+
+    for is_sparse in (True, False):
+        ears = Ears()
+        made = model(is_sparse)
+        trained(made, loss=loss, listeners=[ears], run_dir=tmp_path / str(is_sparse))
+        facts = ears.facts("job.gradients_sparse")
+        assert [(one["parameters"], one["bytes"]) for one in facts] == (
+            [(["0.weight"], 36)] if is_sparse else [])
+        said = capsys.readouterr().err
+        assert said.count("the gradients of 0.weight are sparse") == is_sparse

@@ -120,6 +120,12 @@ _JOB = (
         "no evaluation gave {metric}, so no checkpoint is the best",
         remedy="Call trainer.evaluate(…) behind steps, with a function that returns the metric."),
     EventKind(
+        "job.gradients_sparse", WARNING,
+        "Gradients of these parameters are sparse. They are summed and sent densely, with `bytes` "
+        "in each step.", has(parameters=NAMES, bytes=BYTES),
+        "the sparse gradients of {parameters:list} are summed densely: {bytes} bytes a step",
+        remedy="Use sparse=False: the steps are the same."),
+    EventKind(
         "job.workers_idle", WARNING, "The world has more workers than a batch has shards.",
         has(size=WHOLE, shards=WHOLE, idle=WHOLE),
         "the {shards:#shard} of a batch leave {idle:#worker} of {size} without work",

@@ -21,7 +21,13 @@ from elastic_trainer.state.store import StoreUnavailable
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.apply import StepEnd
 from elastic_trainer.training.job import Job
-from elastic_trainer.training.settings import Remark, remarks_on_workers, schedule_differs, settle
+from elastic_trainer.training.settings import (
+    Remark,
+    remarks_on_sparse,
+    remarks_on_workers,
+    schedule_differs,
+    settle,
+)
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
     advice,
@@ -64,12 +70,12 @@ class Account:
             self.events.emit(remark.event, **remark.facts)
             print(f"elastic-trainer: {remark.sentence}", file=sys.stderr, flush=True)
 
-    def begin(self, rank: int) -> None:
-        """Begin the account of an attempt."""
+    def begin(self, rank: int, sparse: Mapping[str, int]) -> None:
+        """Begin the account of an attempt; `sparse` has the bytes of sparse gradients."""
         if rank == 0 and not self.launch.driver:  # no launcher logs this attempt
             self.events.emit("run.started", options={})
             self.events.emit("attempt.started")
-        for remark in self.job.remarks:
+        for remark in (*self.job.remarks, *remarks_on_sparse(sparse)):
             self.remark(remark, rank)
 
     def describe(self) -> None:

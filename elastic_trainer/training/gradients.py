@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -40,6 +41,8 @@ class ParametersWritten(RuntimeError):
     """The user's code has changed parameters while a shard was computed."""
 
 
+SUM_BYTES = 4
+"""The bytes of an element of a sum: gradients of fewer bits are summed in 32."""
 PROBED = 64
 """The number of elements of a gradient that are kept while the user's code runs behind a step."""
 CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it calls zero_grad(), "
@@ -62,6 +65,8 @@ class Gradients:
         self.names, self.everyone = list(parameters), list(parameters.values())
         self.isolates = False
         """Each shard has gradients of its own, which are added to the sums (rule 2)."""
+        self.sparse: dict[str, int] = {}
+        """The parameters with a sparse gradient in the warm-up, and the bytes of their sums."""
         self._left = list[tuple[torch.Tensor | None, int]]()
         """What the backward pass of a shard has left in `.grad`, with the versions, where a later
         write would not be seen otherwise."""
@@ -174,19 +179,21 @@ class Gradients:
     def without_sparse(self) -> Iterator[None]:
         """Raise GradientsWritten behind a backward pass that has added a sparse gradient to a
         sum."""
-        sparse = []
+        sparse = dict[str, int]()
 
-        def note(gradient: torch.Tensor) -> None:
+        def note(gradient: torch.Tensor, name: str) -> None:
             if gradient.is_sparse:
-                sparse.append(gradient.shape)
+                sparse[name] = gradient.numel() * max(SUM_BYTES, gradient.element_size())
 
-        hooks = [parameter.register_hook(note)  # type: ignore[no-untyped-call]
-                 for parameter in self.everyone if parameter.requires_grad]
+        hooks = [parameter.register_hook(partial(note, name=name))  # type: ignore[no-untyped-call]
+                 for name, parameter in zip(self.names, self.everyone, strict=True)
+                 if parameter.requires_grad]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+        self.sparse |= sparse
         if sparse and not self.isolates:
             raise GradientsWritten
 

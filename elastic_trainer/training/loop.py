@@ -266,7 +266,7 @@ class Loop:
     def _restore(self) -> str:
         """Begin with values where no worker has any: those of the newest checkpoint, or those that
         rank 0 was built with."""
-        self.account.begin(self.world.rank)
+        self.account.begin(self.world.rank, self.flat.gradients.sparse)
         step = self.checkpointing.restore(self.world)  # the store
         self.account.require_length(step)
         self.state.has_state = step is not None or self.world.rank == 0

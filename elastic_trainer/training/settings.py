@@ -22,6 +22,7 @@ from elastic_trainer.schedule import Schedule as Numbers
 from elastic_trainer.training.options import Rates
 from elastic_trainer.training.sending import BUCKET_BYTES
 from elastic_trainer.training.several import Schedulers, Several, kind_of
+from elastic_trainer.training.supported import some
 from elastic_trainer.training.words import Words
 
 
@@ -304,6 +305,21 @@ def remarks_on_workers(size: int, shards: int) -> list[Remark]:
             f"workers compute nothing. Use shards={size} or more (for a new run), or fewer "
             f"workers.",
             {"size": size, "shards": shards, "idle": size - shards})
+    ]
+
+
+def remarks_on_sparse(found: Mapping[str, int]) -> list[Remark]:
+    """Remark that sparse gradients are summed densely; `found` has the bytes of each parameter."""
+    if not found:
+        return []
+    names, size = list(found), sum(found.values())
+    return [
+        Remark(
+            "job.gradients_sparse",
+            f"the gradients of {some(names)} are sparse, but they are summed and sent densely: "
+            f"{size / 1e6:.3g} MB a step, however few rows a batch uses. With sparse=False the "
+            f"steps are the same, and the backward pass is not run apart for each shard.",
+            {"parameters": names, "bytes": size})
     ]
 
 
