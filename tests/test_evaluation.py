@@ -18,7 +18,7 @@ from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer.config import EXIT_USER_ERROR
 from elastic_trainer.training.evaluation import require_alike, shared_out
-from elastic_trainer.training.sums import added, means_of, sums_of
+from elastic_trainer.training.sums import Kept, added, means_of, sums_of
 from elastic_trainer.world.collectives import PeersLost
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -111,6 +111,30 @@ def breaking_gathers(monkeypatch: pytest.MonkeyPatch, rank: int, call: int) -> l
 
     monkeypatch.setattr(Broken, "gather_texts", gathered)
     return fired
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_what_is_kept_of_the_batches_comes_to_all_workers_in_order(
+        call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its types and bits, also when the generation breaks in the evaluation."""
+    def keeping(model: Model, batch: Any) -> dict[str, Any]:
+        return {"rows": Kept({"x": batch[0], "none": (None, [len(batch[0])]),
+                              "half": batch[1].bfloat16(), "empty": torch.empty(0, 2)}),
+                **found(model, batch)}
+
+    alone, models = run(model_of(), keeping), [model_of() for _ in range(3)]
+    fired = breaking_gathers(monkeypatch, 1, call)
+    ended = in_a_breaking_world(monkeypatch, 3, lambda rank: run(models[rank], keeping))
+    assert fired
+    for sha256, results in ended:
+        assert sha256 == alone[0]
+        for mine, others in zip(results, alone[1], strict=True):
+            rows, theirs = mine.pop("rows"), list(others["rows"])
+            assert mine == {name: value for name, value in others.items() if name != "rows"}
+            assert torch.equal(torch.cat([row["x"] for row in rows]), POINTS)
+            assert [row["none"] for row in rows] == [row["none"] for row in theirs]
+            assert all(row["half"].dtype == torch.bfloat16 and row["empty"].shape == (0, 2)
+                       for row in rows)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def overriding(base: Any) -> Any:
     {"overrides": True}, {"plain": True}, {"max_grad_norm": 0.0}, {"num_train_epochs": 1.5},
     {"max_steps": 4, "warmup_steps": 0.5}, {"eval_strategy": "steps", "eval_steps": 2},
     {"activation_checkpointing": True}, {"bf16": True}, {"bf16": True, "compute_metrics": hits},
+    {"dataloader_num_workers": 1},
     *({"optim": name} for name in arguments.OPTIMIZERS),
 ], ids=str)
 def test_the_weights_have_the_bits_of_the_real_trainer(options: dict[str, Any]) -> None:
@@ -276,6 +277,24 @@ def test_weights_log_and_callbacks_are_the_same_in_every_world(
     ended = in_a_breaking_world(monkeypatch, size, lambda rank: facts(*trainers[rank]))
     assert ended == [alone] * size
     assert alone[-1] == 4 and (alone[2] is not None) == bool(best)
+
+
+@pytest.mark.parametrize("metrics", [None, hits])
+def test_each_batch_of_an_evaluation_is_computed_by_one_worker(
+        metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the loss, and of all predictions: prediction_step() runs 3 times in 2 evaluations."""
+    calls = dict[int, list[int]]()
+
+    class Counting(ElasticTrainer):  # type: ignore[misc,valid-type]
+        def prediction_step(self, *args: Any, **more: Any) -> Any:
+            calls.setdefault(id(self), []).append(self.state.global_step)
+            return super().prediction_step(*args, **more)
+
+    trainers = [elastic_of(kind=Counting, devices=2, gradient_accumulation_steps=1,
+                           compute_metrics=metrics, per_device_eval_batch_size=8)
+                for _ in range(2)]
+    in_a_breaking_world(monkeypatch, 2, lambda rank: trainers[rank].train())
+    assert sorted(sum(calls.values(), [])) == [3, 3, 3, 6, 6, 6] and len(calls) == 2
 
 
 # --- resuming, stopping, the best weights ---------------------------------------------------------

@@ -33,10 +33,11 @@ import torch
 
 from elastic_trainer.adapters.transformers_arguments import (
     checkpoint_interval,
+    loader_of,
     numbers_of,
     refuse,
 )
-from elastic_trainer.adapters.transformers_evaluation import apart, measured
+from elastic_trainer.adapters.transformers_evaluation import measured, predicted
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.training.step import Step
@@ -120,6 +121,8 @@ class Elastic(Base):  # type: ignore[misc]
             "timeline": timeline}
         self._run_dir = run_dir
         self.ignore_keys_for_eval: list[str] | None = None
+        self._prepared: dict[tuple[int, str], tuple[Any, tuple[Any, Any]]] = {}
+        self._loader = loader_of(args)
         self.is_first: bool | None = None
         """Whether this worker was the first one in the last finished step; None: not known."""
         super().__init__(
@@ -195,7 +198,8 @@ class Elastic(Base):  # type: ignore[misc]
             self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
             lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self.precision,
-            drop_last=args.dataloader_drop_last, collate=collate, state={"transformers": flow},
+            drop_last=args.dataloader_drop_last, collate=collate, loader=self._loader,
+            state={"transformers": flow},
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
             keep_last=args.save_total_limit or 3, run_dir=self._folder(),
@@ -250,10 +254,17 @@ class Elastic(Base):  # type: ignore[misc]
     # --- data -------------------------------------------------------------------------------------
 
     def columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Return a dataset and its collator without the columns that the model does not take."""
-        if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
-            return self._remove_unused_columns(dataset, description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
+        """Return a dataset and its collator without the columns that the model does not take: the
+        same objects each time, because loader processes hold them."""
+        key = id(dataset), description
+        if key not in self._prepared:
+            if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
+                pair = self._remove_unused_columns(dataset, description), self.data_collator
+            else:
+                pair = dataset, self._get_collator_with_removed_columns(self.data_collator,
+                                                                        description)
+            self._prepared[key] = dataset, pair  # the dataset too: its id stays its own
+        return self._prepared[key][1]
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -280,9 +291,20 @@ class Elastic(Base):  # type: ignore[misc]
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None,
                 metric_key_prefix: str = "test") -> Any:
-        """Compute the predictions for a dataset, all of them on each worker that calls it."""
-        with apart(self):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        """Return the predictions for a dataset, all of them on each worker."""
+        from transformers.trainer_utils import PredictionOutput
+
+        output = predicted(self, test_dataset, "Prediction", None, ignore_keys, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control,
+                                                        output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def shared(self, dataset: Any, fn: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
+        """Return what a function has found in the batches of a dataset, shared by all workers."""
+        assert self.elastic is not None
+        plain, collate = self.columns(dataset, "evaluation")
+        return self.elastic.evaluate(plain, fn, collate=collate, loader=self._loader,
+                                     batch_size=self.args.per_device_eval_batch_size)
 
     # --- this worker ------------------------------------------------------------------------------
 

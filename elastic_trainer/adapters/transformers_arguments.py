@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.loader import Loader
 
 SUPPORTED = frozenset("""
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
@@ -31,13 +32,14 @@ SUPPORTED = frozenset("""
     eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better seed data_seed
     use_cpu dataloader_drop_last remove_unused_columns label_names bf16 fp16
+    dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory
     """.split())
 """Fields with the meaning that they have in transformers. docs/guide/frameworks.md has the
 exceptions."""
 WITHOUT_EFFECT = frozenset("""
     do_train do_eval do_predict resume_from_checkpoint run_name project
-    restore_callback_states_from_checkpoint log_on_each_node dataloader_pin_memory
-    length_column_name
+    restore_callback_states_from_checkpoint log_on_each_node
+    dataloader_persistent_workers length_column_name
     """.split())
 """Fields that transformers' Trainer itself does not read without another field, or whose two values
 mean the same here."""
@@ -45,7 +47,7 @@ mean the same here."""
 _OURS = "Remove it: the launcher and the trainer do this."
 _DDP = "Remove it: there is no DistributedDataParallel here."
 _HUB = "Remove it, and upload what trainer.save_model() has written."
-_LOADER = "Leave it out: each worker reads its samples in its own process."
+_LOADER = "Leave it out: loader processes are forked, and give batches in their order."
 _PRECISION = "Use bf16=True (or fp16=True): an evaluation has the precision of the training."
 REFUSED: dict[str, str] = {
     "optim_target_modules": "Remove it: the optimizers that need it are refused.",
@@ -80,9 +82,7 @@ REFUSED: dict[str, str] = {
     "ignore_data_skip": "Remove it: a resumed run goes on with the next sample.",
     "full_determinism": "Remove it: `exact`, the default reducer, is deterministic.",
     "accelerator_config": _OURS, "parallelism_config": "Remove it: each worker holds the model.",
-    "dataloader_num_workers": _LOADER, "dataloader_persistent_workers": _LOADER,
-    "dataloader_prefetch_factor": _LOADER, "dataloader_multiprocessing_context": _LOADER,
-    "dataloader_in_order": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER, "dataloader_in_order": _LOADER,
     "train_sampling_strategy": "Leave it out: samples come in a random order that follows from "
                                "the seed.",
     "ddp_find_unused_parameters": _DDP, "ddp_bucket_cap_mb": _DDP, "ddp_broadcast_buffers": _DDP,
@@ -235,6 +235,15 @@ def numbers_of(args: Any, samples: int, devices: int | None) -> Numbers:
             f"than 0, or max_steps.")
     return Numbers(global_batch=global_batch, shards=shards, steps_per_epoch=per_epoch,
                    steps=steps, micro_batches=micro_batches, accumulation=accumulation)
+
+
+def loader_of(args: Any) -> Loader | None:
+    """Return the loader processes of each worker; they are persistent."""
+    if args.dataloader_num_workers == 0:
+        return None
+    return Loader(workers=args.dataloader_num_workers,
+                  prefetch=args.dataloader_prefetch_factor or 2,
+                  pin=args.dataloader_pin_memory and args.device.type == "cuda")
 
 
 def checkpoint_interval(args: Any, save_steps: int, steps_per_epoch: int) -> int | str:

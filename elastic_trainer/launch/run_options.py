@@ -20,7 +20,7 @@ from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host.modes import make_folder, write_text
 
 EXAMPLES = ("gpt", "digits", "images", "gan", "finetune")
-NEEDED = {"digits": ("sklearn", "scikit-learn"),
+NEEDED = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-learn"),
           "finetune": ("transformers", "'elastic-trainer[transformers]'")}
 """What an example imports, and what to install for it."""
 WORKERS = 4

@@ -38,7 +38,7 @@ from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.metric_states import Metrics, as_json
 from elastic_trainer.training.moves import Evaluated, Move, Portion
-from elastic_trainer.training.sums import Found, means_of, sums_of
+from elastic_trainer.training.sums import AllKept, Found, found_in, means_of
 from elastic_trainer.training.supported import refused_dataset
 from elastic_trainer.world.collectives import PeersLost, TooLate, World
 
@@ -90,8 +90,8 @@ class Examination:
             self._metrics.reset()
             with job.precision.evaluation():
                 returned = self.fn(job.model, batch)
-            found = Found(sums_of({} if returned is None and self._metrics.names else returned),
-                          self._metrics.states())
+            found = found_in(number, {} if returned is None and self._metrics.names else returned,
+                             self._metrics.states())
         if both := self._metrics.names & found.sums.keys():
             raise RuntimeError(f"the function of evaluate() returned {sorted(both)}, which "
                                f"metrics= has too. Give one of them another name.")
@@ -136,7 +136,8 @@ class Examination:
 
     def means(self, total: Found) -> dict[str, Any]:
         """Return the result of the sums over all batches."""
-        return means_of(total.sums) | self._metrics.computed(total.states)
+        return (means_of(total.sums) | self._metrics.computed(total.states)
+                | total.all_kept())
 
 
 def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[str, Any]:
@@ -237,7 +238,8 @@ class Evaluations:
             if world.rank == wanting[0]:
                 self._events.emit(
                     "worker.evaluated", step=self._step, samples=request.samples,
-                    metrics={name: as_json(mean) for name, mean in means.items()},
+                    metrics={name: as_json(mean) for name, mean in means.items()
+                             if not isinstance(mean, AllKept)},
                     duration_s=round(time.monotonic() - request.began, 4))
             self._events.reach("step.evaluated", step=self._step, metrics=means)
             yield Evaluated(means)

@@ -1,22 +1,45 @@
 """Exact sums of an evaluation: what the user's function has found in each batch.
 
-the function of evaluate() → here → Found (also the states of metrics: metric_states.py) → means
+the function of evaluate() → here → Found (also the states of metrics: metric_states.py, and what is
+kept of single batches) → means
 
-What always holds: sums are fractions, so their order does not change the result.
+What always holds:
+1. Sums are fractions, so their order does not change the result.
+2. What is kept of a batch has its bits on every worker. It travels as tensors and JSON, not as
+   pickled objects.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy
+import torch
+
+from elastic_trainer.state.layout import byte_view, decode, pack
 from elastic_trainer.training.metric_states import States, states_added
 
 Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
 """By name: the total, the number of items (None: a plain sum), and whether all were finite."""
+
+
+class Kept:
+    """What the function of evaluate() keeps of a batch: containers of tensors and numbers. All
+    workers get it of all batches, in their order. Costs: memory, and network, for all of it."""
+
+    def __init__(self, values: Any):
+        packed = pack(values)
+        payload = b"".join(byte_view(tensor).numpy().tobytes() for tensor in packed.tensors)
+        self.text = [packed.header.decode(), base64.b64encode(payload).decode()]
+
+
+class AllKept(list[Any]):
+    """What was kept of all batches. The event of the evaluation does not have it."""
 
 
 @dataclass
@@ -25,17 +48,22 @@ class Found:
 
     sums: Sums = field(default_factory=dict)
     states: States = field(default_factory=dict)
+    kept: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    """By name and batch."""
 
     def plus(self, other: Found) -> Found:
         """Return what was found in the batches of both. Raises RuntimeError if names differ."""
-        return Found(added(self.sums, other.sums), states_added(self.states, other.states))
+        names = self.kept.keys() | other.kept.keys()
+        return Found(added(self.sums, other.sums), states_added(self.states, other.states),
+                     {name: self.kept.get(name, {}) | other.kept.get(name, {}) for name in names})
 
     def encoded(self) -> dict[str, Any]:
         """Return this as JSON values."""
         return {"sums": encoded(self.sums),
                 "states": {name: [number if isinstance(number, int) or number is None
                                   else str(number) for number in numbers]
-                           for name, numbers in self.states.items()}}
+                           for name, numbers in self.states.items()},
+                "kept": {name: list(texts.items()) for name, texts in self.kept.items()}}
 
     @staticmethod
     def decoded(values: Mapping[str, Any]) -> Found:
@@ -43,7 +71,26 @@ class Found:
         return Found(decoded(values["sums"]),
                      {name: [Fraction(number) if isinstance(number, str) else number
                              for number in numbers]
-                      for name, numbers in values["states"].items()})
+                      for name, numbers in values["states"].items()},
+                     {name: dict(texts) for name, texts in values["kept"].items()})
+
+    def all_kept(self) -> dict[str, AllKept]:
+        """Return what was kept, by name, in the order of the batches."""
+        return {name: AllKept(_kept(*texts[number]) for number in sorted(texts))
+                for name, texts in self.kept.items()}
+
+
+def found_in(number: int, returned: Any, states: States) -> Found:
+    """Return what the user's function has found in a batch. Raises TypeError."""
+    kept = {name: {number: value.text} for name, value in returned.items()
+            if isinstance(value, Kept)} if isinstance(returned, Mapping) else {}
+    return Found(sums_of({name: value for name, value in returned.items() if name not in kept}
+                         if kept else returned), states, kept)
+
+
+def _kept(header: str, payload: str) -> Any:
+    given = numpy.frombuffer(bytearray(base64.b64decode(payload)), dtype=numpy.uint8)
+    return decode(header.encode(), torch.from_numpy(given))
 
 
 def sums_of(found: Any) -> Sums:
