@@ -121,7 +121,7 @@ class Elastic(Base):  # type: ignore[misc]
             "timeline": timeline}
         self._run_dir = run_dir
         self.ignore_keys_for_eval: list[str] | None = None
-        self._prepared: dict[tuple[int, str], tuple[Any, tuple[Any, Any]]] = {}
+        self._columns = Columns(self)
         self._loader = loader_of(args)
         self.is_first: bool | None = None
         """Whether this worker was the first one in the last finished step; None: not known."""
@@ -193,7 +193,7 @@ class Elastic(Base):  # type: ignore[misc]
         self.state.compute_steps(args, numbers.steps)
         self.state.max_steps, self.state.num_train_epochs = numbers.steps, numbers.epochs
         flow = Flow(self, numbers)
-        dataset, collate = self.columns(self.train_dataset, "training")
+        dataset, collate = self._columns.of(self.train_dataset, "training")
         self.elastic = Trainer(
             self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
@@ -251,21 +251,6 @@ class Elastic(Base):  # type: ignore[misc]
         return TrainOutput(self.state.global_step, flow.train_loss,
                            {**metrics, "train_runtime": round(took_s, 4)})
 
-    # --- data -------------------------------------------------------------------------------------
-
-    def columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Return a dataset and its collator without the columns that the model does not take: the
-        same objects each time, because loader processes hold them."""
-        key = id(dataset), description
-        if key not in self._prepared:
-            if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
-                pair = self._remove_unused_columns(dataset, description), self.data_collator
-            else:
-                pair = dataset, self._get_collator_with_removed_columns(self.data_collator,
-                                                                        description)
-            self._prepared[key] = dataset, pair  # the dataset too: its id stays its own
-        return self._prepared[key][1]
-
     # --- evaluation -------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Datasets = None, ignore_keys: list[str] | None = None,
@@ -302,7 +287,7 @@ class Elastic(Base):  # type: ignore[misc]
     def shared(self, dataset: Any, fn: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
         """Return what a function has found in the batches of a dataset, shared by all workers."""
         assert self.elastic is not None
-        plain, collate = self.columns(dataset, "evaluation")
+        plain, collate = self._columns.of(dataset, "evaluation")
         return self.elastic.evaluate(plain, fn, collate=collate, loader=self._loader,
                                      batch_size=self.args.per_device_eval_batch_size)
 
@@ -334,6 +319,30 @@ class Elastic(Base):  # type: ignore[misc]
         """Refuse: workers have no internet by default."""
         raise ConfigError("push_to_hub() is not supported. Call save_model(), and upload what it "
                           "has written.")
+
+
+class Columns:
+    """The datasets without the columns that the model does not take."""
+
+    def __init__(self, hf: Any):
+        self._hf = hf
+        self._pairs: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._given: list[Any] = []
+        """The datasets: as long as they are here, their ids stay their own."""
+
+    def of(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """Return a dataset and its collator: the same objects each time, because loader processes
+        hold them."""
+        hf, key = self._hf, (id(dataset), description)
+        if key not in self._pairs:
+            self._given.append(dataset)
+            if callable(getattr(dataset, "remove_columns", None)):  # of Hugging Face datasets
+                self._pairs[key] = (hf._remove_unused_columns(dataset, description),
+                                    hf.data_collator)
+            else:
+                self._pairs[key] = (dataset, hf._get_collator_with_removed_columns(
+                    hf.data_collator, description))
+        return self._pairs[key]
 
 
 # --- what is refused ------------------------------------------------------------------------------
