@@ -295,8 +295,8 @@ class Tagged(torch.Tensor):
     torch.nn.Parameter(torch.randn(3)),
     torch.randn(3).as_subclass(Tagged),
     torch.randn(3, requires_grad=True),
-], ids=["dense", "transposed", "channels_last", "strided", "expanded", "scalar", "empty", "bfloat16",
-        "bool", "conjugate", "sparse", "parameter", "subclass", "requires_grad"])
+], ids=["dense", "transposed", "channels_last", "strided", "expanded", "scalar", "empty",
+        "bfloat16", "bool", "conjugate", "sparse", "parameter", "subclass", "requires_grad"])
 def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
     """Bits, dtype, shape, strides and class."""
     found = unpacked(packed({"a": [tensor]}))["a"][0]

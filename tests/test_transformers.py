@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 WORDS, LONGEST, SAMPLES = 50, 9, 24
 
 
-def plain_id(value: Any) -> str:
+def case_of(value: Any) -> str:
     """Return the name of a case without addresses: two processes that share the tests have others.
     """
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
@@ -174,7 +174,7 @@ def overriding(base: Any) -> Any:
     {"activation_checkpointing": True}, {"bf16": True}, {"bf16": True, "compute_metrics": hits},
     {"dataloader_num_workers": 1},
     *({"optim": name} for name in arguments.OPTIMIZERS),
-], ids=plain_id)
+], ids=case_of)
 def test_the_weights_have_the_bits_of_the_real_trainer(options: dict[str, Any]) -> None:
     """The numbers of items are powers of two here, so that no division rounds. The log is the same,
     but for times; eval_loss is a sum in another order."""
@@ -235,7 +235,8 @@ for _event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"max_steps": 4}, {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3}], ids=plain_id)
+    {}, {"max_steps": 4}, {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3},
+], ids=case_of)
 def test_callbacks_are_called_in_the_order_of_the_real_trainer(options: dict[str, Any]) -> None:
     """With the same global_step, once per finished step."""
     mine, theirs = Calls(), Calls()
@@ -408,7 +409,8 @@ def test_the_model_is_saved_as_transformers_does_it(tmp_path: Path) -> None:
     ({}, (8, 2, 3, 6)), ({"max_steps": 5}, (8, 2, 3, 5)),
     ({"num_train_epochs": 0.5}, (8, 2, 3, 2)), ({"gradient_accumulation_steps": 3}, (12, 3, 2, 4)),
     ({"gradient_accumulation_steps": 5}, (20, 5, 2, 4)),
-    ({"gradient_accumulation_steps": 5, "dataloader_drop_last": True}, (20, 5, 1, 2))], ids=plain_id)
+    ({"gradient_accumulation_steps": 5, "dataloader_drop_last": True}, (20, 5, 1, 2)),
+], ids=case_of)
 def test_the_numbers_of_a_run_follow_from_the_arguments_alone(
         options: dict[str, Any], numbers: tuple[int, ...]) -> None:
     """Of the global batch: its samples and its shards; of an epoch and the run: the steps."""
@@ -422,7 +424,7 @@ def test_the_numbers_of_a_run_follow_from_the_arguments_alone(
 
 @pytest.mark.parametrize(("options", "interval"), [
     ({}, "auto"), ({"save_strategy": "steps"}, "auto"), ({"save_strategy": "epoch"}, 3),
-    ({"save_strategy": "steps", "save_steps": 7}, 7)], ids=plain_id)
+    ({"save_strategy": "steps", "save_steps": 7}, 7)], ids=case_of)
 def test_checkpoints_come_as_often_as_the_script_saves(options: dict[str, Any],
                                                        interval: int | str) -> None:
     args = given(**options)
@@ -491,7 +493,7 @@ class Seeded(transformers.DefaultDataCollator):  # type: ignore[misc]
     ({"dataloader_drop_last": True, "gradient_accumulation_steps": 9}, "dataloader_drop_last"),
     ({"train": torch.utils.data.DataLoader(Sentences())}, "the dataset is a DataLoader"),
     ({"data_collator": Seeded()}, r"Seeded\(seed=1\) draws from a generator of its own"),
-], ids=plain_id)
+], ids=case_of)
 def test_what_cannot_work_is_refused_at_the_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         elastic_of(**{"metric_for_best_model": "loss", **options})
