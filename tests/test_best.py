@@ -192,7 +192,7 @@ def test_an_exception_in_an_evaluation_of_train_ends_the_run() -> None:
     (lambda: trainer_of(built(), best="accuracy"), "best is 'accuracy'. Give best=keep_best"),
     (lambda: trainer_of(built(), best=RULE, state={"best": torch.nn.Linear(1, 1)}),
      "an object with the name 'best'"),
-    (lambda: trained(built(), best=RULE), "train\\(\\) evaluates nothing"),
+    (lambda: trained(built(), best=RULE), "with train\\(\\) give evaluate="),
     (lambda: Evaluation(DATA, found, every="epoch"), "every is 'epoch'"),
     (lambda: trained(built(), evaluate=Evaluation(DATA, found, averaged=True)), "Give ema="),
     (lambda: trained(built(), evaluate=Evaluation(DATA, found, batch_size=-1)), "batch_size"),

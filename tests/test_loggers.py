@@ -142,6 +142,16 @@ def test_no_step_is_doubled_when_an_attempt_does_steps_again(kind: str, tmp_path
         for step in range(12)]
 
 
+def test_what_no_worker_could_write_any_more_is_read_from_the_event_log(tmp_path: Path) -> None:
+    """Also by a logger that is added when the run is resumed: with the numbers, and the evaluations,
+    of a run that had it from its beginning."""
+    straight = Ears()
+    run(built(), 6, run_dir=tmp_path / "run")
+    run(built(), run_dir=tmp_path / "run", loggers=[Csv(tmp_path / "a.csv")])
+    run(built(), listeners=[straight])
+    assert_same(of_csv(tmp_path / "a.csv"), expected(straight))
+
+
 def test_only_the_first_worker_of_a_world_logs(tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of a run without loggers."""
@@ -299,5 +309,19 @@ def test_a_logger_whose_library_is_not_installed_is_refused(
             trained(built(), loggers=[logger])
 
 
-def test_a_logger_shows_no_secret() -> None:
-    assert "hunter2" not in repr(MLflow("https://me:hunter2hunter2@host"))
+def test_no_secret_of_a_logger_is_in_the_files_of_a_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither what stands before @ in a URI, nor the key in the environment."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr(rows, "CLOSE_S", 0.1)
+    monkeypatch.setattr(writer, "OPEN_AGAIN_S", 0.01)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
+    uri = "http://me:hunter2hunter2@127.0.0.1:1"
+    run(built(), run_dir=tmp_path / "run", loggers=[MLflow(uri), Own(raising("write"))])
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert any("worker.logger_failed" in file.read_text(errors="replace") for file in files)
+    shown = repr(MLflow(uri)) + capsys.readouterr().err
+    for text in [shown, *(file.read_text(errors="replace") for file in files)]:
+        assert "hunter2" not in text and "0123456789secret" not in text

@@ -1,6 +1,6 @@
 """How far a logger has written, as a small file beside what it has written.
 
-tensorboard_folder.py, wandb_run.py ⇄ here ⇄ FILE.json
+tensorboard_folder.py ⇄ here ⇄ FILE.json
 
 What always holds: the file is replaced whole.
 """

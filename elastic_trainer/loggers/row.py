@@ -6,7 +6,8 @@ rows.py (makes them, on each worker) → here → writer.py (a thread for each l
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,3 +100,31 @@ def require_loggers(given: Any) -> None:
         if any(logger is other for other in given[:place]):
             raise ConfigError(f"loggers has {logger!r} twice. Give one object for each place.")
         logger.check()
+
+
+def values_of_step(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step, from its facts as the event worker.step_committed has them."""
+    values = {"train/loss": float(facts["loss"]), "train/lr": _first_of(facts["lr"]),
+              "train/world_size": float(facts.get("size", 1)),
+              **_numbers("train", facts.get("metrics", {}))}
+    if facts["step_s"] > 0:
+        values["train/samples_per_s"] = facts["samples"] / facts["step_s"]
+    return values
+
+
+def values_of_evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those metrics of an evaluation that are one number."""
+    return _numbers("eval", metrics)
+
+
+def _numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those metrics that are one number, with the kind before their names."""
+    return {f"{kind}/{name}": float(value) for name, value in metrics.items()
+            if isinstance(value, (int, float))}
+
+
+def _first_of(rate: Any) -> float:
+    """Return a rate, or the first of several."""
+    while isinstance(rate, (list, tuple, dict)):
+        rate = next(iter(rate.values() if isinstance(rate, dict) else rate), math.nan)
+    return float(rate)

@@ -12,14 +12,13 @@ What always holds:
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.loggers.row import Logger, Row, Run
+from elastic_trainer.loggers.row import Logger, Row, Run, values_of_evaluation, values_of_step
 from elastic_trainer.loggers.writer import Emit, Writer
 
 MOST_KEPT = 1024
@@ -72,7 +71,7 @@ class Rows:
                              "attempt": int(facts.get("attempt", 1))}
                 self._note(facts)
             case "step.evaluated":
-                self._evaluate(facts["step"], _numbers("eval", facts["metrics"]))
+                self._evaluate(facts["step"], values_of_evaluation(facts["metrics"]))
             case "step.handed_over":
                 self._complete()
         if self._writers and not self._is_first:
@@ -92,12 +91,7 @@ class Rows:
         if is_whole and self._first is None:
             self._first = step
         self._complete()
-        values = {"train/loss": float(facts["loss"]), "train/lr": _first_of(facts["lr"]),
-                  "train/world_size": float(facts.get("size", 1)),
-                  **_numbers("train", facts["metrics"])}
-        if facts["step_s"] > 0:
-            values["train/samples_per_s"] = facts["samples"] / facts["step_s"]
-        self._row = Row(step, values | self._early.pop(step, {}), time.time())
+        self._row = Row(step, values_of_step(facts) | self._early.pop(step, {}), time.time())
         self._early.clear()
 
     def _evaluate(self, step: int, values: dict[str, float]) -> None:
@@ -159,16 +153,3 @@ class Rows:
         for writer in self._writers:
             writer.end(deadline)
         self._writers = []
-
-
-def _numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are one number, with the kind before their names."""
-    return {f"{kind}/{name}": float(value) for name, value in metrics.items()
-            if isinstance(value, (int, float))}
-
-
-def _first_of(rate: Any) -> float:
-    """Return a rate, or the first of several."""
-    while isinstance(rate, (list, tuple, dict)):
-        rate = next(iter(rate.values() if isinstance(rate, dict) else rate), math.nan)
-    return float(rate)

@@ -7,7 +7,8 @@ What always holds:
 1. `put` never waits. If the queue is full because the logger blocks, the row is lost and counted.
 2. An exception of the logger is an event once, without secrets. The rows that it costs are counted.
    A logger that could not be opened is opened again, until the run ends.
-3. A row is written once: rows before the first step that is lacking are left out.
+3. A row is written once: rows before the first step that is lacking are left out. Rows that former
+   workers could not write are read from the event log, where this host has it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from elastic_trainer.host.priority import yield_processor
+from elastic_trainer.loggers.history import rows_of
 from elastic_trainer.loggers.redact import redacted
 from elastic_trainer.loggers.row import Logger, Row, Run
 
@@ -48,7 +50,7 @@ class Writer:
         self.name = type(logger).__name__
         self.written = self.lost = 0
         self._rows: queue.Queue[Row | Run | None] = queue.Queue(most_rows)
-        self._is_open = self._has_failed = False
+        self._is_open = self._is_filled = self._has_failed = False
         self._is_stopped = threading.Event()
         """Set when this worker is the first one no more: what waits is another worker's."""
         self._ends = threading.Event()
@@ -136,11 +138,24 @@ class Writer:
         if not self._is_open:
             self.lost += 1
         elif row.step >= self._lacking:
-            self.logger.write(row)
-            self._lacking, self._unflushed = row.step + 1, self._unflushed + 1
-            self.written += 1
+            self._fill(row.step)
+            self._write(row)
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self._flush()
+
+    def _fill(self, end: int) -> None:
+        """Write what is lacking between what the logger has and the first row of this worker."""
+        if self._is_filled:
+            return
+        self._is_filled = True
+        if self._lacking < end and self.run.folder:
+            for row in rows_of(self.run.folder, self._lacking, end):
+                self._write(row)
+
+    def _write(self, row: Row) -> None:
+        self._lacking = row.step + 1  # also if it raises: the row is lost then
+        self.logger.write(row)
+        self._unflushed, self.written = self._unflushed + 1, self.written + 1
 
     def _open(self) -> None:
         """Open the logger; again and again, if that fails, until the run ends."""
@@ -153,7 +168,8 @@ class Writer:
             self._has_given_up = self._ends.wait(OPEN_AGAIN_S)
         else:
             return
-        self._is_open, self._flushed_at = True, time.monotonic()
+        self._is_open, self._is_filled = True, False
+        self._flushed_at = time.monotonic()
         self.run = replace(self.run, goes_back=False)
         self.emit("worker.logger_opened", logger=self.name, where=redacted(self.logger.where()),
                   step=self._lacking)

@@ -53,8 +53,8 @@ def require_evaluation(evaluate: Evaluation | None, job: Job) -> None:
     if evaluate is None:
         if job.best:
             raise ConfigError(
-                f"best is keep_best({job.best.rule.metric!r}, …), but train() evaluates nothing. "
-                f'Give evaluate=Evaluation(held_out, measure, every="1 epoch").')
+                f"best is keep_best({job.best.rule.metric!r}, …), but nothing is evaluated: with "
+                f'train() give evaluate=Evaluation(held_out, measure, every="1 epoch").')
         return
     if evaluate.averaged and job.average is None:
         raise ConfigError("evaluate has averaged=True, but no weights are averaged. Give ema=0.999 "
