@@ -143,8 +143,8 @@ def test_no_step_is_doubled_when_an_attempt_does_steps_again(kind: str, tmp_path
 
 
 def test_what_no_worker_could_write_any_more_is_read_from_the_event_log(tmp_path: Path) -> None:
-    """Also by a logger that is added when the run is resumed: with the numbers, and the evaluations,
-    of a run that had it from its beginning."""
+    """Also by a logger that is added when the run is resumed: with all numbers of a run that had it
+    from its beginning."""
     straight = Ears()
     run(built(), 6, run_dir=tmp_path / "run")
     run(built(), run_dir=tmp_path / "run", loggers=[Csv(tmp_path / "a.csv")])
