@@ -142,6 +142,13 @@ class Schedule:
         return min(size // self._parts(size) for size in sizes)
 
     @property
+    def shard_sizes(self) -> set[int]:
+        """Return the numbers of samples that the shards of all steps have, without 0."""
+        steps = [step for step in (0, self.steps_per_epoch - 1) if step < self.steps]
+        return {len(self.shard_positions(step, shard)) for step in steps
+                for shard in range(self.shards)} - {0}
+
+    @property
     def steps(self) -> int:
         """Count the steps of the whole run. They are numbered from 0."""
         if self.epochs is None and self.max_steps is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
-from elastic_trainer import train
+from elastic_trainer import Trainer, train
 from elastic_trainer.__main__ import main
 from elastic_trainer.state.layout import byte_ranges, decode, pack
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training import compiled
 from elastic_trainer.training.job import Result
+from elastic_trainer.training.worker import choose_settings, expect_exact
 
 DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)),
                      torch.randn(24, 3, generator=torch.Generator().manual_seed(2)))
@@ -165,3 +168,88 @@ def test_a_state_with_the_old_names_is_taken_over(is_compiled: bool) -> None:
     assert all(
         torch.equal(a, b)
         for a, b in zip(taker.packed().tensors, giver.packed().tensors, strict=True))
+
+
+# --- the real backend -----------------------------------------------------------------------------
+
+class Conv(torch.nn.Module):
+    """A net whose compiled programs for one shape, and for all shapes, have other bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16)
+        self.drop, self.head = torch.nn.Dropout(0.1), torch.nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.norm(self.conv(x)).relu().mean((2, 3))
+        found: torch.Tensor = self.head(self.drop(pooled)).softmax(1)
+        return found
+
+
+NOISE = torch.randn(66, 3, 9, 9, generator=torch.Generator().manual_seed(4))
+NUMBERS = TensorDataset(NOISE, NOISE[:, :, 0, 0])
+
+
+def compiled_run(*before: int) -> str:
+    """Train with inductor, in shards of 16 and 17 samples, after calls with other batches."""
+    torch._dynamo.reset()
+    for size in before:
+        torch.compile(Conv())(NOISE[:size]).sum().backward()  # type: ignore[operator]
+    model = Conv()
+    fast: Any = torch.compile(model)
+    trainer = Trainer(fast, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, global_batch=33,
+                      shards=2, until="2 epochs", seed=3, precision="bf16", progress=False)
+    programs = compiled.programs()
+    for step in trainer:
+        for x, y in step:
+            step.backward(torch.nn.functional.mse_loss(fast(x), y))
+            if step.is_tried:
+                programs = compiled.programs()
+    assert compiled.programs() == programs  # the warm-up has compiled both sizes
+    return trainer.result.weights_sha256
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_inductors_bits_do_not_depend_on_the_shapes_that_a_worker_has_seen() -> None:
+    """With dropout and autocast. The warm-up compiles for each size of a shard, so that nobody
+    waits for a newcomer."""
+    assert compiled_run() == compiled_run(7)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_each_shape_is_compiled_for_itself_and_too_many_are_an_error_with_the_remedy() -> None:
+    """By default torch compiles the second shape for all shapes, and leaves the ninth program to
+    the interpreter: both have other bits, and what a worker has seen depends on the world."""
+    seen = list[tuple[Any, ...]]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(tuple(one.shape if isinstance(one, torch.Tensor) else one for one in inputs))
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = Conv()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, global_batch=1,
+                      shards=1, until="20 steps", progress=False)
+    fast: Any = torch.compile(model, backend=backend)
+    with pytest.raises(Exception, match="fail_on_recompile_limit_hit") as raised:
+        for step in trainer:
+            for x, y in step:
+                step.backward(
+                    torch.nn.functional.mse_loss(fast(x[:, :, : 1 + step.number % 9]), y))
+    assert step.number == 8 and len(seen) == 8
+    assert all(type(size) is int for shapes in seen for shape in shapes for size in shape)
+    compiled.advise(raised.value)
+    assert "dynamic=True" in "".join(traceback.format_exception(raised.value))
+
+
+def test_ring_keeps_the_users_settings_of_the_compiler() -> None:
+    """Also after a warm-up for `exact`, which a standby makes."""
+    user = compiled.current()
+    expect_exact("cpu", None)
+    assert compiled.current() == compiled.EXACT
+    choose_settings("cpu", "ring", user)
+    assert compiled.current() == user
+    choose_settings("cpu", "exact", user)
+    assert compiled.current() == compiled.EXACT
+    compiled.apply(user)

@@ -1,7 +1,7 @@
 """The warm-up: a worker tries some shards before it stands ready, and nothing of that remains.
 
-job → here (one shard twice, the smallest shard once) → how this worker computes, how long a shard
-takes
+job → here (one shard twice, the smallest shard once; with torch.compile each size) → how this
+worker computes, how long a shard takes
 
 What always holds:
 1. Weights, buffers, gradients and random numbers are afterwards as before. Buffers that the first
@@ -33,7 +33,7 @@ from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
-from elastic_trainer.training import probe
+from elastic_trainer.training import compiled, probe
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job, has_batch_norm
@@ -86,7 +86,7 @@ class WarmUp:
         trained = self.flat.gradients.trained_now()
         self.state.begin()
         first = job.schedule.shard_samples(0, job.schedule.first_shard(0))
-        advice = self._advice_on_one(len(first))
+        advice, programs = self._advice_on_one(len(first)), compiled.programs()
         try:
             _, result = yield from self._try_shard(first, may_add_buffers=True, advice=advice)
         except ValueError as error:
@@ -105,6 +105,8 @@ class WarmUp:
         )  # of sums with other statistics
         if job.schedule.smallest_shard < len(first):
             yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
+        if compiled.programs() > programs:
+            yield from self._compile_other_sizes({len(first), job.schedule.smallest_shard})
         self.state.forget()
         self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():
@@ -137,6 +139,15 @@ class WarmUp:
                 f"{fact}, and on a shard of that size the loss raises {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. {remedy}"
             ) from error
+
+    def _compile_other_sizes(self, done: set[int]) -> Generator[Shard, None, None]:
+        """Compute shards of the other sizes that the run has: to compile for one takes seconds, for
+        which the other workers would wait at the end of a newcomer's first epoch."""
+        schedule = self.job.schedule
+        for size in sorted(schedule.shard_sizes - done):
+            larger = next(shard for shard in range(schedule.shards)
+                          if len(schedule.shard_positions(0, shard)) >= size)
+            yield from self._try_shard(schedule.shard_samples(0, larger)[:size])
 
     def _advice_on_one(self, samples: int) -> str:
         """Return the remedy if a BatchNorm fails on the first shard, because it is one sample."""

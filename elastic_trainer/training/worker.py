@@ -34,7 +34,7 @@ from elastic_trainer.observe.courier import Courier, shares_runs
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.trace import FOLDER, Trace
 from elastic_trainer.standby import worker as standby
-from elastic_trainer.training import debugger, determinism
+from elastic_trainer.training import compiled, debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
 from elastic_trainer.training.evaluation import Examination, examine
@@ -71,6 +71,8 @@ class Worker:
         self.rows = Rows(options.loggers)
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
+        self._compiler = compiled.current()
+        """The settings of torch's compiler, as the user has them."""
         debugger.offer()
 
     @property
@@ -153,9 +155,7 @@ class Worker:
         return is_finished(run_dir_of(self.options), steps) or is_in_store(store, steps)
 
     def _rehearse(self) -> Generator[Move, None, None]:
-        if self.job.device.type == "cuda":
-            # No reducer is known yet, and cuBLAS reads this at its first product.
-            os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
+        expect_exact(self.job.device.type, self.options.reduce)
         yield from rehearse(
             self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", Sending()).warm_up
         )
@@ -173,10 +173,7 @@ class Worker:
                 faulthandler.enable()
         placement = settled(launch, self.options, self.job.device, self.job.words)
         launch = placement.launch
-        if settings := determinism.required(
-            self.job.device.type, placement.reduce, determinism.current()
-        ):
-            determinism.apply(settings)
+        choose_settings(self.job.device.type, placement.reduce, self._compiler)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
         self.launch, self.events = opened(launch, [*self.options.listeners,
                                                    *self.rows.listeners()])
@@ -201,6 +198,7 @@ class Worker:
     def report(self, error: BaseException) -> None:
         """Report the user's exception: it ends the run everywhere. A fault of the machine ends this
         process alone."""
+        compiled.advise(error)
         if self.launch.horovod:
             debugger.advise(error)
         text = "".join(traceback.format_exception(error))
@@ -306,6 +304,21 @@ class Worker:
         state = self.loop.state if self.loop else None
         if state and state.is_in_flight and not state.is_applying:
             state.restore()
+
+
+def expect_exact(device_type: str, reduce: str | None) -> None:
+    """Let torch compute as `exact` needs it where no reducer is known yet: in a standby."""
+    if device_type == "cuda":  # cuBLAS reads this at its first product
+        os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
+    if reduce != "ring":
+        compiled.apply(compiled.EXACT)
+
+
+def choose_settings(device_type: str, reduce: str, compiler: compiled.Settings) -> None:
+    """Set torch's settings for a reducer; `compiler` has those of the user. Raises ConfigError."""
+    if settings := determinism.required(device_type, reduce, determinism.current()):
+        determinism.apply(settings)
+    compiled.apply(compiled.EXACT if reduce == "exact" else compiler)
 
 
 def opened(
