@@ -8,6 +8,7 @@
     elastic-trainer checkpoints ls|show|verify|prune|export URL
     elastic-trainer hosts HOSTS_FILE
     elastic-trainer standby [--slots N] -- python my_train.py …
+    elastic-trainer tune [options] -- python my_train.py …
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -49,12 +50,16 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.setup import command as setup
 
         return setup.main(argv[1:])
-    if argv[:1] in (["run"], ["standby"], ["checkpoints"]):
+    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"]):
         require_horovod()
     if argv[:1] == ["run"]:
         from elastic_trainer.launch.run import run
 
         return run(argv[1:])
+    if argv[:1] == ["tune"]:
+        from elastic_trainer.measure import tune
+
+        return tune.run(argv[1:])
     if argv[:1] == ["standby"]:
         from elastic_trainer.standby import service
 
@@ -79,5 +84,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     look.add_commands(commands)
     commands.add_parser("standby", add_help=False,
                         help="keep booted workers waiting on this host: its command after --")
+    commands.add_parser("tune", add_help=False,
+                        help="find the number of shards that is fastest in the memory there is")
     return parser, commands.add_parser(
         "checkpoints", help="list, show, verify, prune or export checkpoints")

@@ -115,6 +115,15 @@ _JOB = (
         (*has(option=NAME, because=TEXT), *may_have(value=ANY)),
         "{option} {value} has no effect: {because}"),
     EventKind(
+        "job.overridden", WARNING,
+        "`elastic-trainer tune` or `scaling` measures this run. Its numbers hold instead of the "
+        "script's.", has(steps=WHOLE, shards=WHOLE, global_batch=WHOLE),
+        "a measurement: shards {shards}, global batch {global_batch}"),
+    EventKind(
+        "worker.memory_measured", DETAIL,
+        "In a measurement: the most memory that torch held on this worker's GPU, when the worker "
+        "ended; 0 without a GPU.", has(device_bytes=WHOLE)),
+    EventKind(
         "job.best_not_found", WARNING, "No evaluation gave the metric of the option `best`, so no "
         "checkpoint is kept as the best.", has(metric=NAME),
         "no evaluation gave {metric}, so no checkpoint is the best",

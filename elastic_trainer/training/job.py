@@ -35,6 +35,7 @@ from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of,
 from elastic_trainer.training.best import Best, require_rule
 from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.options import Options
+from elastic_trainer.training.overridden import remarks_on_override
 from elastic_trainer.training.precision import Precision, precision_of, scaler_of
 from elastic_trainer.training.settings import (
     Remark,
@@ -263,6 +264,7 @@ def settled(
         options.cpu_threads,
         options.unusual_for_checkpoints(),
     )
+    remarks += remarks_on_override(launch.override, options)
     return Placement(launch=launch, reduce=reduce or launch.reduce, remarks=tuple(remarks))
 
 

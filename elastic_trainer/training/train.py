@@ -30,6 +30,7 @@ from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.moves import Finished, Move, Shard
 from elastic_trainer.training.options import Options
+from elastic_trainer.training.overridden import overridden
 from elastic_trainer.training.precision import Precision
 from elastic_trainer.training.worker import Worker
 
@@ -71,7 +72,7 @@ def train(
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its
     sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
     """
-    options = Options(
+    options = overridden(Options(
         global_batch=global_batch, shards=shards, epochs=epochs, seed=seed, max_steps=max_steps,
         schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
         best=best,
@@ -83,7 +84,7 @@ def train(
         predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,
         on_nan=on_nan, run_dir=run_dir, store=store, listeners=listeners or (),
         loggers=loggers,
-        timeline=timeline, progress=progress)
+        timeline=timeline, progress=progress))
     job = checked(model, optimizer, dataset, options, after_step)
     require_evaluation(evaluate, job)
     worker = Worker(job, options)

@@ -44,6 +44,7 @@ from elastic_trainer.training.leaving import Leaving
 from elastic_trainer.training.lengths import length_of
 from elastic_trainer.training.moves import Move
 from elastic_trainer.training.options import Options, Schedule
+from elastic_trainer.training.overridden import overridden
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.words import OF_TRAINER
 from elastic_trainer.training.worker import Worker
@@ -118,7 +119,7 @@ class Trainer:
     ):
         # More than 40 lines: each option has its name in the signature, for editors and help().
         epochs, max_steps = length_of(until)
-        options = Options(
+        options = overridden(Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
             best=best, precision=precision,
@@ -127,7 +128,7 @@ class Trainer:
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             predivide=predivide, bucket_bytes=bucket_bytes,
             cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
-            listeners=listeners, loggers=loggers, timeline=timeline, progress=progress)
+            listeners=listeners, loggers=loggers, timeline=timeline, progress=progress))
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()

@@ -1,0 +1,147 @@
+"""One measured run of a script in one process, which may die of memory without harm to the machine.
+
+tune → here → the script, with ELASTIC_TRAINER_OVERRIDE → its event log → here → step time, memory
+
+What always holds:
+1. The kernel takes this process before any other: oom_score_adj is 1000.
+2. The process is killed when it, and those that it has started, hold more than the limit together.
+   Between two looks RLIMIT_DATA makes a large allocation fail (without a GPU: drivers of GPUs
+   reserve more than they use).
+3. The run has a folder of its own. It writes nothing into the script's store (overridden.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from elastic_trainer.config import ALLOCATOR, EXIT_INTERRUPTED, Override
+from elastic_trainer.measure import memory
+from elastic_trainer.observe.events import read_events
+
+POLL_S = 0.02
+FIRST_STEPS = 2
+"""The steps that do not count: the first ones allocate."""
+OUTPUT, LAST_LINES = "output.log", 15
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|MemoryError|"
+                       r"std::bad_alloc|Cannot allocate memory|OutOfMemoryError", re.IGNORECASE)
+"""What torch, Python, C++ and CUDA say when an allocation fails."""
+UNUSED_BYTES = 2**29
+"""What RLIMIT_DATA allows beyond the limit: stacks and heaps that a process reserves, and does not
+use (0.24 GiB of a process with torch alone)."""
+GPU = Path("/dev/nvidia0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a measured run has shown."""
+
+    shards: int
+    samples: int
+    """Of a shard of a full batch."""
+    ending: str
+    """"whole", "memory", or the last line of its output."""
+    step_s: float = 0.0
+    """The median."""
+    host_bytes: int = 0
+    device_bytes: int = 0
+    """The most that torch held on the GPU."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ending == "whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one process has left behind."""
+
+    ending: str
+    shards: int
+    global_batch: int
+    step_s: float
+    host_bytes: int
+    device_bytes: int
+    last_lines: str
+
+
+def measure(command: Sequence[str], override: Override, folder: Path, limit: int) -> Measured:
+    """Run a script alone, with at most `limit` bytes of memory, and read what it has logged.
+
+    Costs: the run. Raises KeyboardInterrupt, after it has ended the process.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("HOROVOD_", "ELASTIC_TRAINER_")) or name.endswith("_LIMITS")}
+    env |= {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
+    env |= override.to_environment() | {"ELASTIC_TRAINER_RUN_DIR": str(folder.resolve())}
+    with open(folder / OUTPUT, "wb") as output:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        confine(process.pid, limit)
+        try:
+            peak, is_over = watch(process, limit)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return read(folder, process.returncode, peak, is_over)
+
+
+def confine(pid: int, limit: int) -> None:
+    """Limit the memory of a process that has just started, and of all that it will start."""
+    with suppress(OSError):  # it may have ended
+        (memory.PROC / str(pid) / "oom_score_adj").write_text("1000")
+        if not GPU.exists():
+            most = limit + UNUSED_BYTES
+            resource.prlimit(pid, resource.RLIMIT_DATA, (most, most))
+
+
+def watch(process: subprocess.Popen[bytes], limit: int) -> tuple[int, bool]:
+    """Wait for the end of a process; return the most memory that it and its children held together,
+    and whether it was killed for holding more than the limit."""
+    most: dict[int, int] = {}
+    while process.poll() is None:
+        held = memory.held_bytes(list(memory.family(process.pid)))
+        most |= {pid: peak for pid, (_, peak) in held.items()}
+        if sum(now for now, _ in held.values()) > limit:
+            return sum(most.values()), True
+        time.sleep(POLL_S)
+    return sum(most.values()), False
+
+
+def read(folder: Path, exit_code: int, peak: int, is_over: bool) -> Measured:
+    """Return what the event log and the output of an ended run show."""
+    events = read_events(folder)
+    facts = next((e for e in events if e["event"] == "job.overridden"), {})
+    ends = [e["time"] for e in events if e["event"] == "worker.step_committed"]
+    seconds = [end - before for before, end in pairwise(ends[FIRST_STEPS - 1 :])]
+    held = [e["device_bytes"] for e in events if e["event"] == "worker.memory_measured"]
+    lines = (folder / OUTPUT).read_text(errors="replace").splitlines()
+    last_lines = "\n".join(lines[-LAST_LINES:])
+    if is_over or exit_code == -signal.SIGKILL or exit_code and NO_MEMORY.search(last_lines):
+        ending = "memory"
+    elif exit_code == EXIT_INTERRUPTED:
+        ending = "the script has left its loop"
+    elif exit_code:
+        ending = next((line for line in reversed(lines) if line.strip()), f"exit code {exit_code}")
+    else:
+        ending = "whole" if seconds else "too few steps"
+    return Measured(
+        ending=ending, shards=int(facts.get("shards", 0)),
+        global_batch=int(facts.get("global_batch", 0)),
+        step_s=statistics.median(seconds) if seconds else 0.0, host_bytes=peak,
+        device_bytes=max(held, default=0), last_lines=last_lines)

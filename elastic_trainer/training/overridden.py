@@ -1,0 +1,51 @@
+"""Options that a measurement sets in the place of the script's.
+
+`elastic-trainer tune`, `elastic-trainer scaling` → ELASTIC_TRAINER_OVERRIDE → here → options of
+train() and Trainer
+
+What always holds:
+1. Nothing is overridden in silence: a remark of the run names each number.
+2. A run that is overridden neither reads nor writes the store that the script names, because it is
+   not the script's run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from elastic_trainer.config import Launch, Override
+from elastic_trainer.training.options import Options
+from elastic_trainer.training.settings import Remark
+
+
+def overridden(options: Options) -> Options:
+    """Return the options with the numbers of a measurement, if this is one."""
+    override = Launch.from_environment().override
+    if not override.is_given:
+        return options
+    options = replace(options, store=None, global_batch=options.global_batch * override.scale,
+                      shards=(override.shards or options.shards) * override.scale)
+    if override.steps:
+        options = replace(options, epochs=None, max_steps=override.steps)
+    return options
+
+
+def remarks_on_override(override: Override, options: Options) -> list[Remark]:
+    """Remark on the numbers that hold instead of the script's."""
+    if not override.is_given:
+        return []
+    facts = {"steps": override.steps, "shards": options.shards,
+             "global_batch": options.global_batch}
+    length = f"ends after {override.steps} steps, " if override.steps else ""
+    return [Remark(
+        "job.overridden",
+        f"This run is a measurement: it {length}has shards={options.shards} and "
+        f"global_batch={options.global_batch}, and leaves the script's store alone "
+        f"(ELASTIC_TRAINER_OVERRIDE).", facts)]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that torch has held on this device; 0 for the processor."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
