@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from elastic_trainer.config import Launch, Override
+from elastic_trainer.observe.events import Events
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import Remark
 
@@ -46,6 +47,8 @@ def remarks_on_override(override: Override, options: Options) -> list[Remark]:
         f"(ELASTIC_TRAINER_OVERRIDE).", facts)]
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that torch has held on this device; 0 for the processor."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+def report_memory(override: Override, device: torch.device, events: Events) -> None:
+    """Emit the most memory that torch has held on the GPU, if this is a measurement."""
+    if override.is_given:
+        held = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+        events.emit("worker.memory_measured", device_bytes=held)

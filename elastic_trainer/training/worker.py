@@ -44,7 +44,7 @@ from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Move, Portion, Shard
 from elastic_trainer.training.options import Options
-from elastic_trainer.training.overridden import peak_bytes
+from elastic_trainer.training.overridden import report_memory
 from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.wish import Wish
@@ -141,8 +141,7 @@ class Worker:
             raise
         finally:
             self.job.readers.close()
-            if self.launch.override.is_given:
-                self.events.emit("worker.memory_measured", device_bytes=peak_bytes(self.job.device))
+            report_memory(self.launch.override, self.job.device, self.events)
             self.events.trace.close()
             self.rows.close()
             self.events.flush()
