@@ -26,7 +26,8 @@ ALONE = ("import runpy, sys; "
 
 def text_of(name: str) -> str:
     """Return a script of the documentation."""
-    pages = "".join(page.read_text() for page in DOCS.glob("migrate-*.md"))
+    pages = "".join(page.read_text()
+                    for page in (*DOCS.glob("migrate-*.md"), DOCS / "guide" / "frameworks.md"))
     (text,) = re.findall(rf"^```python\n(# {re.escape(name)}\n.*?)^```", pages, re.M | re.S)
     return str(text)
 
@@ -41,13 +42,29 @@ def script(name: str, folder: Path) -> Path:
     return path
 
 
+CHANGED = {"transformers_after.py": 4, "accelerate_after.py": 11}
+"""The changed lines of the ports of frameworks, as the page names them."""
+
+
+def new_lines_of(name: str) -> list[str]:
+    """Return the lines that do not stand in the script as it was, but for their indentation."""
+    before, after = ([line.strip() for line in text_of(it).splitlines()[1:] if line.strip()]
+                     for it in (name.replace("after", "before"), name))
+    return [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+
+
 @pytest.mark.parametrize("name", LONGER)
 def test_a_ported_loop_has_fewer_than_ten_lines_that_are_new(name: str) -> None:
     """All other lines stand in the loop as it was, but for their indentation; the rest goes."""
-    before, after = ([line.strip() for line in text_of(it).splitlines()[1:] if line.strip()]
-                     for it in (name.replace("after", "before"), name))
-    new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
-    assert 0 < len(new) < 10, new
+    assert 0 < len(new_lines_of(name)) < 10
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_ported_script_has_as_many_changed_lines_as_the_page_names(name: str) -> None:
+    page = (DOCS / "guide" / "frameworks.md").read_text()
+    kind = name.split("_")[0]
+    assert re.search(rf"\(#{kind}\) \| {len(new_lines_of(name))} \|", page), new_lines_of(name)
+    assert len(new_lines_of(name)) == CHANGED[name]
 
 
 @pytest.mark.parametrize("name", LONGER)

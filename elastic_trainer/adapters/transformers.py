@@ -40,6 +40,7 @@ from elastic_trainer.adapters.transformers_arguments import (
 from elastic_trainer.adapters.transformers_evaluation import measured, predicted
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.loggers.row import Logger
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.supported import refused_dataset
 from elastic_trainer.training.trainer import Trainer
@@ -84,8 +85,8 @@ class Elastic(Base):  # type: ignore[misc]
     gradient_accumulation_steps and `devices`; it has gradient_accumulation_steps x `devices`
     shards. Neither depends on the number of workers.
 
-    `run_dir` (without a launcher, output_dir by default), `store`, `reduce`, `on_nan`, `listeners`
-    and `timeline` are options of elastic_trainer.Trainer.
+    `run_dir` (without a launcher, output_dir by default), `store`, `reduce`, `on_nan`,
+    `listeners`, `loggers` and `timeline` are options of elastic_trainer.Trainer.
 
     Raises ConfigError for what is not supported.
     """
@@ -104,7 +105,8 @@ class Elastic(Base):  # type: ignore[misc]
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, *,
         devices: int | None = None, run_dir: str | None = None, store: str | None = None,
         reduce: str | None = None, on_nan: str = "raise",
-        listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (), timeline: bool = False,
+        listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
+        loggers: Sequence[Logger] = (), timeline: bool = False,
     ):
         args = args or import_module("transformers").TrainingArguments()
         refuse(args)
@@ -118,7 +120,7 @@ class Elastic(Base):  # type: ignore[misc]
         self._numbers = numbers_of(args, _length_of(train_dataset), devices)
         self._options: dict[str, Any] = {
             "store": store, "reduce": reduce, "on_nan": on_nan, "listeners": listeners,
-            "timeline": timeline}
+            "loggers": loggers, "timeline": timeline}
         self._run_dir = run_dir
         self.ignore_keys_for_eval: list[str] | None = None
         self._columns = Columns(self)

@@ -66,8 +66,8 @@ REFUSED: dict[str, str] = {
     "auto_find_batch_size":
         "Choose per_device_train_batch_size: the size of a shard is part of the result.",
     "include_num_input_tokens_seen": "Count tokens in a Trainer of elastic_trainer (step.log).",
-    "report_to": "Use report_to='none', and a callback with on_log that asks "
-                 "state.is_world_process_zero.",
+    "report_to": "Use ElasticTrainer(loggers=[TensorBoard()]), or the callback "
+                 "transformers.integrations.TensorBoardCallback().",
     "trackio_space_id": "Remove it: report_to is refused, too.",
     "trackio_bucket_id": "Remove it: report_to is refused, too.",
     "trackio_static_space_id": "Remove it: report_to is refused, too.",
