@@ -3,6 +3,10 @@ autocast outside of the code of a batch."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,7 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import TESTS, Cluster
+from faults import Plan
 from test_evaluation import HELD_OUT
+from test_faults import host
 from test_loop import INPUT, SCHEDULE, TARGET, Ears, adamw, built, mse, trained
 from test_settings import differences
 from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
@@ -294,3 +301,48 @@ def test_another_precision_is_logged_when_a_run_is_resumed(run_dir: Path) -> Non
     trained(model_of(), max_steps=2)
     trained(model_of(), precision="bf16", listeners=[ears])
     assert differences(ears) == {"precision": ("fp32", "bf16", "given")}
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+JOB = [sys.executable, str(TESTS / "jobs" / "precise.py")]
+
+
+def through_faults(folder: Path, arguments: list[str], *options: str) -> Cluster:
+    """Run the job through two kills and a newcomer; returns the cluster, whose run has ended."""
+    plan = Plan().kill(host=host(2), at="step.prepared", step=8).kill(host=host(1), at="step.voted",
+                                                                    step=25)
+    with Cluster(folder, hosts=5, start_with=4, command=[*JOB, *arguments, "--step-s", "0.1"],
+                 plan=plan, options=options) as cluster:
+        cluster.wait_for_step(4)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for_world(4)
+        assert cluster.finish() == 0
+    assert len(cluster.events("worker.evaluated")) == 2
+    return cluster
+
+
+def test_no_bit_is_another_in_mixed_precision_when_workers_die_and_one_joins(
+        tmp_path: Path) -> None:
+    """With bf16, activations computed again, dropout, BatchNorm and clipping."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    twin = subprocess.run([*JOB, "--precision", "bf16"], env=environ, capture_output=True,
+                          text=True, timeout=300, check=True, cwd=tmp_path)
+    cluster = through_faults(tmp_path, ["--precision", "bf16"])
+    cluster.assert_nothing_lost(twin.stdout.split("weights ")[1].strip(), victims=2)
+
+
+def test_replicas_agree_on_compressed_gradients_when_workers_die_and_one_joins(
+        tmp_path: Path) -> None:
+    """With fp16, its scaler, predivided gradients and small buckets, over the network: all hold the
+    same weights, and a newcomer gets the scale."""
+    cluster = through_faults(tmp_path, ["--precision", "fp16", "--compress", "fp16"], "--reduce",
+                             "ring")
+    weights = json.loads((cluster.run_dir / "result.json").read_text())["weights_sha256"]
+    result = cluster.assert_nothing_lost(weights, victims=2)
+    output = (tmp_path / "output.log").read_text()
+    assert output.count(f"weights {weights}") >= 3 and result["loss"] < 1.1
+    sent = cluster.events("worker.gradients_compressed")
+    assert sent and all(one["uncompressed_bytes"] == 2 * one["sent_bytes"]
+                        and one["relative_error"] < 1e-3 for one in sent)
+    assert result["compression"]["compress"] == "fp16"

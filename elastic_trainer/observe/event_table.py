@@ -322,8 +322,8 @@ _WORLD = (
         "What rank 0 sends of its gradients in this step, in 16 bits and as it would be without. "
         "`relative_error` is the norm of what its cast loses, by the norm of its gradient. "
         "Measured in the first step of a process and in each 100th.",
-        (*reads(compress=NAME, sent_bytes=BYTES, uncompressed_bytes=BYTES), *has(step=STEP),
-         *may_read(relative_error=NUMBER))),
+        (*reads(compress=NAME, sent_bytes=BYTES, uncompressed_bytes=BYTES, relative_error=NUMBER),
+         *has(step=STEP))),
     EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
               (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind(

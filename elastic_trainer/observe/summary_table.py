@@ -47,11 +47,10 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps done again", f"{result['steps_redone']}"),
     ]
     if sent := result.get("compression"):
-        error = sent["relative_error"]
         rows.append(("compression", f"{sent['compress']}: each worker sends "
                      f"{sent['sent_bytes'] / 1e6:.3g} MB of gradients a step instead of "
                      f"{sent['uncompressed_bytes'] / 1e6:.3g} MB; relative error "
-                     + ("not finite" if error is None else f"{error:.2g}")))
+                     f"{sent['relative_error']:.2g}"))
     if result.get("skipped_lines"):
         rows.append(("skipped", f"{result['skipped_lines']} lines of the event log, torn or "
                                 f"malformed"))

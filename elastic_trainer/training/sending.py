@@ -35,7 +35,7 @@ LEAST_BUCKET_BYTES = 1 << 10
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURED_EVERY = 100
 """Steps of a process between two measurements of what the cast loses. One takes three passes over
-the gradient."""
+the gradient. A step whose gradient overflows is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,10 @@ class Narrow:
         """Report what was sent: in a ring each element passes a worker 2 (n - 1) / n times."""
         norms = self._norms or [(0.0, 0.0)]
         lost, norm = (math.hypot(*found) for found in zip(*norms, strict=True))
+        if not (norm and math.isfinite(lost)):  # the scaler skips this step, so the next one is
+            self._steps = 0  # measured
+            return
         sent = 2 * (world.size - 1) / world.size
-        error = lost / norm if norm and math.isfinite(lost) else None
         self._note(compress=self._name, sent_bytes=round(sent * full_bytes / 2),
                    uncompressed_bytes=round(sent * full_bytes),
-                   **({} if error is None else {"relative_error": float(f"{error:.3g}")}))
+                   relative_error=float(f"{lost / norm:.3g}"))
