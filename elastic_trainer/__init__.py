@@ -5,12 +5,15 @@ TYPE_CHECKING = False  # as in typing, whose import would cost the discovery scr
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
     from elastic_trainer.data.loader import Loader as Loader
+    from elastic_trainer.data.mixture import Mixture as Mixture
     from elastic_trainer.learning_rate import constant as constant
     from elastic_trainer.learning_rate import cosine as cosine
     from elastic_trainer.learning_rate import inverse_root as inverse_root
     from elastic_trainer.learning_rate import linear_decay as linear_decay
     from elastic_trainer.learning_rate import linear_scaling as linear_scaling
     from elastic_trainer.learning_rate import step_decay as step_decay
+    from elastic_trainer.order import LikeLength as LikeLength
+    from elastic_trainer.order import Weighted as Weighted
     from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.best import KeepBest as KeepBest
     from elastic_trainer.training.best import keep_best as keep_best
@@ -26,9 +29,10 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
-    "Loader": "data.loader", "LossNotFinite": "training.losses", "Result": "training.job",
-    "constant": "learning_rate",
-    "cosine": "learning_rate", "decay_groups": "training.groups", "inverse_root": "learning_rate",
+    "LikeLength": "order", "Loader": "data.loader", "LossNotFinite": "training.losses",
+    "Mixture": "data.mixture", "Result": "training.job", "Weighted": "order",
+    "constant": "learning_rate", "cosine": "learning_rate",
+    "decay_groups": "training.groups", "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
     "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
     "Swa": "training.averages", "KeepBest": "training.best", "keep_best": "training.best",

@@ -1,64 +1,43 @@
 """The schedule: samples, shards, random seeds and learning rate of each step.
 
-config → here → loop (what to compute), vote (what it must total), verify (what was computed)
+config, order (samples of positions) → here → loop (what to compute), vote (what it must total),
+verify (what was computed)
 
 What always holds:
 1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
    saved.
 2. Batch, shards, seeds and learning rate do not depend on the fleet. The fleet only decides which
    worker owns which shard.
-3. Every sample of an epoch is in exactly one shard of one step. The last batch of an epoch has the
-   samples that are left. With `drop_last` it is not trained, and each epoch leaves out other
-   samples.
+3. Every position of an epoch is in exactly one shard of one step. The last batch of an epoch has
+   the positions that are left. With `drop_last` it is not trained. The order gives each position
+   its sample.
 4. Memory is O(1) in the dataset and O(shard) in the answer. The end of an epoch costs as much as
    its start.
-5. The bits are the same on every machine: permutation, seeds and digests use only integer
-   operations on 64 bits. A change to one of them breaks every run that has a checkpoint, so the
-   tests pin literal values.
+5. The bits are the same on every machine: seeds and digests use only integer operations on 64 bits.
+   A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
 
 What it does not do: read data, know the history of a rank, balance shards of unequal cost.
-
-Dear to undo: the permutation is a Feistel network on a rectangle that just covers range(size), with
-both sides about sqrt(size). The usual choice is the next power of four. The rectangle exceeds
-`size` by less than a row, so almost no position has to walk the cycle again. On the power of four
-up to 3/4 of all positions would. A test of randomness that this permutation fails, and a true
-shuffle passes, would change our mind.
-
-Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), generalized Feistel and
-cycle walking; splitmix64, https://prng.di.unimi.it/splitmix64.c, for the constants of the mix.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.order import SHUFFLED, Epochs, Order
+from elastic_trainer.permutation import MASK, Words, mix, mixed
 
 MAX_GLOBAL_BATCH = 2**22
 """With more samples a batch's digest (a sum of 40-bit numbers) may not fit the vote's int64."""
 MAX_DATASET_SIZE = 2**48
 """Up to here the 40-bit draws of a round are even to 2^-16 over the rows, sqrt(2^48) of them."""
-_SMALL = 2**12
-"""A smaller dataset takes more rounds. With 6 rounds a chi-square test fails up to 12 samples."""
-_ROUNDS_SMALL, _ROUNDS = 12, 6
-_MASK = 2**64 - 1
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_EPOCH_KEY, _SHARD_SEED, _SAMPLE_SEED = 1, 2, 3
-"""The first number of each key, so that two purposes never have the same key."""
-_Words = npt.NDArray[np.uint64]
-
-
-def _u64(value: int) -> _Words:
-    # An array without dimensions is faster beside a short array than a scalar.
-    return np.array(value, dtype=np.uint64)
-
-
-_GOLDEN_U64, _MIX_1_U64, _MIX_2_U64 = _u64(_GOLDEN), _u64(_MIX_1), _u64(_MIX_2)
-_24, _27, _30, _31, _32 = (_u64(bits) for bits in (24, 27, 30, 31, 32))
+_SHARD_SEED, _SAMPLE_SEED = 2, 3
+"""The first number of each key, so that two purposes never have the same key. 1 is an epoch's
+(order.py)."""
+_24 = np.array(24, dtype=np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +45,7 @@ class Schedule:
     """The numbers of a job from which all steps follow. Raises ConfigError if they do not fit."""
 
     dataset_size: int
-    """Samples in one epoch."""
+    """Positions in one epoch: the samples of the dataset, unless the order repeats some."""
     global_batch: int
     """Samples per step, over all workers together. The same for every world size."""
     shards: int
@@ -80,6 +59,8 @@ class Schedule:
     """End earlier, after this many steps."""
     drop_last: bool = False
     """Leave out the samples at the end of each epoch that are too few for a whole batch."""
+    order: Order = SHUFFLED
+    """Which sample stands at each position."""
     min_shard_samples: int = 1
     """The fewest samples of a shard in an epoch's short last batch: then fewer shards have
     samples."""
@@ -112,9 +93,9 @@ class Schedule:
                 f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
                 f"{self.global_batch}, so no step would be left. Use a global_batch of at most "
                 f"{self.dataset_size}.")
-        if self.seed > _MASK:
+        if self.seed > MASK:
             raise ConfigError(
-                f"seed is {self.seed}, which does not fit 64 bits. Use at most {_MASK}.")
+                f"seed is {self.seed}, which does not fit 64 bits. Use at most {MASK}.")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -195,27 +176,33 @@ class Schedule:
     def shard_seed(self, step: int, shard: int) -> int:
         """Return the 63-bit seed of the random generators (dropout, augmentation) in one shard of
         one step."""
-        return _mix(_SHARD_SEED, self.seed, step, shard) >> 1
+        return mix(_SHARD_SEED, self.seed, step, shard) >> 1
 
     def batch_digest(self, step: int) -> int:
         """Return the sum that the shards' digests have if every sample of the step counts exactly
         once."""
-        return samples_digest(self._samples(step, self._batch_positions(step)))
+        return samples_digest(self._counted(step, self._batch_positions(step)))
+
+    def shard_digest(self, step: int, shard: int, samples: npt.NDArray[np.int64]) -> int:
+        """Return the digest of a shard, which has these samples: what a worker votes."""
+        if self.order.counts_positions:
+            samples = _numbers(self.shard_positions(step, shard))
+        return samples_digest(samples)
 
     def batch_digests(self, steps: range) -> list[int]:
         """Return `batch_digest` of consecutive steps of one epoch, in a few microseconds each."""
         assert self.epoch(steps[0]) == self.epoch(steps[-1]), f"steps {steps} are of two epochs"
         first, last = (self._batch_positions(step) for step in (steps[0], steps[-1]))
-        mixed = _mixed_samples(self._samples(steps[0], range(first.start, last.stop)))
-        starts = np.arange(0, len(mixed), self.global_batch)
-        digests: list[int] = np.add.reduceat(mixed, starts).tolist()
+        bits = _digested(self._counted(steps[0], range(first.start, last.stop)))
+        starts = np.arange(0, len(bits), self.global_batch)
+        digests: list[int] = np.add.reduceat(bits, starts).tolist()
         return digests
 
     def dropped_digest(self, epoch: int) -> int:
         """Return the digest of the samples that an epoch leaves out."""
         end = self.dataset_size
         return samples_digest(
-            self._samples(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
+            self._counted(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
 
     def _parts(self, samples: int) -> int:
         """Return the number of shards into which a batch of this size is cut.
@@ -233,33 +220,25 @@ class Schedule:
         return range(start, min(start + self.global_batch, self.dataset_size))
 
     def _samples(self, step: int, positions: range) -> npt.NDArray[np.int64]:
-        key = _mix(_EPOCH_KEY, self.seed, self.epoch(step))
-        return permute(np.arange(positions.start, positions.stop, dtype=np.int64),
-                       self.dataset_size, key)
+        epochs = Epochs(self.dataset_size, self.dataset_size - self.dropped_samples,
+                        self.global_batch, self.seed)
+        return self.order.samples(epochs, self.epoch(step), _numbers(positions))
+
+    def _counted(self, step: int, positions: range) -> npt.NDArray[np.int64]:
+        """Return what the digests count: samples; or positions, where the order repeats samples or
+        has a table that the event log has not."""
+        if self.order.counts_positions:
+            return _numbers(positions)
+        return self._samples(step, positions)
 
 
-def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """Map positions, shape (n,), to their places in the permutation of range(size) that a 64-bit
-    key names.
-
-    Memory is O(n), whatever the size.
-    """
-    if not positions.size:
-        return positions.astype(np.int64)
-    assert 0 <= positions.min() and positions.max() < size, f"a position outside range({size})"
-    height = math.isqrt(size - 1) + 1
-    rows, columns = _u64(height), _u64(-(-size // height))
-    round_keys = [_u64(_mix(key, i)) for i in range(_ROUNDS_SMALL if size < _SMALL else _ROUNDS)]
-    places = _shuffle_rectangle(positions.astype(np.uint64), rows, columns, round_keys)
-    while places.max() >= size:
-        outside = np.flatnonzero(places >= _u64(size))
-        places[outside] = _shuffle_rectangle(places[outside], rows, columns, round_keys)  # walk on
-    return places.astype(np.int64)
+def _numbers(positions: range) -> npt.NDArray[np.int64]:
+    return np.arange(positions.start, positions.stop, dtype=np.int64)
 
 
 def sample_seed(seed: int, place: int) -> int:
     """Return the 63-bit seed of the sample at a place of a shard with this seed."""
-    return _mix(_SAMPLE_SEED, seed, place) >> 1
+    return mix(_SAMPLE_SEED, seed, place) >> 1
 
 
 def samples_digest(samples: npt.NDArray[np.int64]) -> int:
@@ -269,20 +248,14 @@ def samples_digest(samples: npt.NDArray[np.int64]) -> int:
     sum them.
     """
     assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
-    return int(_mixed_samples(samples).sum(dtype=np.uint64))
+    return int(_digested(samples).sum(dtype=np.uint64))
 
 
-def _mixed_samples(samples: npt.NDArray[np.int64]) -> _Words:
+def _digested(samples: npt.NDArray[np.int64]) -> Words:
     """Return 40 well mixed bits of each sample."""
-    x = samples.astype(np.uint64)
-    x += _GOLDEN_U64
-    x ^= x >> _30
-    x *= _MIX_1_U64
-    x ^= x >> _27
-    x *= _MIX_2_U64
-    x ^= x >> _31
-    x >>= _24
-    return x
+    bits = mixed(samples)
+    bits >>= _24
+    return bits
 
 
 def owned_shards(rank: int, size: int, shards: int) -> range:
@@ -316,42 +289,6 @@ def aligned_subtrees(owned: range, shards: int) -> list[range]:
         nodes.append(range(start, min(start + width, shards)))
         start = nodes[-1].stop
     return nodes
-
-
-def _shuffle_rectangle(places: _Words, rows: _Words, columns: _Words,
-                       round_keys: list[_Words]) -> _Words:
-    row, column = np.divmod(places, columns)
-    for i, round_key in enumerate(round_keys):
-        if i % 2 == 0:
-            row += _draw(column, round_key)
-            row %= rows
-        else:
-            column += _draw(row, round_key)
-            column %= columns
-    row *= columns
-    row += column
-    return row
-
-
-def _draw(half: _Words, round_key: _Words) -> _Words:
-    """Mix one half into 40 bits, to which the modulo of the other half is applied."""
-    x = half ^ round_key
-    x *= _MIX_1_U64
-    x ^= x >> _32
-    x *= _MIX_2_U64
-    x >>= _24
-    return x
-
-
-def _mix(*numbers: int) -> int:
-    """Hash whole numbers into 64 bits. Their order matters."""
-    x = 0
-    for number in numbers:
-        x = ((x ^ number) + _GOLDEN) & _MASK
-        x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-        x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-        x ^= x >> 31
-    return x
 
 
 def _require_whole(key: str, value: object, least: int) -> None:

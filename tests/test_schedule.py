@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.permutation import permute
 from elastic_trainer.schedule import (
     MAX_GLOBAL_BATCH,
     Schedule,
     aligned_subtrees,
     owned_shards,
-    permute,
     samples_digest,
 )
 

@@ -13,6 +13,7 @@ import numpy as np
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.findings import Findings
 from elastic_trainer.observe.step_lines import StepLine, StepLines
+from elastic_trainer.order import known_by
 from elastic_trainer.schedule import Schedule, samples_digest
 
 LENGTH_KEYS = ("epochs", "max_steps")
@@ -41,6 +42,7 @@ class Due:
         """Take a job.described. Returns True if the job is a new one, or has a new length."""
         job = {key: event[key] for key in (*SCHEDULE_KEYS, "reduce")}
         job["drop_last"] = bool(event.get("drop_last"))  # older lines have none
+        job["order"] = known_by(event)
         before = self.job
         if before is None:
             self._take(job)
@@ -58,7 +60,8 @@ class Due:
     def _take(self, job: dict[str, Any]) -> None:
         self.job, self.line = job, self.findings.line
         try:
-            self.schedule = Schedule(**{key: job[key] for key in (*SCHEDULE_KEYS, "drop_last")})
+            self.schedule = Schedule(**{key: value for key, value in job.items()
+                                        if key != "reduce"})
         except ConfigError as error:
             self.findings.violate(f"the job has no schedule, so no step can be checked: {error}")
 

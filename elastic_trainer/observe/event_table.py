@@ -93,14 +93,16 @@ _JOB = (
         "job.described", DETAIL, "Rank 0 describes the job at the start of each generation.",
         (*reads(attempt=ATTEMPT, dataset_size=SAMPLES, global_batch=SAMPLES, shards=WHOLE,
                 seed=SEED), *may_read(epochs=WHOLE, max_steps=STEP, steps=STEP, reduce=NAME,
-                                      drop_last=FLAG), *may_have(dropped_samples=SAMPLES))),
+                                      drop_last=FLAG),
+         *may_have(dropped_samples=SAMPLES, order=NAME, order_sha256=NAME))),
     EventKind(
         "job.steps_capped", INFO, "`max_steps` is more than the epochs have.",
         has(max_steps=STEP, epochs=ANY, steps=STEP),
         "the run ends after {steps} steps, not {max_steps}: epochs={epochs} has no more"),
     EventKind(
         "job.samples_dropped", INFO,
-        "`drop_last` leaves samples out of each epoch, other samples each time.",
+        "`drop_last` leaves samples out of each epoch: others each time, unless the order is "
+        "sequential.",
         has(samples=SAMPLES, dataset_size=SAMPLES),
         "drop_last leaves {samples} of {dataset_size} samples out of each epoch"),
     EventKind(

@@ -194,9 +194,14 @@ class Judge:
         if self.left_out:
             notes.append(f"{count(self.left_out, 'malformed event')} of kinds that prove nothing: "
                          f"left out.")
-        if schedule is not None and schedule.dropped_samples:
+        if schedule is not None and schedule.dropped_samples and schedule.order.drops:
             notes.append(f"each epoch leaves out {schedule.dropped_samples} samples (drop_last). "
                          "A whole epoch has every other sample of the dataset once.")
+        if schedule is not None and schedule.order.counts_positions:
+            notes.append(f"the order is {schedule.order.name}: each position of an epoch is proved "
+                         f"to count once. The sample of a position follows from a table with "
+                         f"SHA-256 {schedule.order.sha256[:16]}…, which the event log does not "
+                         f"have.")
         if self.finish_line is None:
             due = "" if schedule is None else f" of {schedule.steps}"
             notes.append(f"the run has not finished: {len(self.kept)}{due} steps so far.")

@@ -15,6 +15,7 @@ from typing import Any
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
+from elastic_trainer.order import facts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreUnavailable
@@ -91,7 +92,8 @@ class Account:
                          reduce=self.reduce,
                          drop_last=schedule.drop_last,
                          max_steps=schedule.max_steps,
-                         dropped_samples=schedule.dropped_samples)
+                         dropped_samples=schedule.dropped_samples,
+                         **facts_of(schedule.order))
 
     def enter(self, world: World) -> None:
         """Log the job, at the beginning of a generation."""

@@ -27,9 +27,11 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
 from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
+from elastic_trainer.data.mixture import order_of
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.loggers.row import require_loggers
 from elastic_trainer.observe.events import newest_attempt
+from elastic_trainer.order import facts_of
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
 from elastic_trainer.training.best import Best, require_rule
@@ -125,9 +127,11 @@ def checked(
         min_samples = fewest_samples(model, options.global_batch, options.shards)
     if why := refused_dataset(dataset):
         raise ConfigError(why)
+    order = order_of(dataset, options.order)
     numbers = Schedule(
-        dataset_size=len(dataset), global_batch=options.global_batch, shards=options.shards,
-        epochs=options.epochs, seed=options.seed, max_steps=options.max_steps,
+        dataset_size=order.epoch_size(len(dataset)), order=order,
+        global_batch=options.global_batch, shards=options.shards, epochs=options.epochs,
+        seed=options.seed, max_steps=options.max_steps,
         drop_last=options.drop_last, min_shard_samples=min_samples)
     rates = options.schedule
     if isinstance(rates, LinearScaling):
@@ -285,7 +289,7 @@ def describe(job: Job) -> dict[str, Any]:
                 "min_shard_samples",
                 "steps",
             )
-        },
+        } | facts_of(schedule.order),
         "config": {
             "optimizer": kind_of(job.optimizer),
             "clip_norm": job.clip_norm,
@@ -324,7 +328,8 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
 
 
 def cut_of(schedule: Schedule) -> dict[str, Any]:
-    """Return the part of the state's identity that describes short last batches. It is empty where
-    they are as in version 0.1."""
+    """Return the part of the state's identity that describes short last batches and the order. It
+    is empty where they are as in version 0.1."""
     dropped = {"drop_last": True} if schedule.dropped_samples else {}
-    return dropped | ({"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {})
+    merged = {"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {}
+    return {**dropped, **merged, **facts_of(schedule.order)}

@@ -18,6 +18,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.loggers.row import Logger
+from elastic_trainer.order import Order
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
@@ -76,6 +77,10 @@ class Options:
     `scaler`, if none is given. docs/guide/optimization.md."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, for training in 16 bits. It is part of the state."""
+    order: str | Order = "shuffled"
+    """The order of the samples in an epoch: "shuffled" (drawn for each epoch), "sequential" (that
+    of the dataset), `Weighted(weights)` or `LikeLength(lengths)`. A `Mixture` of datasets has an
+    order of its own."""
     drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a global batch. Otherwise the epoch ends
     with a short batch."""

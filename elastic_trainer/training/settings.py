@@ -51,13 +51,13 @@ def remarks_on_length(schedule: Numbers) -> list[Remark]:
 
 def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
     """Remark on the samples that `drop_last` leaves out."""
-    if not (dropped := schedule.dropped_samples):
+    if not (dropped := schedule.dropped_samples) or not schedule.order.drops:
         return []
     return [
         Remark(
             "job.samples_dropped",
             f"drop_last leaves {dropped} of {schedule.dataset_size} samples out of each epoch, "
-            f"others each time.",
+            f"{schedule.order.drops}.",
             {"samples": dropped, "dataset_size": schedule.dataset_size})
     ]
 

@@ -28,7 +28,6 @@ from elastic_trainer.data.batches import to_device
 from elastic_trainer.data.loader import keys_after
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.observe.trace import Trace
-from elastic_trainer.schedule import samples_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.failures import PeerFailed
@@ -101,7 +100,8 @@ class Shards:
                 yield from self._one(
                     step, shard, indices, world if shard == mine.stop - 1 else None
                 )
-                samples, digest = samples + len(indices), digest + samples_digest(indices)
+                samples += len(indices)
+                digest += job.schedule.shard_digest(step, shard, indices)
             done()
         if self.flat.shards_run:
             self.flat.add_tally(self.reducer.mine())

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.learning_rate import LinearScaling
 from elastic_trainer.loggers.row import Logger
+from elastic_trainer.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import KeepBest
@@ -46,7 +47,7 @@ def train(
     ema: float | None = None, swa: Swa | None = None,
     evaluate: Evaluation | None = None, best: KeepBest | None = None,
     precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
-    drop_last: bool = False, min_shard_samples: int | None = None,
+    order: str | Order = "shuffled", drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
     checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
@@ -77,8 +78,8 @@ def train(
         schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
         best=best,
         precision=precision, scaler=scaler,
-        drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate, loader=loader,
-        extras=extras,
+        order=order, drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
+        loader=loader, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress,
         predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,

@@ -35,6 +35,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.loggers.row import Logger
+from elastic_trainer.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
@@ -101,7 +102,7 @@ class Trainer:
         ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
         precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
-        drop_last: bool = False,
+        order: str | Order = "shuffled", drop_last: bool = False,
         min_shard_samples: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
         checkpoint_every: int | str = "auto",
@@ -123,7 +124,8 @@ class Trainer:
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
             best=best, precision=precision,
-            scaler=scaler, extras=state, drop_last=drop_last, min_shard_samples=min_shard_samples,
+            scaler=scaler, extras=state, order=order, drop_last=drop_last,
+            min_shard_samples=min_shard_samples,
             collate=collate, loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             predivide=predivide, bucket_bytes=bucket_bytes,

@@ -40,7 +40,7 @@ import torch  # noqa: E402
 # A generator needs it, and only a module that is left out here imports it.
 import torch._prims.rng_prims  # noqa: E402
 
-from elastic_trainer import Loader, Trainer, cosine, train  # noqa: E402
+from elastic_trainer import Loader, Mixture, Trainer, cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -68,6 +68,8 @@ parser.add_argument("--evaluate", action="store_true",
 parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
 parser.add_argument("--loader", type=int,
                     help="this many loader processes read samples one by one; 0: the worker does")
+parser.add_argument("--mixture", action="store_true",
+                    help="the samples are drawn from two datasets by weights")
 parser.add_argument("--evaluate-on", help="on this host only")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
@@ -111,6 +113,8 @@ class Singly(torch.utils.data.Dataset):
 
 def dataset() -> torch.utils.data.Dataset:
     """Return the dataset of the job."""
+    if options.mixture:
+        return Mixture({"a": Samples(), "b": Singly()}, weights={"a": 2, "b": 1}, samples=700)
     return Samples() if options.loader is None else Singly()
 
 
