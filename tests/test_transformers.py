@@ -532,6 +532,19 @@ def test_a_scheduler_that_needs_evaluations_is_refused() -> None:
         elastic_of(model, optimizers=(optimizer, plateau)).train()
 
 
+def test_a_precision_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION is 'bf16'"):
+        elastic_of()
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = llama()
+    model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
+    with pytest.raises(ConfigError, match="Load it without device_map"):
+        elastic_of(model)
+
+
 def test_calls_that_have_no_meaning_here_are_refused() -> None:
     trainer = elastic_of(num_train_epochs=1)
     for call, message in ((lambda: trainer.train("somewhere"), "newest checkpoint"),

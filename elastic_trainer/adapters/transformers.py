@@ -35,6 +35,7 @@ from elastic_trainer.adapters.transformers_arguments import (
     checkpoint_interval,
     loader_of,
     numbers_of,
+    precision_of,
     refuse,
 )
 from elastic_trainer.adapters.transformers_evaluation import measured, predicted
@@ -112,7 +113,7 @@ class Elastic(Base):  # type: ignore[misc]
         refuse(args)
         _refuse_overrides(type(self))
         _take_device(args)
-        self.precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        self.precision = precision_of(args)
         """The option of elastic_trainer.Trainer."""
         args.mixed_precision = "no"  # of accelerate, which would wrap the model's forward
         self.elastic: Trainer | None = None
@@ -135,6 +136,7 @@ class Elastic(Base):  # type: ignore[misc]
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics)
         _refuse_collator(self.data_collator)
+        _refuse_parallel(self)
         self._show_logs()
 
     def _show_logs(self) -> None:
@@ -262,6 +264,8 @@ class Elastic(Base):  # type: ignore[misc]
         Call it in the script before or behind train(). In train() eval_strategy does it.
         """
         given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(given, str):  # one of several, by its name
+            given = self.eval_dataset[given]
         if given is None:
             raise ConfigError("evaluate() has no dataset. Give ElasticTrainer(eval_dataset=…), or "
                               "evaluate(dataset).")
@@ -377,6 +381,13 @@ def _refuse_collator(collator: Any) -> None:
             f"{type(collator).__name__}(seed={collator.seed}) draws from a generator of its own, "
             f"so its masks would depend on the worker. Leave seed out: torch is seeded for each "
             f"shard.")
+
+
+def _refuse_parallel(hf: Any) -> None:
+    if hf.is_model_parallel:
+        raise ConfigError(
+            f"the model is on several devices ({hf.model.hf_device_map}), but each worker trains "
+            f"it on one. Load it without device_map.")
 
 
 def _refuse_scheduler(scheduler: Any) -> None:

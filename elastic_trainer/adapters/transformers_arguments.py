@@ -128,7 +128,16 @@ def refuse(args: Any) -> None:
             f"TrainingArguments(data_seed={args.data_seed}) is not supported beside "
             f"seed={args.seed}: one seed sets the order of the samples and the random numbers. "
             f"Leave data_seed out.")
+    if args.mixed_precision not in ("no", precision_of(args)):
+        raise ConfigError(
+            f"ACCELERATE_MIXED_PRECISION is {args.mixed_precision!r}, and TrainingArguments asks "
+            f"for {precision_of(args)!r}. Unset the variable, and use bf16=True or fp16=True.")
     _refuse_values(args)
+
+
+def precision_of(args: Any) -> str:
+    """Return the option `precision` of elastic_trainer.Trainer."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def _refuse_values(args: Any) -> None:
