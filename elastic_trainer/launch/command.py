@@ -8,7 +8,7 @@
     elastic-trainer checkpoints ls|show|verify|prune|export URL
     elastic-trainer hosts HOSTS_FILE
     elastic-trainer standby [--slots N] -- python my_train.py …
-    elastic-trainer tune [options] -- python my_train.py …
+    elastic-trainer tune|scaling [options] -- python my_train.py …
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -50,7 +50,7 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.setup import command as setup
 
         return setup.main(argv[1:])
-    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"]):
+    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"], ["scaling"]):
         require_horovod()
     if argv[:1] == ["run"]:
         from elastic_trainer.launch.run import run
@@ -60,6 +60,10 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.measure import tune
 
         return tune.run(argv[1:])
+    if argv[:1] == ["scaling"]:
+        from elastic_trainer.measure import scaling
+
+        return scaling.run(argv[1:])
     if argv[:1] == ["standby"]:
         from elastic_trainer.standby import service
 
@@ -86,5 +90,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
                         help="keep booted workers waiting on this host: its command after --")
     commands.add_parser("tune", add_help=False,
                         help="find the number of shards that is fastest in the memory there is")
+    commands.add_parser("scaling", add_help=False,
+                        help="measure how the steps of a script scale with the workers")
     return parser, commands.add_parser(
         "checkpoints", help="list, show, verify, prune or export checkpoints")

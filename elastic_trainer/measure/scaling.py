@@ -1,0 +1,188 @@
+"""`elastic-trainer scaling`: how the steps of a script scale with the workers, beside DDP.
+
+    elastic-trainer scaling --workers 1,2,4 -- python my_train.py
+    elastic-trainer scaling --example images --plot scaling.png
+
+command line → here → worlds (a few steps of each case, arms in turns) → cases → table, plot, JSON
+
+What it does not do: measure DDP on a script of the user's, because a DDP loop cannot be derived
+from it. The demos have a DDP loop of their own (examples/ddp.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.measure import cases, plot, worlds
+from elastic_trainer.measure.cases import PEER, Case, Row
+
+DEMOS = {
+    "gpt": (32, []),
+    "images": (32, ["--width", "64", "--ema", "0", "--evaluate-every", "1000000 steps"]),
+}
+"""The global batch of each demo, and its options besides."""
+MODES = ("strong", "weak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    demo: str
+    """"": a script of the user's."""
+    command: list[str]
+    batch: int
+    """Of one worker; 0: the script's."""
+    cases: list[Case]
+    modes: tuple[str, ...]
+    steps: int
+    rounds: int
+    folder: Path
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code. Raises ConfigError."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    options = parser().parse_args(argv[:at])
+    if options.plot:
+        plot.require_plot(options.plot)
+    plan = plan_of(options, list(argv[at + 1 :]))
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{shlex.join(plan.command)}: {len(plan.cases) * plan.rounds} runs of {plan.steps} "
+          f"steps, in {plan.folder}", flush=True)
+    rows, costs = measure(plan)
+    show(rows, costs)
+    found = {"rows": [asdict(row) | {"samples_per_s": row.rate} for row in rows], "costs": costs}
+    (plan.folder / "scaling.json").write_text(json.dumps(found, indent=1))
+    if options.plot:
+        plot.draw(rows, plan.modes, options.plot)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="elastic-trainer scaling",
+        usage="%(prog)s [options] -- python my_train.py …\n       %(prog)s [options] --example gpt",
+        description="Measure the steps of a script with several numbers of local workers.")
+    add = made.add_argument
+    add("--example", choices=DEMOS, help="measure a demo, also with DDP (gpt)")
+    add("--workers", default="1,2", help="numbers of workers (%(default)s); 1 is always measured")
+    add("--arms", help="of ring, exact and (for a demo) ddp (all)")
+    add("--mode", choices=(*MODES, "both"), default="both",
+        help="strong: the same global batch; weak: one that grows with the workers (%(default)s)")
+    add("--steps", type=int, default=20, help="steps of each run that count (%(default)s)")
+    add("--rounds", type=int, default=2, help="runs of each case (%(default)s)")
+    add("--batch", type=int, help="demo: the global batch of one worker")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the result (needs matplotlib)")
+    add("--runs-dir", type=Path, default=Path("runs"), help="where the runs go (%(default)s)")
+    return made
+
+
+def plan_of(options: argparse.Namespace, command: list[str]) -> Plan:
+    """Return what the options ask for. Raises ConfigError."""
+    if command and (options.example or options.batch):
+        raise ConfigError("--example and --batch are options of the demo, and a command is given. "
+                          "Leave one out.")
+    demo = "" if command else options.example or "gpt"
+    known = (*REDUCERS, PEER) if demo else REDUCERS
+    arms = options.arms.split(",") if options.arms else sorted(known)
+    if odd := [arm for arm in arms if arm not in known]:
+        raise ConfigError(f"--arms has {odd[0]!r}. Use some of {', '.join(known)}" + (
+            ": DDP can be measured for the demos only." if odd[0] == PEER else "."))
+    try:
+        workers = [int(number) for number in options.workers.split(",")]
+    except ValueError:
+        workers = []
+    if not workers or min(workers) < 1 or options.steps < 2 or options.rounds < 1:
+        raise ConfigError(f"--workers is {options.workers!r}, --steps {options.steps} and --rounds "
+                          f"{options.rounds}. Use numbers of workers like 1,2,4, at least 2 steps "
+                          f"and 1 round.")
+    modes = MODES if options.mode == "both" else (options.mode,)
+    batch, more = DEMOS[demo] if demo else (0, [])
+    batch = options.batch or batch
+    if demo:
+        command = [sys.executable, "-m", f"elastic_trainer.examples.{demo}", *more,
+                   "--global-batch", str(batch), "--checkpoint-every", "1000000"]
+    return Plan(demo=demo, command=command, batch=batch, modes=modes, steps=options.steps,
+                cases=cases.cases_of(arms, workers, modes), rounds=options.rounds,
+                folder=options.runs_dir / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+# --- the measurement --------------------------------------------------------------------------
+
+def measure(plan: Plan) -> tuple[list[Row], list[str]]:
+    """Run all cases in turns; return the rows, and a sentence for each that is slow."""
+    seconds: dict[Case, list[float]] = defaultdict(list)
+    parts: dict[Case, dict[str, float]] = {}
+    batch = plan.batch
+    for number in range(plan.rounds):
+        for case in plan.cases:
+            ran = run_case(plan, case)
+            seconds[case] += ran.seconds
+            batch = ran.batch
+            if case.arm == PEER:
+                parts[case] = cases.parts_of(ran.phases)
+            print(f"round {number + 1}: {label(case)}: "
+                  f"{1000 * sorted(ran.seconds)[len(ran.seconds) // 2]:.1f} ms a step", flush=True)
+    rows = cases.rows_of(seconds, batch)
+    return rows, [cost_of(plan, row, parts) for row in rows if row.costs and row.case.arm != PEER]
+
+
+def run_case(plan: Plan, case: Case, timeline: bool = False) -> worlds.Ran:
+    """Run one case once. The demos have one shard for each worker, as DDP does."""
+    if case.arm == PEER:
+        return worlds.peer(plan.demo, case, plan.steps, plan.batch, plan.folder)
+    shards = case.workers // case.scale if plan.demo else 0
+    return worlds.ours(plan.command, case, plan.steps, shards, plan.folder, timeline)
+
+
+def cost_of(plan: Plan, row: Row, parts: dict[Case, dict[str, float]]) -> str:
+    """Name the part of a step that costs the most. Costs: one more run, or two, with a timeline."""
+    ours = cases.parts_of(run_case(plan, row.case, timeline=True).phases)
+    peer, beside = Case(PEER, row.case.workers, row.case.scale), "DDP"
+    if peer not in parts:
+        peer, beside = Case(row.case.arm, 1), "one worker's, shared,"
+        if peer not in parts:
+            parts[peer] = cases.parts_of(run_case(plan, peer, timeline=True).phases)
+        parts[row.case] = cases.shared(parts[peer], row.case)
+        peer = row.case
+    name, more_ms, all_ms = cases.costliest(ours, parts[peer])
+    ratio = row.efficiency if row.to_peer is None else row.to_peer
+    return (f"{label(row.case)}: {ratio:.3f} of {beside} rate. The largest cost is {name}: "
+            f"{more_ms:+.1f} ms of {all_ms:+.1f} ms a step ("
+            + ", ".join(f"{part} {ours[part]:.1f}/{parts[peer].get(part, 0.0):.1f}"
+                        for part in cases.PARTS) + ").")
+
+
+def label(case: Case) -> str:
+    """Name a case for a person."""
+    batch = "" if case.workers == 1 else ", weak" if case.scale > 1 else ", strong"
+    return f"{case.arm}, {case.workers} worker{'s' * (case.workers > 1)}{batch}"
+
+
+def show(rows: Sequence[Row], costs: Sequence[str]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="medians of all steps", title_justify="left")
+    for heading in ("arm", "workers", "batch", "ms a step", "samples/s", "speed-up", "efficiency",
+                    "of DDP"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for row in rows:
+        case = row.case
+        table.add_row(case.arm, str(case.workers), str(row.batch), f"{1000 * row.step_s:.1f}",
+                      f"{row.rate:.1f}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}",
+                      "" if row.to_peer is None else f"{row.to_peer:.3f}")
+    Console().print(table)
+    print(*costs, sep="\n")
