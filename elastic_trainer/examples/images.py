@@ -4,9 +4,9 @@
     ./horovodrun_elastic.sh -- python -m elastic_trainer.examples.images --data imagenette2
 
 Read main() first. `--data` is a folder with train/CLASS/… and val/CLASS/…, or the folder
-cifar-10-batches-bin; without it the images are drawn (pictures.py). The loop has augmentation, an
-average of the weights, an evaluation after each epoch, and the best checkpoint. This command writes
-the best weights to a file:
+cifar-10-batches-bin; without it the images are drawn (pictures.py). The loop has augmentation,
+loader processes, mixed precision, an average of the weights, an evaluation after each epoch, and
+the best checkpoint. This command writes the best weights to a file:
 
     elastic-trainer checkpoints export runs/NAME/checkpoints --best model.safetensors
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from elastic_trainer import Trainer, cosine, decay_groups, keep_best
+from elastic_trainer import Loader, Trainer, cosine, decay_groups, keep_best, local_rank
 from elastic_trainer.examples.pictures import load
 from elastic_trainer.examples.resnet import resnet18, resnet50
 
@@ -35,21 +35,22 @@ def main() -> None:
     training, test, classes, size = load(options.data, options.size)
     model = MODELS[options.model](classes, stem="cifar" if size <= 64 else "imagenet",
                                   width=options.width or (64 if options.data else 16))
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.SGD(decay_groups(model, weight_decay=5e-4), lr=options.learning_rate,
                                 momentum=0.9, nesterov=True)
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
+    loader = Loader(workers=options.loader) if options.loader else None
     trainer = Trainer(
         model, optimizer, training, global_batch=options.global_batch, shards=options.shards,
-        until=f"{steps} steps", seed=options.seed, ema=options.ema or None,
-        lr=cosine(warmup_steps=steps // 10, total_steps=steps),
+        until=f"{steps} steps", seed=options.seed, precision=options.precision,
+        loader=loader, ema=options.ema or None, lr=cosine(warmup_steps=steps // 10, total_steps=steps),
         best=keep_best("accuracy", mode="max"), checkpoint_every=options.checkpoint_every)
     for step in trainer:
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels, label_smoothing=0.1))
         if step.every(options.evaluate_every):
             with trainer.averaged() if options.ema else nullcontext():
-                found = trainer.evaluate(test, measure, batch_size=128)
+                found = trainer.evaluate(test, measure, batch_size=128, loader=loader)
             if trainer.is_first:
                 print(f"step {step.number + 1}: accuracy {found['accuracy']:.3f}, test loss "
                       f"{found['loss']:.3f}", flush=True)
@@ -81,6 +82,10 @@ def parse_options() -> argparse.Namespace:
         help="the highest one, after the warm-up (%(default)s)")
     add("--ema", type=float, default=0.95,
         help="the decay of the averaged weights; 0: no average (%(default)s)")
+    add("--loader", type=int, default=0, metavar="N",
+        help="processes of each worker that read images ahead (%(default)s)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="of the forward pass (%(default)s)")
     add("--evaluate-every", default="1 epoch", metavar="INTERVAL",
         help='"100 steps", "10 min" (%(default)s)')
     add("--seed", type=int, default=0,

@@ -176,9 +176,9 @@ def show(rows: Sequence[Row], costs: Sequence[str]) -> None:
     from rich.table import Table
 
     table = Table(title="medians of all steps", title_justify="left")
-    for heading in ("arm", "workers", "batch", "ms a step", "samples/s", "speed-up", "efficiency",
+    for heading in ("arm", "workers", "batch", "ms/step", "samples/s", "speed-up", "efficiency",
                     "of DDP"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for row in rows:
         case = row.case
         table.add_row(case.arm, str(case.workers), str(row.batch), f"{1000 * row.step_s:.1f}",
