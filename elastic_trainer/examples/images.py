@@ -43,7 +43,8 @@ def main() -> None:
     trainer = Trainer(
         model, optimizer, training, global_batch=options.global_batch, shards=options.shards,
         until=f"{steps} steps", seed=options.seed, precision=options.precision,
-        loader=loader, ema=options.ema or None, lr=cosine(warmup_steps=steps // 10, total_steps=steps),
+        loader=loader, ema=options.ema or None,
+        lr=cosine(warmup_steps=steps // 10, total_steps=steps),
         best=keep_best("accuracy", mode="max"), checkpoint_every=options.checkpoint_every)
     for step in trainer:
         for images, labels in step:
