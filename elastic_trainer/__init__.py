@@ -4,8 +4,11 @@ TYPE_CHECKING = False  # as in typing, whose import would cost the discovery scr
 
 if TYPE_CHECKING:
     from elastic_trainer.config import ConfigError as ConfigError
+    from elastic_trainer.data.images import ImageFolder as ImageFolder
     from elastic_trainer.data.loader import Loader as Loader
     from elastic_trainer.data.mixture import Mixture as Mixture
+    from elastic_trainer.data.parquet import ParquetFiles as ParquetFiles
+    from elastic_trainer.data.tar import TarShards as TarShards
     from elastic_trainer.learning_rate import constant as constant
     from elastic_trainer.learning_rate import cosine as cosine
     from elastic_trainer.learning_rate import inverse_root as inverse_root
@@ -29,8 +32,10 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "ElasticState": "training.horovod_state",
-    "LikeLength": "order", "Loader": "data.loader", "LossNotFinite": "training.losses",
-    "Mixture": "data.mixture", "Result": "training.job", "Weighted": "order",
+    "ImageFolder": "data.images", "LikeLength": "order", "Loader": "data.loader",
+    "LossNotFinite": "training.losses",
+    "Mixture": "data.mixture", "ParquetFiles": "data.parquet", "Result": "training.job",
+    "TarShards": "data.tar", "Weighted": "order",
     "constant": "learning_rate", "cosine": "learning_rate",
     "decay_groups": "training.groups", "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",

@@ -6,6 +6,7 @@
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer checkpoints ls|show|verify|prune|export URL
+    elastic-trainer index URL…
     elastic-trainer hosts HOSTS_FILE
     elastic-trainer standby [--slots N] -- python my_train.py …
     elastic-trainer tune|scaling [options] -- python my_train.py …
@@ -20,6 +21,7 @@ import sys
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.launch import index
 from elastic_trainer.observe import commands as look
 from elastic_trainer.setup.required import require_horovod
 from elastic_trainer.wire.plain import plain_text
@@ -73,6 +75,8 @@ def _command(argv: list[str]) -> int:
 
         checkpoints.add_commands(for_checkpoints)
         return checkpoints.run(parser.parse_args(argv))
+    if argv[:1] == ["index"]:
+        return index.run(parser.parse_args(argv))
     return look.run(parser.parse_args(argv))
 
 
@@ -86,6 +90,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
                         help="build or install the Horovod that this environment needs")
     commands.add_parser("run", add_help=False, help="train: the demo, or your own script after --")
     look.add_commands(commands)
+    index.add_command(commands.add_parser(
+        "index", help="build the index of a dataset (tar, Parquet, images), once before a run"))
     commands.add_parser("standby", add_help=False,
                         help="keep booted workers waiting on this host: its command after --")
     commands.add_parser("tune", add_help=False,

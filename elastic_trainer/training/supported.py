@@ -77,6 +77,15 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     return None
 
 
+STREAMS = {
+    "datasets": "Load it without streaming=True, or use ParquetFiles(urls) or TarShards(urls) with "
+                "the files that it streams.",
+    "webdataset": "Use TarShards(urls) with the same archives.",
+    "streaming": "Use TarShards(urls) or ParquetFiles(urls) with the same samples.",
+}
+"""What to use instead of the streams of other packages."""
+
+
 def refused_dataset(dataset: Any) -> str | None:
     """Return why samples cannot be read from this by their numbers, and what to do; None if they
     can."""
@@ -90,6 +99,10 @@ def refused_dataset(dataset: Any) -> str | None:
             f"must not depend on the number of workers. Give loader.dataset as the dataset, "
             f"global_batch={dataset.batch_size or '…'} (of all workers together){collate}.")
     kind = type(dataset).__name__
+    if stream := STREAMS.get(type(dataset).__module__.split(".")[0]):
+        if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
+            return (f"the dataset {kind} is a stream, whose samples have no numbers, so a step "
+                    f"could not be done again. {stream}")
     if isinstance(dataset, IterableDataset):
         return (
             f"the dataset {kind} is an IterableDataset, whose samples have no numbers, so a step "

@@ -1,0 +1,308 @@
+"""Read byte ranges of files, on disk or in a store that fsspec reads (S3 through s3fs).
+
+index, blocks → here → os.pread, or fsspec
+
+What always holds:
+1. A range is read whole, or there is an error that names URL and range. Retries are made here
+   (tenacity), and are bounded. Those of s3fs and botocore are off.
+2. Nothing is shared over a fork: connections and fsspec's event loop are opened at the first read
+   of each process. A pickled object holds no connection.
+3. Credentials come from AWS's standard chain, and the endpoint from its standard variables
+   (AWS_ENDPOINT_URL_S3).
+4. Nothing here draws from Python's `random`: the user's transforms do, and their numbers must not
+   depend on the network.
+
+Source: fsspec.asyn.reset_lock, for forked processes; s3fs.S3FileSystem.retries.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import random
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+)
+
+from elastic_trainer.config import ConfigError
+
+ATTEMPTS, ATTEMPTS_S = 8, 90.0
+FIRST_WAIT_S, MOST_WAIT_S = 0.1, 10.0
+"""The longest wait before the second attempt, and before any. It doubles with each attempt."""
+CONNECTIONS = 16
+"""The number of ranges that a process reads at the same time."""
+TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30}
+REMOTE = re.compile(r"^([a-z][a-z0-9+.-]+)://")
+BRACES = re.compile(r"\{([^{}]*)\}")
+OURS = (TypeError, AttributeError, NameError, AssertionError)
+"""Errors of code, which no retry mends."""
+BORN = [os.getpid()]
+"""The process whose fsspec this is: another one has to give up the event loop that it inherited."""
+
+
+class DataUnavailable(RuntimeError):
+    """A range of a file could not be read within the bounds of the retries."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes `start` to `stop` (exclusive) of a file."""
+
+    url: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.url}, bytes {self.start} to {self.stop}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of a dataset, as its index knows it."""
+
+    url: str
+    size: int
+    tag: str = ""
+    """The store's ETag; "": a file on a disk."""
+
+
+class _Passing(Exception):
+    """Some ranges were not read, and a retry may read them."""
+
+
+class Files:
+    """The files of a dataset: their sizes and their bytes."""
+
+    def __init__(self, storage_options: dict[str, Any] | None = None):
+        self.storage_options = dict(storage_options or {})
+        self._opened: tuple[int, dict[str, Any]] = (0, {})
+        self._random = random.Random()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"storage_options": self.storage_options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Read ranges in parallel. Raises DataUnavailable, ConfigError."""
+        found: list[bytes | None] = [None] * len(ranges)
+        for place, one in enumerate(ranges):
+            if one.start == one.stop:
+                found[place] = b""
+            elif not is_remote(one.url):
+                found[place] = _read_local(one)
+        try:
+            for attempt in Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
+                                    stop=stop_after_attempt(ATTEMPTS)
+                                    | stop_after_delay(ATTEMPTS_S), wait=self._wait_s):
+                with attempt:
+                    self._read_missing(ranges, found)
+        except _Passing as error:
+            missing = next(one for one, data in zip(ranges, found, strict=True) if data is None)
+            raise DataUnavailable(
+                f"{missing} could not be read in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
+                f"that this host reaches the store (AWS_ENDPOINT_URL_S3) and that the file is "
+                f"there, then resume the run.") from error.__cause__
+        return [data for data in found if data is not None]
+
+    def _read_missing(self, ranges: Sequence[Range], found: list[bytes | None]) -> None:
+        """Read what is missing once. Raises _Passing if something still is."""
+        missing = [place for place, data in enumerate(found) if data is None]
+        failure: BaseException | None = None
+        for protocol, group in itertools.groupby(missing, lambda at: is_remote(ranges[at].url)):
+            places = list(group)
+            wanted = [ranges[place] for place in places]
+            answers = self.filesystem(protocol).cat_ranges(
+                [one.url for one in wanted], [one.start for one in wanted],
+                [one.stop for one in wanted], on_error="return")
+            for place, one, answer in zip(places, wanted, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    failure = _passing(one, answer)
+                elif len(answer) != one.stop - one.start:
+                    failure = OSError(f"{len(answer)} bytes came")
+                else:
+                    found[place] = answer
+        if failure:
+            raise _Passing from failure
+
+    def _wait_s(self, state: RetryCallState) -> float:
+        """Return how long to wait before the next attempt. tenacity's own waits draw from Python's
+        `random` (tenacity/wait.py)."""
+        most_s = FIRST_WAIT_S * 2.0 ** (state.attempt_number - 1)
+        return self._random.uniform(0.0, min(MOST_WAIT_S, most_s))
+
+    def filesystem(self, protocol: str) -> Any:
+        """Return this process's filesystem of a protocol. Raises ConfigError."""
+        pid, opened = self._opened
+        if pid != os.getpid():
+            _leave_the_parents_loop()
+            opened = {}
+            self._opened = (os.getpid(), opened)
+        if protocol not in opened:
+            opened[protocol] = _open(protocol, self.storage_options)
+        return opened[protocol]
+
+    def describe(self, urls: Sequence[str]) -> list[Source]:
+        """Return size and tag of files, from one listing for each folder. Raises ConfigError."""
+        found = {url: Source(url, os.stat(url).st_size) for url in urls
+                 if not is_remote(url) and os.path.isfile(url)}
+        for folder in sorted({url.rpartition("/")[0] for url in urls if is_remote(url)}):
+            entries = self.listing(folder)
+            found |= {source.url: source for source in entries}
+        for url in urls:
+            if url not in found:
+                raise ConfigError(f"{url} is not there. Correct the list of files of the dataset.")
+        return [found[url] for url in urls]
+
+    def listing(self, folder: str, *, is_deep: bool = False) -> list[Source]:
+        """Return the files in a folder of a store, or below it. Raises DataUnavailable,
+        ConfigError."""
+        def entries() -> list[dict[str, Any]]:
+            filesystem = self.filesystem(is_remote(folder))
+            try:
+                filesystem.invalidate_cache()
+                return list(filesystem.find(folder, detail=True).values() if is_deep else
+                            filesystem.ls(folder, detail=True))
+            except FileNotFoundError:
+                return []
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise _Passing from _passing(Range(folder, 0, 0), error)
+
+        try:
+            found = Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
+                             stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
+                             wait=self._wait_s)(entries)
+        except _Passing as error:
+            raise DataUnavailable(
+                f"{folder} could not be listed in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
+                f"that this host reaches the store (AWS_ENDPOINT_URL_S3), then start again."
+            ) from error.__cause__
+        return [Source(f"{is_remote(folder)}://{entry['name']}", int(entry["size"]),
+                       str(entry.get("ETag") or "").strip('"'))
+                for entry in found if entry["type"] == "file"]
+
+    def expand(self, urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+        """Return the files that patterns name: `{000..099}`, `{a,b}`, `*`, `?`. Raises
+        ConfigError."""
+        given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+        found: list[str] = []
+        for text in itertools.chain.from_iterable(braces(os.fspath(url)) for url in given):
+            if not is_remote(text):
+                text = os.path.abspath(text.removeprefix("file://"))
+            found += self._globbed(text) if re.search(r"[*?\[]", text) else [text]
+        if not found:
+            raise ConfigError(f"{given!r} names no file. Correct the URL or the pattern.")
+        twice = {url for url in found if found.count(url) > 1} if len(found) < 10_000 else set()
+        if twice:
+            raise ConfigError(f"{sorted(twice)[0]} is named twice, so its samples would be read "
+                              f"twice. Name each file once.")
+        return found
+
+    def _globbed(self, pattern: str) -> list[str]:
+        protocol = is_remote(pattern)
+        found = (glob.glob(pattern) if not protocol else
+                 [f"{protocol}://{name}" for name in self.filesystem(protocol).glob(pattern)])
+        if not found:
+            raise ConfigError(f"{pattern} names no file. Correct the URL or the pattern.")
+        return sorted(found)
+
+
+def is_remote(url: str) -> str:
+    """Return the protocol of a URL; "": it is a path on a disk."""
+    found = REMOTE.match(url)
+    return found[1] if found and found[1] != "file" else ""
+
+
+def braces(text: str) -> list[str]:
+    """Return what `{000..099}` and `{a,b}` in a text stand for."""
+    found = BRACES.search(text)
+    if not found:
+        return [text]
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    if numbers:
+        first, last = numbers.groups()
+        width = len(first) if len(first) == len(last) or first.startswith("0") else 0
+        choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    else:
+        choices = found[1].split(",")
+    return [whole for choice in choices
+            for whole in braces(text[:found.start()] + choice + text[found.end():])]
+
+
+def _read_local(one: Range) -> bytes:
+    descriptor = os.open(one.url, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = b""
+        while len(data) < one.stop - one.start:
+            piece = os.pread(descriptor, one.stop - one.start - len(data), one.start + len(data))
+            if not piece:
+                raise DataUnavailable(f"{one} could not be read: the file ends at byte "
+                                      f"{one.start + len(data)}. Put the whole file back.")
+            data = data + piece if data else piece
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def _passing(one: Range, error: BaseException) -> BaseException:
+    """Return an error that a retry may mend. Raises what it does not mend."""
+    names = {type(cause).__name__ for cause in (error, error.__cause__, error.__context__)}
+    if isinstance(error, PermissionError):
+        raise ConfigError(f"{one} may not be read: {error}. Allow s3:GetObject and s3:ListBucket "
+                          f"on the bucket for this host's role.") from error
+    if names & {"NoCredentialsError", "PartialCredentialsError"}:
+        raise ConfigError(f"{one} needs credentials and AWS's chain has none. Set AWS_PROFILE, or "
+                          f"give the instance a role.") from error
+    if not isinstance(error, Exception) or isinstance(error, OURS):
+        raise error
+    return error
+
+
+def _open(protocol: str, storage_options: dict[str, Any]) -> Any:
+    import fsspec
+
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if protocol in ("s3", "s3a"):
+        import botocore.utils
+
+        # As in state/s3.py: botocore draws from Python's `random` when it reads a role's
+        # credentials.
+        botocore.utils.random = random.Random()
+        config = {**TIMEOUTS, "retries": {"max_attempts": 0}, "tcp_keepalive": True,
+                  "max_pool_connections": CONNECTIONS,
+                  "response_checksum_validation": "when_required",
+                  "request_checksum_calculation": "when_required"}
+        options["config_kwargs"] = config
+    try:
+        opened = fsspec.filesystem(protocol, **{**options, **storage_options})
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{protocol}:// cannot be read: {error}. Install the package that fsspec "
+                          f"names, or use s3:// or a folder.") from error
+    if protocol in ("s3", "s3a"):
+        opened.retries = 1
+    opened.batch_size = CONNECTIONS
+    return opened
+
+
+def _leave_the_parents_loop() -> None:
+    """Let fsspec start an event loop of this process, if this is a fork of another one."""
+    if BORN[0] != os.getpid():
+        with suppress(ImportError):
+            import fsspec.asyn
+
+            fsspec.asyn.reset_lock()
+        BORN[0] = os.getpid()

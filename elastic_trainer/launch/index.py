@@ -1,0 +1,61 @@
+"""`elastic-trainer index`: build the index of a dataset once, before a run.
+
+    elastic-trainer index "s3://bucket/train-{000..099}.tar"
+    elastic-trainer index --index s3://other/indexes "data/*.parquet"
+    elastic-trainer index s3://bucket/images/        a folder for each class (ImageFolder)
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_trainer.config import ConfigError
+
+KINDS = ("tar", "parquet", "images")
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("urls", nargs="+", metavar="URL",
+                        help="files or patterns, as TarShards and ParquetFiles take them; with a "
+                             "last slash: the root of an ImageFolder")
+    parser.add_argument("--index", metavar="FOLDER",
+                        help="where the index goes; default: beside the data")
+    parser.add_argument("--kind", choices=KINDS, help="default: by the names of the files")
+    parser.add_argument("--rebuild", action="store_true",
+                        help="replace an index whose data has changed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build or check an index, and print what it has. Raises ConfigError."""
+    from elastic_trainer.data.files import Files
+    from elastic_trainer.data.images import index_images
+    from elastic_trainer.data.parquet import index_parquet
+    from elastic_trainer.data.tar import index_tars
+
+    kind, files = options.kind or kind_of(options.urls), Files()
+    if kind == "images":
+        if len(options.urls) > 1:
+            raise ConfigError(f"{options.urls[1]} is a second root. Give one root of images.")
+        index = index_images(files, options.urls[0].rstrip("/"), options.index,
+                             anew=options.rebuild)
+        samples = len(index.sources)
+    elif kind == "tar":
+        index = index_tars(files, options.urls, options.index, anew=options.rebuild)
+        samples = len(index.arrays["file"])
+    else:
+        index = index_parquet(files, options.urls, options.index, anew=options.rebuild)
+        samples = int(index.arrays["row_end"][-1])
+    size = sum(source.size for source in index.sources)
+    print(f"{kind}: {samples} samples in {len(index.sources)} files with {size} bytes; "
+          f"index sha256 {index.sha256}")
+    return 0
+
+
+def kind_of(urls: list[str]) -> str:
+    """Return the kind of a dataset by the names of its files. Raises ConfigError."""
+    for ending, kind in ((".tar", "tar"), (".parquet", "parquet"), ("/", "images")):
+        if all(url.endswith(ending) for url in urls):
+            return kind
+    raise ConfigError(f"{urls[0]} ends with none of .tar, .parquet and a slash. Name the kind: "
+                      f"--kind tar|parquet|images.")
