@@ -545,7 +545,7 @@ def test_the_index_of_the_first_host_stays_when_two_store_one(bucket: str, proxy
     assert Files().read([Range(place, 0, len(first.packed()))]) == [first.packed()]
 
 
-def test_a_read_only_bucket_says_where_the_index_can_go(bucket: str, proxy: FaultyProxy,
+def test_a_read_only_bucket_is_an_error_that_names_the_option_index(bucket: str, proxy: FaultyProxy,
                                                         tmp_path: Path) -> None:
     proxy.fault("forbidden", method="PUT", times=1000)
     with pytest.raises(ConfigError, match="cannot be written.*another folder: index="):
