@@ -196,6 +196,42 @@ def test_the_weights_have_the_bits_of_the_real_trainer(options: dict[str, Any]) 
         assert line == pytest.approx(other, rel=1e-6)
 
 
+def test_a_sequential_order_is_that_of_the_real_trainer() -> None:
+    ours = elastic_of(train_sampling_strategy="sequential")
+    peer = real_of(kind=transformers.Trainer, train_sampling_strategy="sequential")
+    ours.train()
+    peer.train()
+    assert bits(ours) == bits(peer)
+
+
+class Lengths(transformers.DefaultDataCollator):  # type: ignore[misc]
+    """Notes the lengths of the sentences of each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, rows: Any, return_tensors: Any = None) -> Any:
+        self.seen.append(tuple(sorted(len(row["input_ids"]) for row in rows)))
+        return super().__call__(rows)
+
+
+@pytest.mark.parametrize("has_column", [True, False])
+def test_sentences_of_like_length_come_together_when_they_are_grouped(has_column: bool) -> None:
+    """By the column of lengths, or by the inputs."""
+    datasets, count = pytest.importorskip("datasets"), 6
+    rows = [{"input_ids": [1] * (4 + i % count), "labels": [1] * (4 + i % count),
+             "attention_mask": [1] * (4 + i % count), "length": 4 + i % count}
+            for i in range(SAMPLES)]
+    table = datasets.Dataset.from_list(rows)
+    collator = Lengths()
+    trainer = elastic_of(
+        train=table if has_column else table.remove_columns("length"), data_collator=collator,
+        train_sampling_strategy="group_by_length", gradient_accumulation_steps=1,
+        eval_strategy="no")
+    trainer.train()
+    assert set(collator.seen) == {(4 + i,) * 4 for i in range(count)}
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_the_gradient_is_that_of_the_mean_over_all_tokens_for_any_number_of_shards(
         devices: int) -> None:
@@ -437,7 +473,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 ODD: dict[str, Any] = {
     "accelerator_config": {"split_batches": True}, "report_to": ["tensorboard"], "local_rank": 0,
     "hub_strategy": "end", "fsdp_config": {"xla": False}, "debug": ["underflow_overflow"],
-    "include_num_input_tokens_seen": "all", "train_sampling_strategy": "sequential",
+    "include_num_input_tokens_seen": "all",
     "skip_memory_metrics": False, "average_tokens_across_devices": False,
     "dataloader_in_order": False, "dataloader_pin_memory": False, "ddp_timeout": 60}
 
@@ -487,6 +523,7 @@ class Seeded(transformers.DefaultDataCollator):  # type: ignore[misc]
 @pytest.mark.parametrize(("options", "message"), [
     ({"devices": None}, r"devices is not given.*global batch of 4 x 2 x 4 = 32 samples in 8"),
     ({"devices": 0}, "devices is 0"), ({"data_seed": 4}, "data_seed=4"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "strategy='batch_rebalance'"),
     ({"optim": "ademamix"}, "optim='ademamix'"), ({"save_strategy": "best"}, "save_strategy"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type='reduce_lr_on_plateau'"),
     ({"num_train_epochs": 0}, "no step would be done"), ({"train": iter(())}, "has no"),

@@ -35,6 +35,7 @@ from elastic_trainer.adapters.transformers_arguments import (
     checkpoint_interval,
     loader_of,
     numbers_of,
+    order_of,
     precision_of,
     refuse,
 )
@@ -203,6 +204,7 @@ class Elastic(Base):  # type: ignore[misc]
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
             lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self.precision,
             drop_last=args.dataloader_drop_last, collate=collate, loader=self._loader,
+            order=order_of(args, self.train_dataset, self._main_input()),
             state={"transformers": flow},
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
@@ -212,6 +214,11 @@ class Elastic(Base):  # type: ignore[misc]
         flow.call("on_train_begin")
         self.is_in_train = True
         return flow
+
+    def _main_input(self) -> str:
+        """Return the name of the input whose length is that of a sample."""
+        names = getattr(self.processing_class, "model_input_names", None)
+        return str(names[0]) if names else "input_ids"
 
     def _folder(self) -> str | None:
         """Return the folder of the run where no launcher gives one; None: nothing is written."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
+from elastic_trainer.order import LikeLength
 
 SUPPORTED = frozenset("""
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
@@ -33,13 +34,14 @@ SUPPORTED = frozenset("""
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better seed data_seed
     use_cpu dataloader_drop_last remove_unused_columns label_names bf16 fp16
     dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory
+    train_sampling_strategy length_column_name
     """.split())
 """Fields with the meaning that they have in transformers. docs/guide/frameworks.md has the
 exceptions."""
 WITHOUT_EFFECT = frozenset("""
     do_train do_eval do_predict resume_from_checkpoint run_name project
     restore_callback_states_from_checkpoint log_on_each_node
-    dataloader_persistent_workers length_column_name
+    dataloader_persistent_workers
     """.split())
 """Fields that transformers' Trainer itself does not read without another field, or whose two values
 mean the same here."""
@@ -83,8 +85,6 @@ REFUSED: dict[str, str] = {
     "full_determinism": "Remove it: `exact`, the default reducer, is deterministic.",
     "accelerator_config": _OURS, "parallelism_config": "Remove it: each worker holds the model.",
     "dataloader_multiprocessing_context": _LOADER, "dataloader_in_order": _LOADER,
-    "train_sampling_strategy": "Leave it out: samples come in a random order that follows from "
-                               "the seed.",
     "ddp_find_unused_parameters": _DDP, "ddp_bucket_cap_mb": _DDP, "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": _DDP, "ddp_backend": _DDP, "ddp_timeout": _DDP,
     "fsdp": "Remove it: each worker holds the whole model.",
@@ -97,6 +97,7 @@ REFUSED: dict[str, str] = {
 """The remedy for each field that must be the default."""
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 """Optimizers of torch and transformers that keep all values in their state."""
+ORDERS = ("random", "sequential", "group_by_length")
 _FROM_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that transformers steps with the metrics of an evaluation."""
 
@@ -150,6 +151,10 @@ def _refuse_values(args: Any) -> None:
         raise ConfigError(
             f"TrainingArguments(lr_scheduler_type={kind!r}) is not supported: a rate follows from "
             f"the step, and not from an evaluation. Use e.g. 'cosine', or 'linear'.")
+    if args.train_sampling_strategy not in ORDERS:
+        raise ConfigError(
+            f"TrainingArguments(train_sampling_strategy={args.train_sampling_strategy!r}) is not "
+            f"supported. Use one of {', '.join(ORDERS)}.")
     if args.save_strategy.value == "best":
         raise ConfigError(
             "TrainingArguments(save_strategy='best') is not supported: checkpoints are there to "
@@ -244,6 +249,22 @@ def numbers_of(args: Any, samples: int, devices: int | None) -> Numbers:
             f"than 0, or max_steps.")
     return Numbers(global_batch=global_batch, shards=shards, steps_per_epoch=per_epoch,
                    steps=steps, micro_batches=micro_batches, accumulation=accumulation)
+
+
+def order_of(args: Any, dataset: Any, input_name: str) -> str | LikeLength:
+    """Return the order of the samples. For "group_by_length" without a column of lengths, it reads
+    the whole dataset once. Raises ConfigError."""
+    if args.train_sampling_strategy != "group_by_length":
+        return "sequential" if args.train_sampling_strategy == "sequential" else "shuffled"
+    if args.length_column_name in getattr(dataset, "column_names", ()):
+        return LikeLength([int(length) for length in dataset[args.length_column_name]])
+    try:
+        return LikeLength([len(dataset[i][input_name]) for i in range(len(dataset))])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"TrainingArguments(train_sampling_strategy='group_by_length') needs the length of "
+            f"each sample, and the samples have no {input_name!r}. Give a datasets.Dataset with "
+            f"the column {args.length_column_name!r}.") from error
 
 
 def loader_of(args: Any) -> Loader | None:
