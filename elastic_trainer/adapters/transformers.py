@@ -138,15 +138,7 @@ class Elastic(Base):  # type: ignore[misc]
             preprocess_logits_for_metrics=preprocess_logits_for_metrics)
         _refuse_collator(self.data_collator)
         _refuse_parallel(self)
-        self._show_logs()
-
-    def _show_logs(self) -> None:
-        """Print logs, and leave the bar of transformers out: it breaks when another worker becomes
-        the first one. The trainer, or the launcher, shows the progress."""
-        from transformers import PrinterCallback
-
-        shown = self.callback_handler.callbacks.pop()  # transformers adds it as the last one
-        self.add_callback(shown if isinstance(shown, PrinterCallback) else PrinterCallback())
+        _show_logs(self)
 
     # --- the training -----------------------------------------------------------------------------
 
@@ -204,7 +196,7 @@ class Elastic(Base):  # type: ignore[misc]
             shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
             lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self.precision,
             drop_last=args.dataloader_drop_last, collate=collate, loader=self._loader,
-            order=order_of(args, self.train_dataset, self._main_input()),
+            order=order_of(args, self.train_dataset, self.processing_class),
             state={"transformers": flow},
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
@@ -214,11 +206,6 @@ class Elastic(Base):  # type: ignore[misc]
         flow.call("on_train_begin")
         self.is_in_train = True
         return flow
-
-    def _main_input(self) -> str:
-        """Return the name of the input whose length is that of a sample."""
-        names = getattr(self.processing_class, "model_input_names", None)
-        return str(names[0]) if names else "input_ids"
 
     def _folder(self) -> str | None:
         """Return the folder of the run where no launcher gives one; None: nothing is written."""
@@ -356,6 +343,15 @@ class Columns:
                 self._pairs[key] = (dataset, hf._get_collator_with_removed_columns(
                     hf.data_collator, description))
         return self._pairs[key]
+
+
+def _show_logs(hf: Any) -> None:
+    """Print logs, and leave the bar of transformers out: it breaks when another worker becomes the
+    first one. The trainer, or the launcher, shows the progress."""
+    from transformers import PrinterCallback
+
+    shown = hf.callback_handler.callbacks.pop()  # transformers adds it as the last one
+    hf.add_callback(shown if isinstance(shown, PrinterCallback) else PrinterCallback())
 
 
 # --- what is refused ------------------------------------------------------------------------------

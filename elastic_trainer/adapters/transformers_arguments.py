@@ -251,9 +251,10 @@ def numbers_of(args: Any, samples: int, devices: int | None) -> Numbers:
                    steps=steps, micro_batches=micro_batches, accumulation=accumulation)
 
 
-def order_of(args: Any, dataset: Any, input_name: str) -> str | LikeLength:
+def order_of(args: Any, dataset: Any, processing: Any) -> str | LikeLength:
     """Return the order of the samples. For "group_by_length" without a column of lengths, it reads
     the whole dataset once. Raises ConfigError."""
+    input_name = (getattr(processing, "model_input_names", None) or ["input_ids"])[0]
     if args.train_sampling_strategy != "group_by_length":
         return "sequential" if args.train_sampling_strategy == "sequential" else "shuffled"
     if args.length_column_name in getattr(dataset, "column_names", ()):
