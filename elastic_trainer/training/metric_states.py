@@ -98,7 +98,7 @@ class Metrics:
         for name, metric in self._given.items():
             found[f"{name}/{UPDATES}"] = [metric.update_count]
             for state in metric._defaults:
-                found[f"{name}/{state}"] = _exact(getattr(metric, state))
+                found[f"{name}/{state}"] = exact(getattr(metric, state))
         return found
 
     def computed(self, states: States) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def states_added(first: States, second: States) -> States:
             for name, numbers in first.items()}
 
 
-def _exact(state: torch.Tensor) -> list[Number]:
+def exact(state: torch.Tensor) -> list[Number]:
+    """Return the elements of a state as whole numbers or fractions."""
     numbers = state.detach().flatten().tolist()
     if not state.is_floating_point():
         return [int(number) for number in numbers]

@@ -265,6 +265,28 @@ def applied(step: Step) -> tuple[float, torch.Tensor | None]:
     return loop.state.rates.used, loop.end.grad_norm
 
 
+def sums_of(step: Step) -> dict[str, tuple[float, float]]:
+    """Return the sums and weights that a finished step has logged, also those that step.metrics
+    does not have; nothing of a step that an earlier process has finished."""
+    loop = step._finished("sums")
+    return {} if step._is_trial else dict(loop.state.findings.sums)
+
+
+def note_rates(step: Step) -> None:
+    """Take over the rates that a scheduler has set behind a finished step: for adapters whose
+    schedulers follow an evaluation. Every worker calls it alike."""
+    step._finished("the learning rate").state.rates.note()
+
+
+def end_run(step: Step, reason: str) -> None:
+    """End the run with a finished step, not with the next one. Every worker calls it alike."""
+    loop = step._finished("end_run()")
+    if loop.behind.is_running:
+        samples, digest, clock_ms, finishes = loop.state.last_vote
+        loop.state.last_vote = (samples, digest, clock_ms, max(finishes, 1))
+        step._worker.finish(reason)
+
+
 class Unseen(dict[str, float]):
     """The metrics of a step that an earlier process has finished: each is NaN."""
 

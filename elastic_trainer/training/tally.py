@@ -27,6 +27,8 @@ LARGEST = 2.0 ** (LIMB_BITS * LIMBS - FRACTION_BITS - 1)
 """Each number must be smaller than this one."""
 PARTS = 2 * LIMBS + 1
 """Elements of one entry: two numbers, and how many of them were not finite."""
+HIDDEN = "."
+"""The beginning of names that an adapter has made, and that step.metrics does not have."""
 COUNT = "count"
 """The entry of what was counted: the total, and the number of shards that were counted."""
 
@@ -85,7 +87,7 @@ def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {
         name: total / weight if weight else math.nan
         for name, (total, weight) in sums.items()
-        if name != COUNT
+        if name != COUNT and not name.startswith(HIDDEN)
     }
 
 
