@@ -15,7 +15,6 @@ from test_trainer import Fault, in_a_breaking_world
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 
 pl: Any = pytest.importorskip("lightning.pytorch")
@@ -102,27 +101,9 @@ def two_schedulers(module: Any) -> Any:
         "scheduler": RATES.StepLR(optimizer, 1, 0.9), "interval": "step", "frequency": 2}]
 
 
-class Order:
-    """The samples in the order of the keyed permutation, for the real trainer."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-        self.schedule = Schedule(dataset_size=SAMPLES, global_batch=BATCH, shards=1, epochs=9,
-                                 seed=SEED)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        for place in range(self.schedule.steps_per_epoch):
-            step = self.epoch * self.schedule.steps_per_epoch + place
-            yield from self.schedule.shard_samples(step, 0).tolist()
-
-
 def ours(module: Any, **options: Any) -> Any:
     options = {"max_epochs": 3, "devices": 1, "seed": SEED, "progress": False,
-               "train_dataloaders": DataLoader(DATA, batch_size=BATCH, shuffle=True),
+               "train_dataloaders": DataLoader(DATA, batch_size=BATCH),
                "val_dataloaders": DataLoader(DATA, batch_size=5)} | options
     return fit(module, **options)
 
@@ -132,8 +113,8 @@ def theirs(module: Any, package: Any = None, **options: Any) -> Any:
     trainer = (package or pl).Trainer(**{
         "max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False} | options)
-    trainer.fit(module, DataLoader(DATA, batch_size=BATCH, sampler=Order()),
+    } | options)
+    trainer.fit(module, DataLoader(DATA, batch_size=BATCH),
                 DataLoader(DATA, batch_size=5))
     return trainer
 
@@ -192,7 +173,7 @@ def test_modules_of_both_packages_are_trained(name: str) -> None:
             self.data = DATA
 
         def train_dataloader(self) -> Any:
-            return DataLoader(self.data, batch_size=BATCH, shuffle=True)
+            return DataLoader(self.data, batch_size=BATCH)
 
         def val_dataloader(self) -> Any:
             return DataLoader(self.data, batch_size=5)
@@ -426,6 +407,26 @@ def test_the_best_checkpoint_is_that_of_model_checkpoint(tmp_path: Path) -> None
     assert result.best.rule.metric == "val_loss"
 
 
+def test_the_order_of_a_weighted_sampler_is_that_of_its_weights() -> None:
+    """A sample of weight 0 is never drawn; an epoch has as many draws as the sampler."""
+    drawn: list[int] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        drawn.extend(batch[1].tolist())
+        return self(batch[0]).sum()
+
+    sampler = SAMPLERS.WeightedRandomSampler((TARGET == 1).tolist(), 40)
+    result = ours(made(training_step=training_step), max_epochs=1, val_dataloaders=None,
+                  train_dataloaders=DataLoader(DATA, batch_size=BATCH, sampler=sampler))
+    assert set(drawn) == {1} and result.steps == 10
+
+
+def test_processes_of_a_data_loader_change_no_bit() -> None:
+    weights = [ours(made(), max_epochs=1, devices=2, train_dataloaders=DataLoader(
+        DATA, batch_size=2, num_workers=count)).weights_sha256 for count in (1, 2)]
+    assert weights[0] == weights[1]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 NO_HOOKS = frozenset("""
@@ -477,12 +478,14 @@ SAMPLERS = torch.utils.data
 @pytest.mark.parametrize(("loader", "message"), [
     (DATA, "is a TensorDataset. Give one DataLoader"),
     (DataLoader(Samples(), batch_size=2), "is an IterableDataset"),
-    (DataLoader(DATA, batch_size=2, sampler=Order()), "the sampler Order"),
+    (DataLoader(DATA, sampler=SAMPLERS.SubsetRandomSampler([1])), "the sampler Subset"),
     (DataLoader(DATA, batch_sampler=[[0, 1]]), "the batch_sampler list"),
     (DataLoader(DATA, batch_size=None, shuffle=True), "the batch_sampler NoneType"),
     (DataLoader(DATA, shuffle=True, generator=torch.Generator()), "Leave generator out"),
     (DataLoader(DATA, shuffle=True, worker_init_fn=print), "a worker_init_fn"),
     (DataLoader(DATA, sampler=SAMPLERS.RandomSampler(DATA, replacement=True)), "replacement=True"),
+    (DataLoader(DATA, sampler=SAMPLERS.WeightedRandomSampler([1.0] * 9, 9, replacement=False)),
+     "a WeightedRandomSampler.replacement=False, num_samples=9"),
     ([DataLoader(DATA, shuffle=True)], "is a list"),
 ])
 def test_data_that_cannot_be_taken_apart_are_refused(loader: Any, message: str) -> None:

@@ -52,6 +52,7 @@ from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
 from elastic_trainer.adapters.lightning_rates import configured, rates_of
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.config import ConfigError
+from elastic_trainer.loggers.row import Logger
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result
 from elastic_trainer.training.trainer import Trainer
@@ -75,8 +76,8 @@ def fit(
     min_shard_samples: int | None = None, checkpoint_every: int | str | None = None,
     keep_last: int = 3, keep_every: int = 0, reduce: str | None = None, on_nan: str = "raise",
     run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
-    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (), timeline: bool = False,
-    progress: bool = True,
+    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
+    loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
 ) -> Result:
     """Train a LightningModule to the end, on every worker, and return the result of the run.
 
@@ -108,11 +109,12 @@ def fit(
         module, seen.optimizers[0], sources.train.dataset, global_batch=numbers.global_batch,
         shards=numbers.shards, until=f"{numbers.steps} steps", seed=seed, lr=flow.schedulers,
         ema=ema, swa=swa, best=asked.best, state={**(state or {}), "lightning": flow},
-        drop_last=sources.train.drop_last, min_shard_samples=min_shard_samples,
+        order=sources.train.order, drop_last=sources.train.drop_last,
+        min_shard_samples=min_shard_samples,
         collate=sources.train.collate, loader=sources.train.loader,
         checkpoint_every=checkpoint_every or asked.interval(numbers.steps_per_epoch),
         keep_last=keep_last, keep_every=keep_every, reduce=reduce, on_nan=on_nan, run_dir=run_dir,
-        store=store, listeners=listeners, timeline=timeline,
+        store=store, listeners=listeners, loggers=loggers, timeline=timeline,
         progress=progress and asked.shows_progress, **options)
     seen._begin(elastic)
     for step in elastic:
@@ -243,13 +245,13 @@ class Numbers:
     def of(source: Source, devices: int | None, global_batch: int | None, shards: int | None,
            max_epochs: int | None, max_steps: int) -> Numbers:
         """Return the numbers of a run. Raises ConfigError."""
-        each, samples = source.batch_size, len(source.dataset)
+        each, samples = source.batch_size, source.samples
         if (devices is None) == (global_batch is None):
             raise ConfigError(
                 f"fit() got devices={devices} and global_batch={global_batch}, and the global "
                 f"batch must not depend on the number of workers. Give devices=4 for a global "
-                f"batch of {each} x 4 = {4 * each} samples in 4 shards of {each}, for up to 4 workers; or "
-                f"global_batch={each}, shards={min(4, each)}.")
+                f"batch of {each} x 4 = {4 * each} samples in 4 shards of {each}, for up to 4 "
+                f"workers; or global_batch={each}, shards={min(4, each)}.")
         whole = global_batch or each * (devices or 0)
         if whole < 1 or (devices is not None and devices < 1):
             raise ConfigError(f"fit() got devices={devices} and global_batch={global_batch}. Use "

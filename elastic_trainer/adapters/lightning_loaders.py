@@ -17,15 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
+from elastic_trainer.order import Order, Weighted
 from elastic_trainer.training.supported import refused_dataset
-
-SEQUENTIAL = (
-    "{what} does not shuffle, and this version of elastic-trainer has no sequential order for "
-    "training. Give the DataLoader shuffle=True.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,10 @@ class Source:
     batch_size: int
     collate: Callable[[list[Any]], Any]
     drop_last: bool
-    is_shuffled: bool
+    order: str | Order
+    """The option of elastic_trainer.Trainer."""
+    samples: int
+    """The samples of an epoch."""
     loader: Loader | None
 
 
@@ -58,29 +64,35 @@ def source_of(given: Any, what: str) -> Source:
             f"{what} has a worker_init_fn, which is never called. Leave it out: each sample is "
             f"seeded, whatever process reads it.")
     return Source(dataset=given.dataset, batch_size=given.batch_size, collate=given.collate_fn,
-                  drop_last=given.drop_last, is_shuffled=_is_shuffled(given, what),
+                  drop_last=given.drop_last, order=_order_of(given, what),
+                  samples=len(given.sampler),  # type: ignore[arg-type]
                   loader=_loader_of(given))
 
 
-def _is_shuffled(given: DataLoader[Any], what: str) -> bool:
+def _order_of(given: DataLoader[Any], what: str) -> str | Order:
+    """Return the option `order` that a sampler stands for."""
     sampler = given.sampler
     if type(sampler) is SequentialSampler:
-        return False
-    if type(sampler) is not RandomSampler:
+        return "sequential"
+    if type(sampler) not in (RandomSampler, WeightedRandomSampler):
         raise ConfigError(
             f"{what} has the sampler {type(sampler).__name__}, but the trainer makes the order. "
             f"Leave sampler out, and give shuffle=True. For another order use "
             f"elastic_trainer.Trainer.")
-    if sampler.replacement or sampler.num_samples != len(given.dataset):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"{what} has a RandomSampler(replacement={sampler.replacement}, "
-            f"num_samples={sampler.num_samples}) for {len(given.dataset)} samples, "  # type: ignore[arg-type]
-            f"but each sample of an epoch counts once. Give shuffle=True instead.")
+    assert isinstance(sampler, (RandomSampler, WeightedRandomSampler))
     if sampler.generator is not None:
         raise ConfigError(
             f"{what} has a generator, but the order follows from the option seed. Leave generator "
             f"out, and give fit(seed=…).")
-    return True
+    size, replaces = len(given.dataset), sampler.replacement  # type: ignore[arg-type]
+    if isinstance(sampler, WeightedRandomSampler) and replaces:
+        return Weighted(sampler.weights.tolist(), samples=sampler.num_samples)
+    if replaces or sampler.num_samples != size or isinstance(sampler, WeightedRandomSampler):
+        raise ConfigError(
+            f"{what} has a {type(sampler).__name__}(replacement={replaces}, "
+            f"num_samples={sampler.num_samples}) for {size} samples. Give shuffle=True, by which "
+            f"each sample of an epoch counts once, or a WeightedRandomSampler with replacement.")
+    return "shuffled"
 
 
 def _loader_of(given: DataLoader[Any]) -> Loader | None:
@@ -96,10 +108,7 @@ def training_source(given: Any) -> Source:
     if given is None:
         raise ConfigError("there is no DataLoader for the training. Give a datamodule, a module "
                           "with train_dataloader(), or train_dataloaders=….")
-    source = source_of(given, "train_dataloader")
-    if not source.is_shuffled:
-        raise ConfigError(SEQUENTIAL.format(what="train_dataloader"))
-    return source
+    return source_of(given, "train_dataloader")
 
 
 def validation_sources(given: Any) -> list[Source]:
@@ -111,7 +120,7 @@ def validation_sources(given: Any) -> list[Source]:
     for number, one in enumerate(many):
         what = f"val_dataloader {number}" if len(many) > 1 else "val_dataloader"
         source = source_of(one, what)
-        if source.is_shuffled:
+        if source.order != "sequential":
             raise ConfigError(f"{what} shuffles, but a validation reads its samples in order. Give "
                               f"the DataLoader shuffle=False.")
         if source.drop_last and len(source.dataset) % source.batch_size:
