@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from elastic_trainer.learning_rate import step_decay as step_decay
     from elastic_trainer.order import LikeLength as LikeLength
     from elastic_trainer.order import Weighted as Weighted
+    from elastic_trainer.state.configuration import Configuration as Configuration
     from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.best import KeepBest as KeepBest
     from elastic_trainer.training.best import keep_best as keep_best
+    from elastic_trainer.training.configured import configuration as configuration
     from elastic_trainer.training.evaluation_plan import Evaluation as Evaluation
     from elastic_trainer.training.groups import decay_groups as decay_groups
     from elastic_trainer.training.horovod_state import ElasticState as ElasticState
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from elastic_trainer.training.worker import local_rank as local_rank
 
 _WHERE = {
-    "ConfigError": "config", "ElasticState": "training.horovod_state",
+    "ConfigError": "config", "Configuration": "state.configuration",
+    "configuration": "training.configured", "ElasticState": "training.horovod_state",
     "ImageFolder": "data.images", "LikeLength": "order", "Loader": "data.loader",
     "LossNotFinite": "training.losses",
     "Mixture": "data.mixture", "ParquetFiles": "data.parquet", "Result": "training.job",

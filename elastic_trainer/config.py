@@ -184,6 +184,11 @@ class Launch:
     terminal: str = ""
     """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
     host."""
+    configuration: str = field(default="", repr=False)
+    """The run's configuration as the launcher has read it, or the path of a TOML file
+    (state/configuration.py)."""
+    allow_change: tuple[str, ...] = ()
+    """Keys of the configuration, or settings of the optimizer, that may differ from the run's."""
     resume_step: int = 0
     """The step of the newest checkpoint in the run's event log. Starting afresh would lose it."""
     revived_generation: int = 0
@@ -232,6 +237,9 @@ class Launch:
             run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),
             limits=Limits.from_environment(env),
             override=Override.from_environment(env),
+            configuration=env.get("ELASTIC_TRAINER_CONFIG", ""),
+            allow_change=tuple(
+                filter(None, env.get("ELASTIC_TRAINER_ALLOW_CHANGE", "").split(","))),
             resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
             revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),

@@ -93,6 +93,16 @@ class Rates:
         """End a phase of a step that has another one: the rates stay as `set` left them."""
         self._marks = self._now()
 
+    def rebase(self, group: int, rate: float) -> None:
+        """Let a group have another rate than the run has. No torch scheduler may be there."""
+        own = self.optimizer.param_groups[group]
+        for place, key in ((self.base, group), (own, "lr")):
+            if isinstance(place[key], torch.Tensor):  # type: ignore[index]
+                place[key].fill_(rate)  # type: ignore[index]
+            else:
+                place[key] = rate  # type: ignore[index]
+        self._marks = self._now()
+
     # --- as values --------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Languages of code blocks:
 - `bash`    runs in the page's folder; the exit code is 0.
 - `sh`      needs a cluster, root, minutes or AWS: programs, options and files are checked, nothing
   is run.
+- `toml`    is saved as the file that its first line names, for the blocks that follow.
 - `json`, `text`, `mermaid`  are shown.
 """
 
@@ -120,7 +121,15 @@ def check_sh(example: Example) -> None:
         check_command(command)
 
 
+def save_toml(example: Example) -> None:
+    """Save a configuration as the file that its first line names."""
+    saved = re.match(r"# ([\w-]+\.toml)\n", example.parsed)
+    assert saved, "the first line of a `toml` block names its file"
+    Path(saved[1]).write_text(example.parsed)
+
+
 PARSERS = [
+    CodeBlockParser("toml", save_toml),
     CodeBlockParser("python", run_python),
     CodeBlockParser("bash", run_bash),
     CodeBlockParser("sh", check_sh),
@@ -171,7 +180,7 @@ def test_every_code_block_names_its_language(page: Path) -> None:
     """Its language decides whether it is run, checked or shown; an indented block has none."""
     found = [token for token in tokens_of(page) if token.type in ("fence", "code_block")]
     assert [token.map for token in found
-            if token.info not in {"python", "bash", "sh", *SHOWN}] == []
+            if token.info not in {"python", "bash", "sh", "toml", *SHOWN}] == []
     checked = [e for e in document_of(page).examples() if not isinstance(e.parsed, tuple)]
     assert len(checked) == sum(token.info not in {"text", "mermaid"} for token in found)
 
@@ -373,8 +382,8 @@ def test_files_in_the_text_exist(page: Path) -> None:
 
 EVENT = re.compile(
     r"(attempt|discovery|driver|events|job|run|standby|state|worker)\.[a-z]+(_[a-z]+)*")
-NO_EVENTS = {"state.py"}
-"""A file name that looks like the name of an event."""
+NO_EVENTS = {"state.py", "run.toml"}
+"""File names that look like names of events."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

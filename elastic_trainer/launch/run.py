@@ -14,7 +14,9 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
+from elastic_trainer.launch import configured
 from elastic_trainer.launch.run_options import Run, parse_run
+from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 LAST_BYTES = 1 << 20
@@ -35,9 +37,14 @@ def run(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
+    given = wanted.configuration
+    os.environ[VARIABLE] = given.to_text() if given else ""
+    os.environ[configured.ALLOW_VARIABLE] = ",".join(wanted.allow_change)
     horovodrun_options = wanted.horovodrun()
     with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():
         prove_store(wanted.store)
+        configured.compare_with_run(wanted.configuration, wanted.allow_change, wanted.run_dir,
+                                    wanted.store)
         return _train(wanted, horovodrun_options)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host.modes import make_folder, write_text
+from elastic_trainer.launch import configured
+from elastic_trainer.state.configuration import Configuration
 
 EXAMPLES = ("gpt", "digits", "images", "gan", "finetune")
 NEEDED = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-learn"),
@@ -52,6 +54,9 @@ class Run:
     timeline: bool
     has_own_s3: bool
     """The store is a server of the run's own, on this machine."""
+    configuration: Configuration
+    allow_change: list[str]
+    """Keys of the configuration that may differ from the run's."""
 
     def horovodrun(self) -> list[str]:
         """Return horovodrun's options. Disk: writes a fixed list of hosts."""
@@ -65,7 +70,10 @@ def parse_run(argv: list[str]) -> Run:
     at = argv.index("--") if "--" in argv else len(argv)
     ours, command = argv[:at], argv[at + 1 :]
     is_demo, parser = not command, _parser()
-    options, others = parser.parse_known_args(ours[1:] if ours[:1] == ["demo"] else ours)
+    ours = ours[1:] if ours[:1] == ["demo"] else ours
+    configuration = configured.read(ours, os.environ)
+    options, others = parser.parse_known_args(
+        [*configured.options_of(configuration, parser), *ours])
     if is_demo and (unknown := others + _given(options, *HOROVODRUNS)):
         why = ("`demo` must come first" if "demo" in unknown else
                "options of horovodrun need a command after --")
@@ -76,6 +84,7 @@ def parse_run(argv: list[str]) -> Run:
     example = options.example or EXAMPLES[0]
     if is_demo:
         _require_package(example)
+        configured.require_own(configuration, example)
     name = options.run or f"{example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_script = options.host_discovery_script is not None
     is_local = not listed and not has_script
@@ -89,7 +98,8 @@ def parse_run(argv: list[str]) -> Run:
         standbys=int(is_local) if options.standby is None else options.standby,
         reduce=options.reduce, mixed_hardware=options.mixed_hardware,
         store=store_of_run(options.store, name), timeline=options.timeline,
-        has_own_s3=options.store == "s3")
+        has_own_s3=options.store == "s3",
+        configuration=configuration, allow_change=options.allow_change)
 
 
 # --- the parser ---------------------------------------------------------------------------------
@@ -110,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [demo] [options]\n"
               "       %(prog)s [options] [horovodrun options] -- python my_train.py …",
         epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222.")
+    configured.add_options(parser, os.environ)
     _add_own(parser, os.environ)
     hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")
     where = hosts.add_mutually_exclusive_group()

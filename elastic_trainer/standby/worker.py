@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic_trainer.config import EXIT_LEFT
+from elastic_trainer.state.configuration import RUN, taken
+from elastic_trainer.state.configuration import VARIABLE as VARIABLE_OF_CONFIGURATION
 
 VARIABLE = "ELASTIC_TRAINER_STANDBY"
 """Keeper's descriptor, time of the start (ns), and padding: NAME_BYTES in all."""
@@ -60,6 +62,9 @@ def wait_for_place() -> dict[str, float]:
     if changed := changed_files(loaded, stamps(loaded), int(began_ns), roots):
         keeper.send(", ".join(changed).encode()[:REASON_BYTES])
         os._exit(EXIT_LEFT)
+    if reads_otherwise(os.environ, read_environment(descriptors[0])):
+        keeper.send(b"the run has another configuration")
+        os._exit(EXIT_LEFT)
     _take_place(descriptors)
     keeper.send(b"here")
     if keeper.recv(64) != b"go":
@@ -67,6 +72,14 @@ def wait_for_place() -> dict[str, float]:
     keeper.close()
     write_name(os.environ)
     return {"waited_s": round(time.monotonic() - since, 3)}
+
+
+def reads_otherwise(booted: Mapping[str, str], place: Mapping[str, str]) -> bool:
+    """True if the script has read another configuration than the run has. The section `run` is
+    the launcher's."""
+    mine, theirs = (taken(env.get(VARIABLE_OF_CONFIGURATION, "")).as_dict()
+                    for env in (booted, place))
+    return {**mine, RUN: None} != {**theirs, RUN: None}
 
 
 def _take_place(descriptors: list[int]) -> None:

@@ -21,6 +21,7 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreUnavailable
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.apply import StepEnd
+from elastic_trainer.training.configured import allowed_settings, compared, hold_given
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import (
     Remark,
@@ -127,9 +128,13 @@ class Account:
 
     def resumed(self, step: int, built: dict[str, Any], rank: int) -> None:
         """Log where the settings of a resumed run differ from those it was built with now, and
-        which hold."""
+        which hold. Raises ConfigError for a change of the configuration that is not allowed."""
         state, job = self.state, self.job
-        remarks, state.settings = settle(state.settings, built, job.words.rate)
+        of_configuration = compared(state.settings, built, self.launch)
+        allowed = allowed_settings(state.settings, built, self.launch.allow_change)
+        hold_given(allowed, job.optimizer, state.rates)
+        remarks, state.settings = settle(state.settings, built, job.words.rate, allowed)
+        remarks = of_configuration + remarks
         if job.scheduler is None:
             now = state.rates.of(job.rate(step - 1))
             remarks += schedule_differs(step - 1, state.rates.used, now, job.words.rate)

@@ -106,6 +106,8 @@ class Job:
     """The policy for a loss that is not finite: one of losses.ON_NAN."""
     words: Words = OF_TRAIN
     """What messages call the options."""
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the run's configuration by full keys; empty: it has none."""
     remarks: tuple[Remark, ...] = ()
     """Remarks for a person, logged at the start of each attempt."""
 
@@ -297,6 +299,7 @@ def describe(job: Job) -> dict[str, Any]:
             "precision": job.precision.name,
             "model": type(job.model).__name__,
         },
+        **({"configuration": dict(job.configuration)} if job.configuration else {}),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

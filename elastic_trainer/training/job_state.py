@@ -21,7 +21,7 @@ from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.sending import Sending
-from elastic_trainer.training.settings import settings_of
+from elastic_trainer.training.settings import CONFIGURATION, settings_of
 from elastic_trainer.training.traced import traced
 from elastic_trainer.training.words import Words
 
@@ -45,7 +45,9 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
                                  precision=job.precision.name,
                                  loader=job.readers.training.seeds_samples,
                                  **(job.average.settings if job.average else {}),
-                                 **(job.best.settings if job.best else {}))
+                                 **(job.best.settings if job.best else {}),
+                                 **({CONFIGURATION: dict(job.configuration)}
+                                    if job.configuration else {}))
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a shard needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))

@@ -158,6 +158,8 @@ PROGRESS_KEYS = {
 """The keys of a torch scheduler's state that are no settings, besides those that begin with "_"."""
 OLDER = {"precision": "fp32", "predivide": 1.0, "bucket_bytes": BUCKET_BYTES}
 """The settings of runs whose checkpoints do not have them: of version 0.1."""
+CONFIGURATION = "configuration"
+"""The setting that is the run's configuration, which configured.py compares."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
@@ -190,16 +192,17 @@ def settings_of(
     return found
 
 
-def settle(run: dict[str, Any], given: dict[str, Any],
-           rate: str = "schedule") -> tuple[list[Remark], dict[str, Any]]:
+def settle(run: dict[str, Any], given: dict[str, Any], rate: str = "schedule",
+           allowed: Mapping[str, Any] | None = None) -> tuple[list[Remark], dict[str, Any]]:
     """Return remarks on the settings of a run that differ from those now given, and the settings
-    that hold."""
+    that hold. `allowed` are those that the user lets hold although the run has its own."""
     run = OLDER | run if run else run
-    holds = {**given, **{key: value for key, value in run.items() if key.startswith(RUN_HOLDS)}}
-    remarks = [_differs(key, run[key], given[key], "run" if key.startswith(RUN_HOLDS) else "given",
-                        rate)
-               for key in sorted(run.keys() & given.keys()) if run[key] != given[key]]
-    return remarks, holds
+    kept = {key: value for key, value in run.items()
+            if key.startswith(RUN_HOLDS) and key not in (allowed or {})}
+    remarks = [_differs(key, run[key], given[key], "run" if key in kept else "given", rate)
+               for key in sorted(run.keys() & given.keys() - {CONFIGURATION})
+               if run[key] != given[key]]
+    return remarks, {**given, **kept}
 
 
 def schedule_differs(step: int, used: float, now: float, rate: str = "schedule") -> list[Remark]:
@@ -207,6 +210,11 @@ def schedule_differs(step: int, used: float, now: float, rate: str = "schedule")
     return [] if used == now or used != used else [
         _differs(f"schedule (the rate of step {step})", used, now, "given", rate)
     ]
+
+
+def configuration_differs(key: str, run: Any, given: Any) -> Remark:
+    """Remark that a key of the configuration has another value than the run had."""
+    return _differs(key, run, given, "given", "schedule")
 
 
 def _differs(key: str, run: Any, given: Any, holds: str, rate: str) -> Remark:

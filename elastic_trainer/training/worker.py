@@ -37,6 +37,7 @@ from elastic_trainer.standby import worker as standby
 from elastic_trainer.training import compiled, debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
+from elastic_trainer.training.configured import in_use
 from elastic_trainer.training.evaluation import Examination, examine
 from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
 from elastic_trainer.training.job import Job, Result, settled
@@ -62,7 +63,7 @@ class Worker:
     """One worker: its place in the run, and its loop."""
 
     def __init__(self, job: Job, options: Options):
-        self.job, self.options = job, options
+        self.job, self.options = in_use(job, options), options
         self.launch = Launch()
         self.events = Events(None)
         self.driver: Driver = Alone()

@@ -1,0 +1,131 @@
+"""The options --config, --set and --allow-change of `run`: read, checked, and compared with the run
+before anything starts.
+
+command line → here → run_options (the section `run`), the workers' environment (run.py)
+
+What always holds:
+1. An option on the command line overrides the section `run` of the file.
+2. A change that a resumed run may not have is refused here already, where its checkpoint can be
+   read. The workers compare again (training/configured.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.config_changes import Change, changes, require_allowed
+from elastic_trainer.state.configuration import RUN, VARIABLE, Configuration, assigned, read_file
+from elastic_trainer.state.plain_options import require_options, require_types
+from elastic_trainer.wire.plain import plain
+
+ALLOW_VARIABLE = "ELASTIC_TRAINER_ALLOW_CHANGE"
+OF_THE_COMMAND_LINE = ("help", "config", "set", "allow_change")
+
+
+def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
+    """Declare the options."""
+    named = env.get(VARIABLE, "")
+    parser.add_argument("--config", metavar="FILE",
+                        default=None if named.startswith("{") else named or None,
+                        help="a TOML file: [training] has options of Trainer, [run] those of this "
+                             "command, other sections are the script's (configuration())")
+    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
+                        help="set a value of the configuration, as TOML: --set training.lr=0.1")
+    parser.add_argument("--allow-change", metavar="SECTION.KEY", action="append", default=[],
+                        help="let a resumed run have another value, which changes its bits")
+
+
+def read(argv: list[str], env: Mapping[str, str]) -> Configuration:
+    """Return the configuration that the command line names, checked. Raises ConfigError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_options(parser, env)
+    options, _ = parser.parse_known_args(argv)
+    found = read_file(Path(options.config)) if options.config else Configuration({}, "--set")
+    if options.set:
+        found = assigned(found, options.set)
+    require_options(found)
+    return found
+
+
+def options_of(configuration: Configuration, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the section `run` as options of the command line. Raises ConfigError."""
+    given = configuration.section(RUN)
+    actions = {action.dest: action for action in parser._actions
+               if action.dest not in OF_THE_COMMAND_LINE}
+    require_types(given, {name: _type(action) for name, action in actions.items()}, RUN,
+                  configuration.source)
+    found = []
+    for name, value in given.items():
+        option = actions[name].option_strings[-1]
+        if value is True:
+            found.append(option)
+        elif value is not False:
+            found.append(f"{option}={value}")
+    return found
+
+
+def _type(action: argparse.Action) -> Any:
+    if action.nargs == 0:
+        return bool
+    if action.choices:
+        return Literal[tuple(action.choices)]
+    return int if action.type is int else str
+
+
+def require_own(configuration: Configuration, example: str) -> None:
+    """Raise ConfigError if the demo is given values for a script."""
+    if others := [section for section in configuration if section != RUN]:
+        raise ConfigError(
+            f"{configuration.source} has [{others[0]}], but the demo {example} does not read it. "
+            f"Leave it out, or give your own command after --.")
+
+
+def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: Path,
+                     store: str) -> None:
+    """Show what differs from the run's newest checkpoint. Raises ConfigError for a change that is
+    not allowed.
+
+    Network: two requests. Where the store does not answer, the workers compare.
+    """
+    was = _stored(store or str(run_dir / "checkpoints"))
+    if was is None:
+        return
+    found = changes(was, configuration.flat())
+    if found:
+        _show(found, allowed)
+    require_allowed(found, allowed, run_dir.name)
+
+
+def _stored(url: str) -> dict[str, Any] | None:
+    """Return the configuration in the newest checkpoint; None: there is none that can be read."""
+    from elastic_trainer.state.commit_log import CommitLog, Damaged
+    from elastic_trainer.state.store import StoreUnavailable
+    from elastic_trainer.state.stores import open_store
+
+    if "://" not in url and not Path(url).is_dir():
+        return None
+    try:
+        log = CommitLog(open_store(url))
+        kept = log.newest_whole().kept
+        found = log.read(max(kept)).body.get("configuration") if kept else None
+    except (Damaged, FileNotFoundError, StoreUnavailable):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _show(found: list[Change], allowed: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("key", "in the run", "given", "", title="the configuration differs")
+    means = {"harmless": "holds from here on", "allowed": "allowed", "refused": "changes the bits",
+             "never": "cannot change"}
+    for change in found:
+        cells = (change.key, repr(change.was), repr(change.now), means[change.verdict(allowed)])
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    Console(stderr=True).print(table)

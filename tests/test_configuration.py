@@ -1,0 +1,387 @@
+"""A run's configuration: read and checked once, handed to the script, kept in checkpoints, and
+compared when a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from cluster import Cluster
+from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
+
+from elastic_trainer import ConfigError, configuration
+from elastic_trainer.__main__ import main
+from elastic_trainer.launch.run_options import parse_run
+from elastic_trainer.schedule import Schedule
+from elastic_trainer.standby.worker import reads_otherwise
+from elastic_trainer.state.config_changes import changes, require_allowed
+from elastic_trainer.state.configuration import (
+    VARIABLE,
+    Configuration,
+    assigned,
+    read_file,
+    taken,
+)
+from elastic_trainer.state.plain_options import declared, require_options
+from elastic_trainer.training.options import Options
+from elastic_trainer.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+TRAINING: dict[str, Any] = {"global_batch": 8, "shards": 4, "seed": 3}
+
+
+def given(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Configuration:
+    """Return the configuration that the launcher hands to this process."""
+    monkeypatch.setenv(VARIABLE, Configuration(values, "run.toml").to_text())
+    return configuration()
+
+
+# --- what a configuration is ----------------------------------------------------------------------
+
+def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
+    """A new option of the dataclass needs no second entry."""
+    types, defaults, others = declared()
+    hints = typing.get_type_hints(Options)
+    plain = [int, float, str, bool, type(None)]
+    for field in dataclasses.fields(Options):
+        kinds = list(typing.get_args(hints[field.name])) or [hints[field.name]]
+        expected = [kind for kind in kinds if kind in plain]
+        is_plain = any(kind is not type(None) for kind in expected)
+        assert (field.name in types, field.name in others) == (is_plain, not is_plain)
+        if is_plain:
+            kind = types[field.name]
+            assert (list(typing.get_args(kind)) or [kind]) == expected
+        if field.name in defaults:
+            assert defaults[field.name] == field.default
+    assert {"loader", "best", "collate"} <= others and defaults["shards"] == 8
+
+
+@pytest.mark.parametrize(("toml", "message"), [
+    ("[training]\nshard = 8", r"training\.shard, which is no option\. Did you mean shards\?"),
+    ("[training]\nshards = '8'", r"training\.shards = '8'\. Use a whole number\."),
+    ("[training]\nshards = true", r"training\.shards = True\. Use a whole number\."),
+    ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),
+    ("[training]\nuntil = '3 weeks'", r"training\.until = '3 weeks'\. Use \"10 epochs\""),
+    ("[training]\nuntil = '3 steps'\nepochs = 3", r"one length\. Leave one of them out"),
+    ("[training]\nlr = 'big'", r"training\.lr = 'big'\. Use a number"),
+    ("[model]\nwidth = x", r"is not valid TOML: .*line 2"),
+    ("width = 3", r"width = 3 outside of a section\. Put it below a line such as \[model\]"),
+    ("[model]\nsince = 2026-01-01", r"model\.since = 2026-01-01, which is a date\. Use a text"),
+    ("[model]\nrate = nan", r"model\.rate = nan, which is not finite"),
+    ("[data]\napi_key = 'abc'", r"data\.api_key, which looks like a secret\. .* environment"),
+    ("[data.bucket]\npassword = 'abc'", r"data\.bucket\.password, which looks like a secret"),
+])
+def test_a_mistake_in_the_file_is_refused_with_its_key_and_a_remedy(tmp_path: Path, toml: str,
+                                                                    message: str) -> None:
+    """One sentence of fact, one that says what to do."""
+    file = tmp_path / "run.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError, match=f"run.toml .*{message}"):
+        require_options(read_file(file))
+
+
+def test_words_that_only_resemble_secrets_are_keys() -> None:
+    """Counts of tokens, names of keys."""
+    found = assigned(Configuration({}, "--set"), ["data.num_tokens=3", "data.key_size=2",
+                                                  "model.tokenizer=\"bpe\""])
+    assert found.flat() == {"data.num_tokens": 3, "data.key_size": 2, "model.tokenizer": "bpe"}
+
+
+def test_set_parses_values_as_toml_and_refuses_what_is_none() -> None:
+    """Tables on the way are made; a value is not replaced by a table."""
+    found = assigned(Configuration({"model": {"width": 8}}, "run.toml"),
+                     ["model.width=16", "a.b.c=[1, 2]", "a.name=\"x\"", "a.on=true", "a.x=1e-3"])
+    assert found.as_dict() == {"model": {"width": 16},
+                               "a": {"b": {"c": [1, 2]}, "name": "x", "on": True, "x": 0.001}}
+    for wrong, message in (("a.b=x y", "in quotes"), ("a=1", "SECTION.KEY"), ("a.b", "SECTION"),
+                           ("model.width.x=1", "width is a value"), ("a.b=1\nc=2", "no TOML value"),
+                           ("a.token=\"t\"", "secret")):
+        with pytest.raises(ConfigError, match=message):
+            assigned(found, [wrong])
+
+
+def test_a_configuration_cannot_be_changed_and_a_missing_key_names_file_and_key() -> None:
+    """Also in a table of a table; `get` returns a default as every mapping's does."""
+    found = Configuration({"model": {"width": 8, "sizes": [1, 2], "a": {"b": 1}}}, "run.toml")
+    assert found["model"]["sizes"] == (1, 2) and found["model"].get("depth", 3) == 3
+    with pytest.raises(TypeError):
+        found["model"]["width"] = 9
+    with pytest.raises(ConfigError, match=r"run.toml has no model.a.c; model.a has b.*--set"):
+        found["model"]["a"]["c"]
+    with pytest.raises(ConfigError, match=r"run.toml has no data; it has model"):
+        found["data"]
+
+
+def test_lengths_fit_trainer_and_train() -> None:
+    """Each takes its own; the learning rate is the script's."""
+    of_epochs = Configuration({"training": {"epochs": 3, "lr": 0.1, "shards": 2}}, "run.toml")
+    assert of_epochs.training == {"until": "3 epochs", "shards": 2}
+    assert of_epochs.train == {"epochs": 3, "shards": 2}
+    of_steps = Configuration({"training": {"until": "70 steps"}}, "run.toml")
+    assert of_steps.training == {"until": "70 steps"} and of_steps.train == {"max_steps": 70}
+    with pytest.raises(ConfigError, match="Leave one of them out"):
+        _ = Configuration({"training": {"epochs": 1, "max_steps": 2}}, "run.toml").training
+
+
+# --- the launcher ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--set", "training.shard=4"], "Did you mean shards"),
+    (["--set", "run.worker=4"], "run.worker, which is no option. Did you mean workers"),
+    (["--set", "run.workers=true"], "run.workers = True. Use a whole number"),
+    (["--set", 'run.reduce="sum"'], 'run.reduce = \'sum\'. Use "exact" or "ring"'),
+    (["--config", "/nowhere.toml"], "--config /nowhere.toml cannot be read: No such file"),
+    (["--set", "run.workers=0"], "--workers is 0, so no worker would start"),
+])
+def test_the_launcher_refuses_a_configuration_before_anything_starts(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str],
+        message: str) -> None:
+    """No folder, no process."""
+    assert main(["run", "--runs-dir", str(tmp_path), *options, "--", "true"]) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_refuses_values_that_it_does_not_read(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value without effect would be a silent mistake."""
+    assert main(["run", "demo", "--runs-dir", str(tmp_path), "--set", "model.width=4"]) == 2
+    assert "[model], but the demo gpt does not read it" in capsys.readouterr().err
+
+
+def test_the_command_line_overrides_the_section_run(tmp_path: Path) -> None:
+    """And --set overrides the file."""
+    (tmp_path / "run.toml").write_text("[run]\nworkers = 3\ntimeline = true\nrun = 'mine'\n"
+                                       "[model]\nwidth = 8\n")
+    argv = ["--config", str(tmp_path / "run.toml"), "--runs-dir", str(tmp_path)]
+    wanted = parse_run([*argv, "--set", "model.width=16", "--", "true"])
+    assert (wanted.numbers["-np"], wanted.timeline, wanted.name) == (3, True, "mine")
+    assert wanted.configuration["model"]["width"] == 16
+    assert parse_run([*argv, "--workers", "2", "--", "true"]).numbers["-np"] == 2
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class ModelPart:
+    width: int
+    depth: int = 2
+
+
+@dataclasses.dataclass
+class Parts:
+    model: ModelPart
+
+
+class Pydantic(pydantic.BaseModel):
+    model: ModelPart
+
+
+@pytest.mark.parametrize("kind", [Parts, Pydantic])
+def test_a_model_of_the_users_validates_the_users_sections(monkeypatch: pytest.MonkeyPatch,
+                                                           kind: type[Any]) -> None:
+    """The trainer's sections are not its concern."""
+    given(monkeypatch, training=TRAINING, model={"width": 8})
+    assert configuration(kind).model == ModelPart(8, 2)
+    given(monkeypatch, model={"width": "wide"})
+    with pytest.raises(ConfigError, match=r"no valid model\.width: .*--set model\.width=VALUE"):
+        configuration(kind)
+    given(monkeypatch, model={"width": 8}, data={"path": "x"})
+    with pytest.raises(ConfigError, match="has the section data, which .* does not have"):
+        configuration(kind)
+
+
+def test_a_script_without_a_launcher_reads_the_file_that_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable, or by the script; the variable comes first."""
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(ConfigError, match="none is given. Start it with --config run.toml"):
+        configuration()
+    for name, width in (("a.toml", 1), ("b.toml", 2)):
+        (tmp_path / name).write_text(f"[model]\nwidth = {width}\n")
+    assert configuration(file=tmp_path / "a.toml")["model"]["width"] == 1
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "b.toml"))
+    assert configuration(file=tmp_path / "a.toml")["model"]["width"] == 2
+
+
+def test_a_configuration_without_effect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script does not read it, or gives Trainer another value."""
+    monkeypatch.setenv(VARIABLE, Configuration({"model": {"w": 77}}, "run.toml").to_text())
+    with pytest.raises(ConfigError, match="does not read it, so it has no effect. Call"):
+        trained(built())
+    given(monkeypatch, training=TRAINING | {"seed": 4})
+    with pytest.raises(ConfigError, match=r"training.seed = 4, but the script gives train\(\) 3"):
+        trained(built())
+
+
+def test_a_value_that_the_script_does_not_read_is_remarked(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that the file spells otherwise than the script does no harm in silence."""
+    config = given(monkeypatch, training=TRAINING | {"lr": 0.1},
+                   model={"width": 3, "widht": 4, "sizes": {"a": 1}})
+    assert config["model"]["width"] == 3 and dict(**config["model"]["sizes"]) == {"a": 1}
+    ears, model = Ears(), built()
+    for step in Trainer(model, torch.optim.SGD(model.parameters(), 0.1), DATA, listeners=[ears],
+                        until="1 steps", progress=False, **config.training):
+        for batch in step:
+            step.backward(mse(model, batch))
+    assert [facts["option"] for facts in ears.facts("job.option_ignored")] == [
+        "training.lr", "model.widht"]
+
+
+# --- a run goes on --------------------------------------------------------------------------------
+
+WAS = {"training.shards": 4, "training.lr": 0.1, "model.width": 8, "training.keep_last": 3}
+
+
+@pytest.mark.parametrize(("now", "allowed", "message"), [
+    (WAS, [], ""),
+    (WAS | {"training.seed": 0, "training.clip_norm": 1.0}, ["training.clip_norm"], ""),
+    (WAS | {"training.keep_last": 9, "run.workers": 7, "training.max_steps": 9}, [], ""),
+    (WAS | {"model.width": 9}, ["model.width"], ""),
+    (WAS | {"model.width": 9}, ["training.lr"], "model.width is 8 in the run, but 9 is given. "
+     "This would change the bits of the run.* --allow-change model.width, or"),
+    (WAS | {"data.path": "x"}, [], r"data.path is '\(not given\)' in the run"),
+    ({}, [], "training.shards is 4 in the run, but 8"),
+    (WAS | {"training.shards": 8}, ["training.shards"], "shards is 4 .* keeps these values for"),
+    (WAS | {"training.global_batch": 8}, [], "global_batch is .*not given"),
+    (WAS | {"run.reduce": "ring"}, ["run.reduce"], "keeps these values"),
+])
+def test_a_change_of_the_bits_is_refused_unless_it_is_allowed(
+        now: dict[str, Any], allowed: list[str], message: str) -> None:
+    """By name, with both values and the remedy. A default counts as given."""
+    found = changes(WAS, now)
+    if not message:
+        require_allowed(found, allowed, "mine")
+        return
+    with pytest.raises(ConfigError, match=message):
+        require_allowed(found, allowed, "mine")
+
+
+def run_of(monkeypatch: pytest.MonkeyPatch, steps: int, lr: float, ears: Ears | None = None,
+           **model: Any) -> torch.nn.Module:
+    """Train with a configuration, to a step."""
+    config = given(monkeypatch, training=TRAINING | {"lr": lr, "max_steps": steps}, model=model)
+    net = built()
+    optimizer = torch.optim.SGD(net.parameters(), lr=config["training"]["lr"])
+    for _ in config["model"].values():
+        pass
+    trained(net, optimizer, **(config.train | {"epochs": None}), listeners=[ears] if ears else [])
+    return net
+
+
+def test_a_changed_value_ends_a_resumed_run_at_once_unless_it_is_allowed(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The configuration is in the checkpoint, and `checkpoints show` prints it."""
+    run_of(monkeypatch, 2, 0.1, width=8)
+    assert main(["checkpoints", "show", str(run_dir / "checkpoints")]) == 0
+    shown = json.loads(capsys.readouterr().out)["configuration"]
+    assert shown == {"training.global_batch": 8, "training.shards": 4, "training.seed": 3,
+                     "training.lr": 0.1, "training.max_steps": 2, "model.width": 8}
+    with pytest.raises(ConfigError, match=r"model.width is 8 in the run, but 9 is given"):
+        run_of(monkeypatch, 4, 0.1, width=9)
+    argv = ["run", "--run", "run", "--runs-dir", str(run_dir.parent), "--set", "training.lr=0.2"]
+    assert main([*argv, "--", "true"]) == 2  # all other values are missing too
+    told = capsys.readouterr().err
+    assert "the configuration differs" in told and "--allow-change model.width" not in told
+    assert "training.global_batch is 8 in the run" in told
+    monkeypatch.setenv("ELASTIC_TRAINER_ALLOW_CHANGE", "model.width")
+    run_of(monkeypatch, 4, 0.1, width=9)
+    monkeypatch.setenv("ELASTIC_TRAINER_ALLOW_CHANGE", "")
+    run_of(monkeypatch, 5, 0.1, width=9)  # the newest checkpoint has the new value
+
+
+def test_an_allowed_learning_rate_holds_from_the_resumed_step_on(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are those of a plain loop that changes the rate there."""
+    run_of(monkeypatch, 2, 0.1)
+    with pytest.raises(ConfigError, match="training.lr is 0.1 in the run, but 0.05 is given"):
+        run_of(monkeypatch, 5, 0.05)
+    monkeypatch.setenv("ELASTIC_TRAINER_ALLOW_CHANGE", "training.lr")
+    ears = Ears()
+    net = run_of(monkeypatch, 5, 0.05, ears)
+    assert {facts["key"]: facts["holds"] for facts in ears.facts("job.settings_differ")
+            }["optimizer.lr"] == "given"
+    plain = built()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedule = Schedule(dataset_size=len(DATA), epochs=2, **TRAINING)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.05
+        chosen = torch.cat([torch.as_tensor(schedule.shard_samples(step, shard))
+                            for shard in range(4)])
+        optimizer.zero_grad()
+        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
+        optimizer.step()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_standby_with_another_configuration_takes_no_place(tmp_path: Path) -> None:
+    """It has built its model with it, and it counts as it was read then."""
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nwidth = 8\n")
+    taken(str(file))
+    file.write_text("[model]\nwidth = 9\n")
+    of_run = {width: {VARIABLE: Configuration({"model": {"width": width}, "run": {"workers": 2}},
+                                              "run.toml").to_text()} for width in (8, 9)}
+    booted = {VARIABLE: str(file)}
+    assert not reads_otherwise(booted, of_run[8]) and reads_otherwise(booted, of_run[9])
+    assert reads_otherwise({}, of_run[8]) and not reads_otherwise({}, {})
+
+
+# --- a cluster ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import time
+import torch
+from elastic_trainer import Trainer, configuration
+
+config = configuration()
+torch.manual_seed(0)
+width = config["model"]["width"]
+model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+optimizer = torch.optim.SGD(model.parameters(), lr=config["training"]["lr"])
+pause_s = config["test"]["pause_s"]
+for step in Trainer(model, optimizer, dataset, **config.training):
+    for batch in step:
+        time.sleep(pause_s)
+        step.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))
+"""
+
+
+def test_all_workers_have_the_configuration_when_one_is_killed_and_a_resume_keeps_it(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The result is that of one process with the file alone. A resume with another width is refused
+    before anything starts."""
+    (tmp_path / "my_train.py").write_text(SCRIPT)
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nuntil = '40 steps'\nglobal_batch = 8\nlr = 0.01\n"
+                    "checkpoint_every = 10\n[model]\nwidth = 4\n[test]\npause_s = 0.0\n")
+    alone = subprocess.run(
+        [sys.executable, "my_train.py"], cwd=tmp_path, check=True, capture_output=True, text=True,
+        env=os.environ | {VARIABLE: str(file), "ELASTIC_TRAINER_RUN_DIR": str(tmp_path / "twin"),
+                          "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert "no effect" not in alone.stderr
+    twin = json.loads((tmp_path / "twin" / "result.json").read_text())["weights_sha256"]
+    options = ["--config", str(file), "--set", "test.pause_s=0.05"]
+    with Cluster(tmp_path, options=options,
+                 command=[sys.executable, str(tmp_path / "my_train.py")]) as cluster:
+        cluster.wait_for_step(5)
+        cluster.signal_worker("127.0.0.1", signal.SIGKILL)
+        cluster.wait_for_world(3)
+        assert cluster.finish() == 0, cluster.story()
+        cluster.assert_nothing_lost(twin, victims=1)
+    argv = ["run", "--run", "run", "--runs-dir", str(tmp_path / "runs"), *options]
+    assert main([*argv, "--set", "model.width=8", "--", "true"]) == 2
+    assert "model.width is 4 in the run, but 8 is given" in capsys.readouterr().err
