@@ -225,7 +225,10 @@ def test_images_are_read_from_cifars_files_and_from_folders(tmp_path: Path) -> N
     training, test, classes, size = pictures.load(str(folder), 24)
     assert (len(training), classes, test[1][1]) == (2, 2, 1) and training[1][0].shape == (3, 24, 24)
     assert (test[1][0] * pictures.DEVIATION + pictures.MEAN)[:, 9, 9].round().tolist() == [1, 0, 0]
-    with pytest.raises(ConfigError, match="--data is"):
+    with pytest.raises(ConfigError, match="--data is .*neither"):
+        pictures.load(str(tmp_path), None)
+    (tmp_path / "batches.meta").touch()
+    with pytest.raises(ConfigError, match="--data is .*pickles"):
         pictures.load(str(tmp_path), None)
 
 

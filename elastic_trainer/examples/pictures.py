@@ -53,6 +53,11 @@ def load(place: str, size: int | None) -> tuple[Images, Images, int, int]:
                               f"out.")
         return (Cifar(sorted(folder.glob(CIFAR)), True),
                 Cifar([folder / "test_batch.bin"], False), 10, 32)
+    if (folder / "batches.meta").exists():
+        raise ConfigError(
+            f"--data is {place!r}, which has CIFAR-10 as pickles, and a pickle can run code. Get "
+            f"the binary version (cifar-10-binary.tar.gz), and name its folder "
+            f"cifar-10-batches-bin.")
     if not (folder / "train").is_dir() or not (folder / "val").is_dir():
         raise ConfigError(
             f"--data is {place!r}, which has neither the folders train and val nor CIFAR-10's "
