@@ -103,6 +103,6 @@ def test_a_script_is_measured_with_real_workers(
     file, = (tmp_path / "runs").glob("scaling-*/scaling.json")
     found = json.loads(file.read_text())
     assert [row["case"]["workers"] for row in found["rows"]] == [1, 2]
-    assert {row["batch"] for row in found["rows"]} == {16}
+    assert {(row["batch"], len(row["seconds"])) for row in found["rows"]} == {(16, 4)}
     assert "The largest cost is " in capsys.readouterr().out
     assert any(f"The largest cost is {part}: " in found["costs"][0] for part in PARTS)

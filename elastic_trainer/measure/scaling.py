@@ -59,9 +59,10 @@ def run(argv: Sequence[str]) -> int:
     plan.folder.mkdir(parents=True, exist_ok=True)
     print(f"{shlex.join(plan.command)}: {len(plan.cases) * plan.rounds} runs of {plan.steps} "
           f"steps, in {plan.folder}", flush=True)
-    rows, costs = measure(plan)
+    rows, costs, seconds = measure(plan)
     show(rows, costs)
-    found = {"rows": [asdict(row) | {"samples_per_s": row.rate} for row in rows], "costs": costs}
+    found = {"rows": [asdict(row) | {"samples_per_s": row.rate, "seconds": seconds[row.case]}
+                      for row in rows], "costs": costs}
     (plan.folder / "scaling.json").write_text(json.dumps(found, indent=1))
     if options.plot:
         plot.draw(rows, plan.modes, options.plot)
@@ -120,8 +121,9 @@ def plan_of(options: argparse.Namespace, command: list[str]) -> Plan:
 
 # --- the measurement --------------------------------------------------------------------------
 
-def measure(plan: Plan) -> tuple[list[Row], list[str]]:
-    """Run all cases in turns; return the rows, and a sentence for each that is slow."""
+def measure(plan: Plan) -> tuple[list[Row], list[str], dict[Case, list[float]]]:
+    """Run all cases in turns; return the rows, a sentence for each that is slow, and the seconds of
+    all steps."""
     seconds: dict[Case, list[float]] = defaultdict(list)
     parts: dict[Case, dict[str, float]] = {}
     batch = plan.batch
@@ -135,7 +137,8 @@ def measure(plan: Plan) -> tuple[list[Row], list[str]]:
             print(f"round {number + 1}: {label(case)}: "
                   f"{1000 * sorted(ran.seconds)[len(ran.seconds) // 2]:.1f} ms a step", flush=True)
     rows = cases.rows_of(seconds, batch)
-    return rows, [cost_of(plan, row, parts) for row in rows if row.costs and row.case.arm != PEER]
+    costs = [cost_of(plan, row, parts) for row in rows if row.costs and row.case.arm != PEER]
+    return rows, costs, seconds
 
 
 def run_case(plan: Plan, case: Case, timeline: bool = False) -> worlds.Ran:
