@@ -1,5 +1,5 @@
 """The job of the fault tests of the adapter for transformers: dropout, sentences of different
-lengths, evaluations, early stopping that never comes, a callback that counts.
+lengths, a loader process, evaluations, early stopping that never comes, a callback that counts.
 
     python tests/jobs/finetuning.py       alone: the undisturbed twin
 """
@@ -42,7 +42,7 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         if injector and self.first == 0 and not hurry.exists():
-            time.sleep(0.04)  # so that a newcomer enters in the middle of the run
+            time.sleep(0.2)  # so that a newcomer enters in the middle of the run
         generator = torch.Generator().manual_seed(self.first + i)
         words = torch.randint(1, 50, (9,), generator=generator)
         mask = (torch.arange(9) < 3 + i % 7).long()
@@ -80,7 +80,8 @@ trainer = ElasticTrainer(
         output_dir="unused", use_cpu=True, per_device_train_batch_size=4, num_train_epochs=10,
         gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="cosine",
         warmup_steps=0.1, weight_decay=0.1, seed=3, logging_steps=5, eval_strategy="epoch",
-        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="loss"),
+        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="loss",
+        dataloader_num_workers=1),
     train_dataset=Sentences(170, 0), eval_dataset=Sentences(30, 1000), compute_metrics=hits,
     callbacks=[counter, EarlyStoppingCallback(early_stopping_patience=99)], devices=4,
     run_dir=None if injector else "alone", listeners=[injector] if injector else [])
