@@ -42,10 +42,11 @@ class Evaluation:
         if why := refused_dataset(self.dataset):
             raise ConfigError(why)
 
-    def examination(self, job: Job) -> Examination:
-        """Return the evaluation of a job's model, as it is now. Raises ValueError."""
-        return Examination(job, self.dataset, self.fn, self.batch_size, self.collate, self.metrics,
-                           self.loader)
+
+def examination_of(plan: Evaluation, job: Job) -> Examination:
+    """Return the evaluation of a job's model, as it is now. Raises ValueError."""
+    return Examination(job, plan.dataset, plan.fn, plan.batch_size, plan.collate, plan.metrics,
+                       plan.loader)
 
 
 def require_evaluation(evaluate: Evaluation | None, job: Job) -> None:
@@ -60,6 +61,6 @@ def require_evaluation(evaluate: Evaluation | None, job: Job) -> None:
         raise ConfigError("evaluate has averaged=True, but no weights are averaged. Give ema=0.999 "
                           "or swa=Swa(from_step=…), or leave averaged out.")
     try:
-        evaluate.examination(job)
+        examination_of(evaluate, job)
     except ValueError as error:
         raise ConfigError(str(error)) from error

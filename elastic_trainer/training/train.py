@@ -26,7 +26,11 @@ from elastic_trainer.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import KeepBest
-from elastic_trainer.training.evaluation_plan import Evaluation, require_evaluation
+from elastic_trainer.training.evaluation_plan import (
+    Evaluation,
+    examination_of,
+    require_evaluation,
+)
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.moves import Finished, Move, Shard
@@ -128,7 +132,7 @@ def evaluate_behind(evaluate: Evaluation, worker: Worker, step: int,
             evaluate.every, step, steps_per_epoch, worker.loop.state.clocks_ms):
         return
     with worker.averaged() if evaluate.averaged else nullcontext():
-        means = worker.evaluate(evaluate.examination(worker.job), draw)
+        means = worker.evaluate(examination_of(evaluate, worker.job), draw)
     try:
         worker.take_for_best(means)
     except Exception as error:  # on all workers alike
