@@ -106,6 +106,27 @@ def test_the_best_checkpoint_has_the_weights_of_its_step_and_stays(
     assert f"wrote step {best + 1}," in shown and "error" in shown
 
 
+def test_the_averaged_weights_of_the_best_checkpoint_are_exported(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they were evaluated. An export of the trained ones says that there are others."""
+    model, weights = model_of(), dict[int, dict[str, torch.Tensor]]()
+    trainer = trainer_of(model, ema=0.5, best=RULE, run_dir=tmp_path / "run", until="20 epochs")
+    for step in trainer:
+        for batch in step:
+            step.backward(mse(model, batch))
+        with trainer.averaged():
+            trainer.evaluate(DATA, found)
+            weights[step.number] = {n: t.clone() for n, t in model.state_dict().items()}
+    store, file = str(tmp_path / "run" / "checkpoints"), str(tmp_path / "model")
+    assert main(["checkpoints", "export", store, "--best", f"{file}.trained"]) == 0
+    trained_ones = load_file(f"{file}.trained")
+    assert "It has averaged ones, too: --averaged" in capsys.readouterr().out
+    assert main(["checkpoints", "export", store, "--best", "--averaged", file]) == 0
+    best = weights[trainer.best.step]
+    assert all(torch.equal(tensor, best[name]) for name, tensor in load_file(file).items())
+    assert not torch.equal(trained_ones["0.weight"], best["0.weight"])
+
+
 def test_retention_keeps_the_best_until_a_better_one_is_published(tmp_path: Path) -> None:
     """One that was found and not published does not take its place."""
     fleet = Fleet(tmp_path, 2, SMALL)

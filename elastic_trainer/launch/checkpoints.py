@@ -32,6 +32,9 @@ from elastic_trainer.state.store import Store, StoreUnavailable
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.wire.plain import plain
 
+AVERAGES = ("ema", "swa")
+"""The names of the averages among the extras of a checkpoint (training/averages.py)."""
+
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands and their options."""
@@ -50,6 +53,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             which.add_argument("--best", action="store_true",
                                help="the one with the best evaluation (best=keep_best(…))")
         if name == "export":
+            command.add_argument("--averaged", action="store_true",
+                                 help="the averaged weights (ema, swa), not the trained ones")
             command.add_argument(
                 "output",
                 help="a file, or any URL that fsspec can write, e.g. s3://bucket/model.safetensors")
@@ -79,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
             case "prune":
                 return _prune(store, log, tail)
             case _:
-                return _export(store, log, _chosen(log, tail, options), options.output)
+                return _export(store, log, _chosen(log, tail, options), options.output,
+                               options.averaged)
     except (StoreUnavailable, Damaged, LayoutError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
@@ -191,7 +197,8 @@ def _prune(store: Store, log: CommitLog, tail: Record) -> int:
     return 0
 
 
-def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
+def _export(store: Store, log: CommitLog, record: Record, output: str,
+            is_averaged: bool = False) -> int:
     from safetensors.torch import save_file
 
     try:
@@ -207,6 +214,8 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
     check_kinds(values)
     values = with_plain_names(values)
     extra = values.get("extra_state", {})
+    if is_averaged:
+        values["parameters"] = values["parameters"] | _average_of(values, record.step)
     tensors = _tensors_of(values)
     texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
     metadata = {"step": str(record.step), "written_by": "elastic-trainer"} | texts
@@ -215,6 +224,8 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
         save_file(tensors, path, metadata=metadata)
         _copy(path, output)
     print(f"wrote step {record.step}, {len(tensors)} tensors, to {output}")
+    if not is_averaged and values["extras"].keys() & set(AVERAGES):
+        print("these are the trained weights. It has averaged ones, too: --averaged.")
     if texts:
         print(f"as JSON in the file's metadata, because it is no tensor: "
               f"{plain(', '.join(sorted(texts)))}")
@@ -222,6 +233,16 @@ def _export(store: Store, log: CommitLog, record: Record, output: str) -> int:
         print(f"left out, because safetensors cannot hold tensors in containers: "
               f"{plain(', '.join(lost))}")
     return 0
+
+
+def _average_of(values: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+    """Return the averaged weights of a checkpoint, by name. Raises ConfigError."""
+    average = next((values["extras"][name] for name in AVERAGES if name in values["extras"]), None)
+    if not average or not average.get("updates"):
+        raise ConfigError(f"The checkpoint of step {step} has no averaged weights. Export it "
+                          f"without --averaged, or train with ema=0.999.")
+    weights: dict[str, torch.Tensor] = average["weights"]
+    return weights
 
 
 def _tensors_of(values: dict[str, Any]) -> dict[str, torch.Tensor]:
