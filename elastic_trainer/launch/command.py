@@ -1,6 +1,7 @@
 """The command line.
 
     elastic-trainer setup [--check]
+    elastic-trainer doctor [--hosts a:1,b:1] [--store URL] [--json]
     elastic-trainer run demo [--example gpt|digits|images|gan] [--steps N] [--workers N] …
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer run --config run.toml [--set training.lr=0.1] -- python my_train.py …
@@ -53,6 +54,10 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.setup import command as setup
 
         return setup.main(argv[1:])
+    if argv[:1] == ["doctor"]:
+        from elastic_trainer.launch import examination
+
+        return examination.main(argv[1:])
     if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"], ["scaling"]):
         require_horovod()
     if argv[:1] == ["run"]:
@@ -89,6 +94,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("setup", add_help=False,
                         help="build or install the Horovod that this environment needs")
+    commands.add_parser("doctor", add_help=False,
+                        help="find what this machine, or the hosts of a fleet, lack for a run")
     commands.add_parser("run", add_help=False, help="train: the demo, or your own script after --")
     look.add_commands(commands)
     index.add_command(commands.add_parser(

@@ -1,0 +1,261 @@
+"""What the facts of machines mean for a run: decisions, each with the command that mends it.
+
+facts.py, launch/examination.py → here → table.py
+
+What always holds: everything here is a pure function of values.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.doctor.facts import Facts, StoreFacts
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+HOROVOD = "0.28.1"
+"""The version whose faults our driver mends (launch/horovodrun.py)."""
+OLDEST_PYTHON = (3, 10)
+MIB = 1 << 20
+LEAST_DISK_MIB, SMALL_DISK_MIB = 64, 1024
+SMALL_SHARED_MEMORY_MIB = 64
+"""Docker's default. Loader processes hand batches over in /dev/shm."""
+LEAST_OPEN_FILES = 1024
+NOT_HONOURED = "does not honour"
+"""In the text of a store without put-if-absent (state/store.py)."""
+CLOCK_WARNING_S, CLOCK_FAILED_S = 1.0, 300.0
+"""The event log orders events of hosts by their clocks. S3 refuses a request that is 15 minutes
+off."""
+SETUP = "elastic-trainer setup"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, on which host, what was found, and what mends it."""
+
+    host: str
+    what: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def checks_of(facts: Facts) -> list[Check]:
+    """Return the checks of one machine."""
+    found = [python(facts), torch(facts), horovod(facts), collectives(facts), gpu(facts),
+             interfaces(facts), disk(facts), temporary(facts), shared_memory(facts),
+             open_files(facts)]
+    return [*found, *(store(facts.host, facts.store) if facts.store else ())]
+
+
+def python(facts: Facts) -> Check:
+    """Judge the version of Python."""
+    version = tuple(int(part) for part in facts.python.split(".")[:2])
+    text = f"{facts.python} ({facts.executable})"
+    if version < OLDEST_PYTHON:
+        return Check(facts.host, "Python", FAILED, text, "apt-get install python3.11-venv")
+    return Check(facts.host, "Python", OK, text)
+
+
+def torch(facts: Facts) -> Check:
+    """Judge torch: it can be imported."""
+    if facts.torch_error or not facts.torch:
+        return Check(facts.host, "torch", FAILED, facts.torch_error or "it is not known",
+                     f"{facts.executable} -m pip install --force-reinstall torch")
+    return Check(facts.host, "torch", OK,
+                 f"{facts.torch}, for " + (f"CUDA {facts.cuda}" if facts.cuda else "the CPU"))
+
+
+def horovod(facts: Facts) -> Check:
+    """Judge Horovod: the version that we mend, built for the torch that is here."""
+    what = "Horovod"
+    if not facts.horovod:
+        return Check(facts.host, what, FAILED, "it is not installed", SETUP)
+    if facts.horovod != HOROVOD:
+        return Check(facts.host, what, FAILED, f"{facts.horovod}, but the driver mends {HOROVOD}",
+                     SETUP)
+    if facts.made_for and facts.torch and facts.made_for != facts.torch:
+        return Check(facts.host, what, FAILED,
+                     f"it was built for torch {facts.made_for}, but torch {facts.torch} is here",
+                     SETUP)
+    if facts.horovod_error:
+        return Check(facts.host, what, FAILED, f"it cannot be imported: {facts.horovod_error}",
+                     SETUP)
+    return Check(facts.host, what, OK, f"{facts.horovod}, "
+                 + (f"built for torch {facts.made_for}" if facts.made_for else "of your own build"))
+
+
+def collectives(facts: Facts) -> Check:
+    """Judge what Horovod was built with."""
+    built = [name for name, is_in in (("Gloo", facts.gloo), ("NCCL", facts.nccl)) if is_in]
+    text = " and ".join(built) or "neither Gloo nor NCCL"
+    if not facts.gloo:
+        return Check(facts.host, "collectives", FAILED, text, SETUP)
+    if facts.gpus and not facts.nccl:
+        return Check(facts.host, "collectives", WARNING,
+                     f"{text}; gradients of {len(facts.gpus)} GPUs pass through the CPU",
+                     f"apt-get install libnccl-dev && {SETUP}")
+    return Check(facts.host, "collectives", OK, text)
+
+
+def gpu(facts: Facts) -> Check:
+    """Judge that torch can use the GPUs that are here."""
+    if facts.gpus:
+        names = ", ".join(f"{count} x {name}" for name, count in Counter(facts.gpus).items())
+        return Check(facts.host, "GPU", OK, names)
+    if not facts.has_nvidia:
+        return Check(facts.host, "GPU", OK, "none, so training is on the CPU")
+    if not facts.cuda:
+        return Check(facts.host, "GPU", WARNING,
+                     "NVIDIA's driver is here, but torch was built for the CPU alone",
+                     f"{facts.executable} -m pip install --force-reinstall torch && {SETUP}")
+    return Check(facts.host, "GPU", FAILED, "torch finds no GPU, but NVIDIA's driver is here",
+                 "nvidia-smi")
+
+
+def interfaces(facts: Facts) -> Check:
+    """Judge the addresses of this machine."""
+    if not facts.interfaces:
+        return Check(facts.host, "interfaces", WARNING,
+                     "only loopback, so no other host can take part", "ip link set eth0 up")
+    used = f"; {facts.address} leads to the hosts" if facts.address else ""
+    return Check(facts.host, "interfaces", OK, ", ".join(facts.interfaces) + used)
+
+
+def disk(facts: Facts) -> Check:
+    """Judge the folder of the runs: it can be written, and has room."""
+    free_mib = facts.folder_free_bytes // MIB
+    folder = shlex.quote(facts.folder)
+    text = f"{free_mib} MiB free for {facts.folder}"
+    if facts.folder_error:
+        is_full = "space" in facts.folder_error or "quota" in facts.folder_error.lower()
+        remedy = (f"du -xh {folder} | sort -h | tail" if is_full else
+                  f"mkdir -p {folder} && chmod u+rwx {folder}")
+        return Check(facts.host, "disk", FAILED, facts.folder_error, remedy)
+    if free_mib < LEAST_DISK_MIB:
+        return Check(facts.host, "disk", FAILED, text, f"du -xh {folder} | sort -h | tail")
+    if free_mib < SMALL_DISK_MIB:
+        return Check(facts.host, "disk", WARNING, text, f"du -xh {folder} | sort -h | tail")
+    return Check(facts.host, "disk", OK, text)
+
+
+def temporary(facts: Facts) -> Check:
+    """Judge the folder of temporary files."""
+    if facts.temporary_error:
+        return Check(facts.host, "temporary files", FAILED, facts.temporary_error,
+                     "export TMPDIR=/another/folder")
+    return Check(facts.host, "temporary files", OK, "can be written")
+
+
+def shared_memory(facts: Facts) -> Check:
+    """Judge /dev/shm, through which loader processes send batches."""
+    free_mib = facts.shared_memory_bytes // MIB
+    if free_mib <= SMALL_SHARED_MEMORY_MIB:
+        return Check(facts.host, "shared memory", WARNING,
+                     f"{free_mib} MiB free in /dev/shm, which large batches of loader processes "
+                     f"fill", "mount -o remount,size=50% /dev/shm    (Docker: --shm-size 4g)")
+    return Check(facts.host, "shared memory", OK, f"{free_mib} MiB free in /dev/shm")
+
+
+def open_files(facts: Facts) -> Check:
+    """Judge the limit of open files."""
+    if facts.open_files < LEAST_OPEN_FILES:
+        return Check(facts.host, "open files", FAILED, f"at most {facts.open_files}",
+                     "ulimit -Hn 65536    (as root, or in /etc/security/limits.conf)")
+    return Check(facts.host, "open files", OK, f"at most {facts.open_files}")
+
+
+def store(host: str, facts: StoreFacts) -> Iterator[Check]:
+    """Judge each permission on the store, and that it honours put-if-absent."""
+    bucket, _, prefix = facts.url.partition("?")[0].removeprefix("s3://").partition("/")
+    is_s3 = facts.url.startswith("s3://")
+    place = f"s3://{bucket}/{prefix}"
+    folder = shlex.quote(facts.url)
+    write = (f"aws s3 cp /etc/hostname {place.rstrip('/')}/probe/doctor" if is_s3 else
+             f"mkdir -p {folder} && chmod -R u+rwX {folder} && df -h {folder}")
+    if facts.write:
+        yield Check(host, "store: write", FAILED, facts.write, write)
+        return
+    yield Check(host, "store: write", OK, facts.url.partition("?")[0])
+    for what, error, remedy in (
+            ("read", facts.read, f"aws s3api get-bucket-policy --bucket {bucket}"),
+            ("list", facts.list, f"aws s3 ls {place}"),
+            ("conditional put", facts.conditional,
+             "--store with another endpoint" if NOT_HONOURED in facts.conditional else write),
+            ("delete", facts.delete, f"aws s3api get-bucket-policy --bucket {bucket}")):
+        # Checkpoints work without the permission to delete. The store then grows.
+        status = WARNING if what == "delete" else FAILED
+        mend = remedy if is_s3 or what == "conditional put" else f"chmod -R u+rwX {folder}"
+        yield (Check(host, f"store: {what}", status, error, mend) if error else
+               Check(host, f"store: {what}", OK, "works"))
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+def ssh(host: str, exit_code: int, last: str, command: Sequence[str]) -> Check:
+    """Judge an ssh that was to start the doctor on a host; `last` is its last line on stderr."""
+    if exit_code == 0:
+        return Check(host, "ssh", OK, "works without a password")
+    if exit_code == 255:
+        return Check(host, "ssh", FAILED, last or "no connection", shlex.join(command))
+    return Check(host, "ssh", FAILED,
+                 f"the doctor ended with exit code {exit_code} there: {last}",
+                 f"put the same Python and packages at the same paths on {host} "
+                 f"(deploy/install.sh)")
+
+
+def port(host: str, towards: str, address: str, error: str) -> Check:
+    """Judge that a host reaches a port of another one."""
+    what = f"port of {towards}"
+    if not error:
+        return Check(host, what, OK, f"{address} is reached")
+    return Check(host, what, FAILED, f"{address} is not reached: {error}",
+                 f"on {towards}: ufw allow from {host}    (in a cloud: one security group that "
+                 f"allows all TCP ports between its members)")
+
+
+def clock(host: str, offset_s: float | None) -> Check:
+    """Judge how far a host's clock is from the coordinator's."""
+    if offset_s is None:
+        return Check(host, "clock", WARNING, "not compared, because no port was reached")
+    text = f"{offset_s:+.2f} s from this machine's"
+    remedy = "timedatectl set-ntp true && systemctl restart systemd-timesyncd"
+    if abs(offset_s) > CLOCK_FAILED_S:
+        return Check(host, "clock", FAILED, text, remedy)
+    if abs(offset_s) > CLOCK_WARNING_S:
+        return Check(host, "clock", WARNING, text, remedy)
+    return Check(host, "clock", OK, text)
+
+
+def same(facts: Mapping[str, Facts], here: str) -> list[Check]:
+    """Judge that all hosts have the software and the processor of the coordinator."""
+    mine, found = facts[here], []
+    for host, theirs in facts.items():
+        if host == here:
+            continue
+        differ = [f"{name} {getattr(theirs, name) or 'none'} there, {getattr(mine, name)} here"
+                  for name in ("python", "torch", "horovod")
+                  if getattr(theirs, name) != getattr(mine, name)]
+        if differ:
+            found.append(Check(host, "same software", FAILED, "; ".join(differ),
+                               f"deploy/install.sh    (on {host}, from the same checkout)"))
+        elif theirs.processor != mine.processor:
+            found.append(Check(
+                host, "same processor", WARNING, f"{theirs.processor} there, {mine.processor} here",
+                "--mixed-hardware warn    (if the bits may differ), or one type of host"))
+        else:
+            found.append(Check(host, "same software", OK, f"as on {here}"))
+    return found
+
+
+def shared_folder(host: str, facts: Facts, has_store: bool) -> Check | None:
+    """Judge where checkpoints of several hosts go; None: it was not asked."""
+    if facts.sees_mark is None or has_store:
+        return None
+    if facts.sees_mark:
+        return Check(host, "shared runs", OK, f"{facts.folder} is the coordinator's")
+    return Check(host, "shared runs", FAILED,
+                 f"{facts.folder} is not the coordinator's, so a checkpoint has parts on several "
+                 f"disks", "--store s3://bucket/prefix    (or a --runs-dir on a shared disk)")
