@@ -85,7 +85,7 @@ def test_a_checkpoint_names_its_job(
         "drop_last": False, "min_shard_samples": 1, "steps": 2
     }
     assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "clip_value": None,
-                               "model": "Linear"}
+                               "model": "Linear", "precision": "fp32"}
     assert shown["versions"] == {"python": platform.python_version(), "torch": torch.__version__,
                                  "horovod": horovod.__version__, "numpy": numpy.__version__}
 
