@@ -21,6 +21,7 @@ from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
 
 from elastic_trainer import ConfigError, configuration
 from elastic_trainer.__main__ import main
+from elastic_trainer.launch.configured import for_workers
 from elastic_trainer.launch.run_options import parse_run
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.standby.worker import reads_otherwise
@@ -156,6 +157,14 @@ def test_the_demo_refuses_values_that_it_does_not_read(
     """A value without effect would be a silent mistake."""
     assert main(["run", "demo", "--runs-dir", str(tmp_path), "--set", "model.width=4"]) == 2
     assert "[model], but the demo gpt does not read it" in capsys.readouterr().err
+
+
+def test_workers_receive_nothing_when_there_is_only_the_section_run() -> None:
+    """A script that reads no configuration, or names its file itself, works with it."""
+    assert for_workers(Configuration({"run": {"workers": 2}}, "--set")) == ""
+    assert for_workers(Configuration({}, "--set")) == ""
+    both = Configuration({"run": {"workers": 2}, "model": {"width": 1}}, "run.toml")
+    assert Configuration.from_text(for_workers(both)).as_dict() == both.as_dict()
 
 
 def test_the_command_line_overrides_the_section_run(tmp_path: Path) -> None:
@@ -333,9 +342,11 @@ def test_a_standby_with_another_configuration_takes_no_place(tmp_path: Path) -> 
     file.write_text("[model]\nwidth = 9\n")
     of_run = {width: {VARIABLE: Configuration({"model": {"width": width}, "run": {"workers": 2}},
                                               "run.toml").to_text()} for width in (8, 9)}
-    booted = {VARIABLE: str(file)}
-    assert not reads_otherwise(booted, of_run[8]) and reads_otherwise(booted, of_run[9])
-    assert reads_otherwise({}, of_run[8]) and not reads_otherwise({}, {})
+    mine = {VARIABLE: str(file)}
+    assert not reads_otherwise(mine, mine, of_run[8]) and reads_otherwise(mine, mine, of_run[9])
+    assert reads_otherwise(mine, mine, {}) and reads_otherwise({}, {}, of_run[8])
+    # The script has named the file itself, as those of all workers do.
+    assert not reads_otherwise({}, mine, {}) and not reads_otherwise({}, mine, of_run[8])
 
 
 # --- a cluster ------------------------------------------------------------------------------------

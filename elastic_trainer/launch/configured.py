@@ -84,13 +84,21 @@ def require_own(configuration: Configuration, example: str) -> None:
             f"Leave it out, or give your own command after --.")
 
 
+def for_workers(configuration: Configuration) -> str:
+    """Return what workers receive; "" if there is nothing for the script. Raises ConfigError."""
+    return configuration.to_text() if set(configuration) - {RUN} else ""
+
+
 def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: Path,
                      store: str) -> None:
     """Show what differs from the run's newest checkpoint. Raises ConfigError for a change that is
     not allowed.
 
-    Network: two requests. Where the store does not answer, the workers compare.
+    Network: two requests. Where the store does not answer, or the script names its file itself,
+    only the workers compare.
     """
+    if not for_workers(configuration):
+        return
     was = _stored(store or str(run_dir / "checkpoints"))
     if was is None:
         return

@@ -37,8 +37,7 @@ def run(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
-    given = wanted.configuration
-    os.environ[VARIABLE] = given.to_text() if given else ""
+    os.environ[VARIABLE] = configured.for_workers(wanted.configuration)
     os.environ[configured.ALLOW_VARIABLE] = ",".join(wanted.allow_change)
     horovodrun_options = wanted.horovodrun()
     with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():

@@ -62,7 +62,8 @@ def wait_for_place() -> dict[str, float]:
     if changed := changed_files(loaded, stamps(loaded), int(began_ns), roots):
         keeper.send(", ".join(changed).encode()[:REASON_BYTES])
         os._exit(EXIT_LEFT)
-    if reads_otherwise(os.environ, read_environment(descriptors[0])):
+    if reads_otherwise(read_environment(descriptors[-2]), os.environ,
+                       read_environment(descriptors[0])):
         keeper.send(b"the run has another configuration")
         os._exit(EXIT_LEFT)
     _take_place(descriptors)
@@ -74,11 +75,14 @@ def wait_for_place() -> dict[str, float]:
     return {"waited_s": round(time.monotonic() - since, 3)}
 
 
-def reads_otherwise(booted: Mapping[str, str], place: Mapping[str, str]) -> bool:
+def reads_otherwise(booted_with: Mapping[str, str], now: Mapping[str, str],
+                    place: Mapping[str, str]) -> bool:
     """True if the script has read another configuration than the run has. The section `run` is
     the launcher's."""
+    if booted_with.get(VARIABLE_OF_CONFIGURATION, "") == place.get(VARIABLE_OF_CONFIGURATION, ""):
+        return False  # also where the script has named a file itself, as every worker's does
     mine, theirs = (taken(env.get(VARIABLE_OF_CONFIGURATION, "")).as_dict()
-                    for env in (booted, place))
+                    for env in (now, place))
     return {**mine, RUN: None} != {**theirs, RUN: None}
 
 
