@@ -108,14 +108,14 @@ def ours(module: Any, **options: Any) -> Any:
     return fit(module, **options)
 
 
-def theirs(module: Any, package: Any = None, **options: Any) -> Any:
+def theirs(module: Any, package: Any = None, loaders: Any = None, **options: Any) -> Any:
     torch.set_num_threads(1)
     trainer = (package or pl).Trainer(**{
         "max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
     } | options)
     trainer.fit(module, DataLoader(DATA, batch_size=BATCH),
-                DataLoader(DATA, batch_size=5))
+                loaders or DataLoader(DATA, batch_size=5))
     return trainer
 
 
@@ -407,6 +407,64 @@ def test_the_best_checkpoint_is_that_of_model_checkpoint(tmp_path: Path) -> None
     assert result.best.rule.metric == "val_loss"
 
 
+class Ears:
+    """Keeps what is logged behind each step, by the names of loggers."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, dict[str, float]] = {}
+
+    def check(self) -> None:
+        """Nothing can fail."""
+
+    def open(self, run: Any) -> int:
+        return 0
+
+    def where(self) -> str:
+        return "memory"
+
+    def write(self, row: Any) -> None:
+        self.heard[row.step] = row.values
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_loggers_get_what_the_module_logs(tmp_path: Path) -> None:
+    """Values of steps, epochs and validations, sums, metrics of torchmetrics, and what hooks
+    log."""
+    ears, module = Ears(), Metered.built()
+    ours(module, loggers=[ears], run_dir=tmp_path / "run", max_epochs=2)
+    last, metrics = ears.heard[11], module.trainer.callback_metrics
+    for name in ("train/train_hits_step", "train/train_hits_epoch", "train/by_hand",
+                 "eval/val_hits", "eval/micro"):
+        assert last[name] == float(metrics[name.split("/")[1]]), name
+    assert "train/train_hits_step" in ears.heard[3] and "train/by_hand" not in ears.heard[3]
+    ears, module = Ears(), made()
+    ours(module, loggers=[ears], run_dir=tmp_path / "other", max_epochs=2)
+    last, metrics = ears.heard[11], module.trainer.callback_metrics
+    for name, mine in (("train/train_loss", "train_loss_step"), ("eval/val_loss", "val_loss"),
+                       ("train/train_loss_epoch", "train_loss_epoch"), ("train/count", "count")):
+        assert last[name] == pytest.approx(float(metrics[mine]), rel=1e-6), name
+
+
+def test_several_validation_datasets_have_the_names_of_the_real_trainer() -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("size", float(len(batch[0])), reduce_fx="sum")
+        self.log("loss", (dataloader_idx + 1) * self(batch[0]).sum())
+        self.log(f"alone_{dataloader_idx}", float(batch_idx), add_dataloader_idx=False)
+
+    mine, other = (still(made(validation_step=validation_step)) for _ in range(2))
+    loaders = [DataLoader(DATA, batch_size=5), DataLoader(DATA, batch_size=7)]
+    ours(mine, val_dataloaders=loaders)
+    trainer = theirs(other, loaders=loaders)
+    found = numbers(mine.trainer.callback_metrics)
+    assert found == pytest.approx(numbers(trainer.callback_metrics), rel=1e-5)
+    assert found["size/dataloader_idx_1"] == SAMPLES and "alone_1" in found
+
+
 def test_the_order_of_a_weighted_sampler_is_that_of_its_weights() -> None:
     """A sample of weight 0 is never drawn; an epoch has as many draws as the sampler."""
     drawn: list[int] = []
@@ -498,6 +556,8 @@ def test_data_that_cannot_be_taken_apart_are_refused(loader: Any, message: str) 
     ({"global_batch": 8}, "Give devices=4"),
     ({"max_epochs": None}, "Give one of them"),
     ({"precision": "64-true"}, "precision is '64-true'"),
+    ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
+    ({"state": {"lightning": torch.nn.Linear(1, 1)}}, "the name 'lightning'"),
     ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "max"}, "gradient_clip_algorithm"),
     ({"val_check_interval": 7}, "val_check_interval is 7, and an epoch has 6 steps"),
     ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0"),

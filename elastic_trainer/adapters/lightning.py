@@ -69,7 +69,8 @@ def fit(
     module: Any, datamodule: Any = None, *, train_dataloaders: Any = None,
     val_dataloaders: Any = None, max_epochs: int | None = None, max_steps: int = -1,
     devices: int | None = None, global_batch: int | None = None, shards: int | None = None,
-    callbacks: Any = (), check_val_every_n_epoch: int = 1, val_check_interval: int | float = 1.0,
+    accelerator: str = "auto", callbacks: Any = (), check_val_every_n_epoch: int = 1,
+    val_check_interval: int | float = 1.0,
     gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
     precision: int | str = "32-true", seed: int = 0, ema: float | None = None,
     swa: Swa | None = None, state: Mapping[str, Any] | None = None,
@@ -89,14 +90,19 @@ def fit(
     Raises ConfigError for what is not supported.
     """
     lightning = package_of(module, "LightningModule")
+    if isinstance(getattr(vars(module).get("log"), "__self__", None), Logs):
+        del module.log  # of a fit() that has failed
     refuse_module(module, lightning("core").LightningModule)
+    if "lightning" in (state or {}):
+        raise ConfigError("state has an object with the name 'lightning', which fit() uses. Give "
+                          "it another name.")
     options = _options(precision, gradient_clip_val, gradient_clip_algorithm)
     seen = StandIn(
         module, datamodule, lightning, max_epochs=max_epochs, max_steps=max_steps,
         check_val_every_n_epoch=check_val_every_n_epoch, val_check_interval=val_check_interval,
         gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm,
         precision=str(precision), devices=devices or 1)
-    asked = _set_up(seen, lightning, callbacks)
+    asked = _set_up(seen, lightning, callbacks, accelerator)
     sources = Sources.of(seen, lightning, train_dataloaders, val_dataloaders)
     numbers = Numbers.of(sources.train, devices, global_batch, shards, max_epochs, max_steps)
     _require_intervals(check_val_every_n_epoch, val_check_interval, numbers.steps_per_epoch)
@@ -153,7 +159,7 @@ def _options(precision: int | str, clip: float | None, algorithm: str | None) ->
     return found
 
 
-def _set_up(seen: StandIn, lightning: Lightning, callbacks: Any) -> Callbacks:
+def _set_up(seen: StandIn, lightning: Lightning, callbacks: Any, accelerator: str) -> Callbacks:
     """Run the hooks before the training, as Lightning orders them."""
     module, data = seen.lightning_module, seen.datamodule
     if data is not None:
@@ -177,10 +183,20 @@ def _set_up(seen: StandIn, lightning: Lightning, callbacks: Any) -> Callbacks:
         one.setup(seen, module, "fit")
     module.setup("fit")
     module.configure_model()
-    if torch.cuda.is_available() and module.device.type == "cpu":
+    _move(module, accelerator)
+    return asked
+
+
+def _move(module: Any, accelerator: str) -> None:
+    """Move the module to this worker's own GPU, if it is to have one. Raises ConfigError."""
+    if accelerator not in ("auto", "cpu", "gpu", "cuda"):
+        raise ConfigError(f"accelerator is {accelerator!r}. Use \"auto\", \"cpu\" or \"gpu\".")
+    has_gpu = torch.cuda.is_available()
+    if accelerator in ("gpu", "cuda") and not has_gpu:
+        raise ConfigError(f"accelerator is {accelerator!r}, and torch finds no GPU. Use \"auto\".")
+    if has_gpu and accelerator != "cpu":
         torch.cuda.set_device(local_rank())
         module.to(torch.device("cuda", local_rank()))
-    return asked
 
 
 @contextmanager

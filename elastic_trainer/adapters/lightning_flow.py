@@ -16,6 +16,7 @@ Source: lightning 2.6, pytorch/loops/fit_loop.py, training_epoch_loop.py and eva
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
 from elastic_trainer.adapters.lightning_rates import Schedulers
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.adapters.lightning_validation import Validation
-from elastic_trainer.training.step import Step, end_run, note_rates, sums_of
+from elastic_trainer.training.step import Step, end_run, log_behind, note_rates, sums_of
 from elastic_trainer.training.trainer import Trainer
 
 BATCH = (
@@ -76,8 +77,9 @@ class Flow:
         self.module = seen.lightning_module
         self.monitor: str | None = None
         """The metric that decides which step is the best."""
+        self._callbacks = by_key(seen.callbacks)
         self._attributes = {"module": Attributes(self.module, skipped)} | {
-            f"callback {number}": Attributes(one) for number, one in enumerate(seen.callbacks)}
+            f"callback {key}": Attributes(one) for key, one in self._callbacks.items()}
         self._has_begun = False
         self._takes_index = takes(self.module.training_step, 2)
         seen.callback_metrics, seen.logged_metrics = logs.callback, logs.logged
@@ -164,6 +166,8 @@ class Flow:
             self._end_epoch(step, epoch, ends_epoch)
         if self.monitor and (has_validated or (ends_epoch and not self.validations)):
             elastic._worker.take_for_best(logs.callback)
+        log_behind(step, logs.fresh)
+        logs.fresh = {}
         if seen.should_stop and not is_last:
             self._stop(step, elastic)
         elif not is_last:
@@ -234,7 +238,7 @@ class Flow:
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs to the state of the run."""
         return {"parts": {name: one.state_dict() for name, one in self._parts().items()},
-                "callbacks": [one.state_dict() for one in self.seen.callbacks],
+                "callbacks": {key: one.state_dict() for key, one in self._callbacks.items()},
                 "stops": self.seen.should_stop}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -242,10 +246,23 @@ class Flow:
         for name, one in self._parts().items():
             if name in values["parts"]:
                 one.load_state_dict(values["parts"][name])
-        for one, theirs in zip(self.seen.callbacks, values["callbacks"], strict=False):
-            if theirs:
-                one.load_state_dict(theirs)
+        for key, theirs in values["callbacks"].items():
+            if key in self._callbacks and theirs:
+                self._callbacks[key].load_state_dict(theirs)
+            elif theirs:
+                warnings.warn(f"the state of the run has a callback {key}, which this script has "
+                              f"not. Its values are left out.", stacklevel=2)
         self.seen.should_stop = values["stops"]
+
+
+def by_key(callbacks: list[Any]) -> dict[str, Any]:
+    """Return callbacks by the names that Lightning has for their states; the second one of a name
+    has a number."""
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        again = sum(key.split("#")[0] == one.state_key for key in found)
+        found[f"{one.state_key}#{again + 1}" if again else one.state_key] = one
+    return found
 
 
 def loss_of(returned: Any) -> torch.Tensor:

@@ -97,6 +97,9 @@ class Logs:
         """By hook and name."""
         self._known: list[str] | None = None
         """The names of the first batch, which decide what is sent."""
+        self.fresh: dict[str, torch.Tensor] = {}
+        """What neither the event of the step nor that of an evaluation has, by the names of
+        loggers."""
         self.suffix = ""
         """What Lightning appends to the names of one of several validation datasets."""
 
@@ -130,7 +133,8 @@ class Logs:
             if not kind.on_epoch:
                 entry.total = entry.weight = 0.0
             entry.add(number if kind.is_sum else number * weight, weight)
-        self._show(name, entry, on_step=where in OF_STEP)
+        self._show(name, entry, "eval" if "validation" in where else "train",
+                   on_step=where in OF_STEP)
 
     def _place_of(self, name: str, value: Any) -> str | None:
         if not isinstance(value, self._metric_type):
@@ -185,7 +189,13 @@ class Logs:
         if late := self._sums.keys() - set(self._known):
             raise RuntimeError(LATE.format(name=min(late), step=self.step,
                                            names=", ".join(self._known) or "nothing"))
-        return {_sent(name): self._sums.get(name, (0.0, 0.0)) for name in self._known}
+        return {self._sent(name): self._sums.get(name, (0.0, 0.0)) for name in self._known}
+
+    def _sent(self, name: str) -> str:
+        """Return the name under which step.log sends a value. step.metrics has means only."""
+        is_mean = not any(self._kinds[where, name].is_sum for where in OF_TRAINING
+                          if (where, name) in self._kinds)
+        return name if is_mean and name != COUNT else HIDDEN + name
 
     def end_validation_batch(self) -> dict[str, Any]:
         """Return what the batch has logged, under names that say how: a worker may have no
@@ -200,11 +210,14 @@ class Logs:
         """Take the totals of a finished step; there are none if an earlier process has finished
         it."""
         for (where, name), kind in self._kinds.items() if sums else ():
-            total, weight = sums.get(_sent(name), (0.0, 0.0))
+            sent = self._sent(name)
+            total, weight = sums.get(sent, (0.0, 0.0))
             if where not in OF_TRAINING or (kind.metric is None and not weight):
                 continue
             if kind.on_step:
-                self._show(name, Entry(kind, total, weight), on_step=True)
+                is_new = kind.metric is not None or sent != name
+                self._show(name, Entry(kind, total, weight), "train" if is_new else "",
+                           on_step=True)
             if kind.on_epoch:
                 self.entries.setdefault((where, name), Entry(kind)).add(total, weight)
 
@@ -214,13 +227,13 @@ class Logs:
             name, *kind = json.loads(key)
             entry = Entry(Kind(*kind), total, weight)
             self.entries["validation_step", name] = entry
-            self._show(name, entry, on_step=False)
+            self._show(name, entry, "", on_step=False)
 
     def end_epoch(self) -> None:
         """Show the values of the epoch that has ended."""
         for (where, name), entry in self.entries.items():
             if "validation" not in where and entry.kind.on_epoch:
-                self._show(name, entry, on_step=False)
+                self._show(name, entry, "train", on_step=False)
 
     def forget(self, validation: bool) -> None:
         """Forget the totals of a validation, or of an epoch, that has ended."""
@@ -233,7 +246,8 @@ class Logs:
         return {entry.kind.metric for (where, _), entry in self.entries.items()
                 if entry.kind.metric and ("validation" in where) == validation}
 
-    def _show(self, name: str, entry: Entry, on_step: bool) -> None:
+    def _show(self, name: str, entry: Entry, of: str, on_step: bool) -> None:
+        """Show a value, and keep it for loggers: of "train", of "eval", or ("") not at all."""
         kind = entry.kind
         if not (kind.on_step if on_step else kind.on_epoch):
             return
@@ -247,6 +261,8 @@ class Logs:
         full = kind.name(name, on_step)
         if kind.logger:
             self.logged[full] = tensor
+            if of:
+                self.fresh[f"{of}/{full}"] = tensor
         if kind.prog_bar:
             self.progress[full] = tensor
         self.callback[name] = self.callback[full] = tensor
@@ -267,11 +283,6 @@ class Logs:
                                 strict=True):
             mine.clear()
             mine.update(theirs)
-
-
-def _sent(name: str) -> str:
-    """Return the name under which step.log sends a value: one name is its own."""
-    return HIDDEN + name if name == COUNT else name
 
 
 def _is_sum(name: str, given: Any) -> bool:

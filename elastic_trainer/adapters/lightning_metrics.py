@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.metric_states import MOST_LOGGED, States, exact, require_sums
+from elastic_trainer.training.metric_states import MOST_LOGGED, States, as_json, exact, require_sums
 from elastic_trainer.training.tally import HIDDEN
 
 UPDATES = "updates"
@@ -133,6 +133,17 @@ class ModuleMetrics:
             return _alone(one, one.update_count, {
                 state: getattr(one, state).flatten().tolist()
                 for state in one._defaults}).compute()
+
+    def value(self, place: str, states: States) -> Any:
+        """Return the value of a metric that has the totals of a validation alone; None if no
+        batch has updated it."""
+        (count,) = states[f"{place}/{UPDATES}"]
+        one = self._all[place]
+        if not count:
+            return None
+        with torch.no_grad():
+            return as_json(_alone(one, int(count), {
+                state: states[f"{place}/{state}"] for state in one._defaults}).compute())
 
     def states(self) -> States:
         """Return what a batch of a validation has given the metrics, exactly."""

@@ -12,6 +12,7 @@ What always holds:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from elastic_trainer.adapters.lightning_hooks import takes
 from elastic_trainer.adapters.lightning_loaders import Source
+from elastic_trainer.adapters.lightning_logs import Kind
 from elastic_trainer.training.evaluation import Examination
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.sums import Found, means_of
@@ -76,11 +78,18 @@ class Validation(Examination):
     def means(self, total: Found) -> dict[str, Any]:
         """Keep the sums over all batches, and return them as the event has them."""
         self.total = total
-        kinds = {key: json.loads(key) for key in total.sums}
-        return {name: means_of({name: total.sums[key]})[name]
-                for key, (name, *_, metric) in kinds.items() if metric is None}
+        means, found = means_of(total.sums), dict[str, Any]()
+        for key, (whole, _, is_finite) in total.sums.items():
+            name, *kind = json.loads(key)
+            if (place := Kind(*kind).metric) is not None:
+                found[name] = self._flow.metrics.value(place, total.states)
+            elif Kind(*kind).is_sum:
+                found[name] = float(whole) if is_finite else math.nan
+            else:
+                found[name] = means[key]
+        return found
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Return the totals and weights that validation_step has logged."""
-        return {key: (float(total) if is_finite else float("nan"), float(weight or 0))
+        return {key: (float(total) if is_finite else math.nan, float(weight or 0))
                 for key, (total, weight, is_finite) in self.total.sums.items()}

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.loggers.row import Row, values_of_evaluation, values_of_step
+from elastic_trainer.loggers.row import Row, numbers_of, values_of_evaluation, values_of_step
 from elastic_trainer.observe.schema import parse
 from elastic_trainer.observe.segments import Reader
 
-STEP, EVALUATION = "worker.step_committed", "worker.evaluated"
-_NAMES = (STEP.encode(), EVALUATION.encode())
+STEP, EVALUATION, LOGGED = "worker.step_committed", "worker.evaluated", "worker.logged"
+_NAMES = (STEP.encode(), EVALUATION.encode(), LOGGED.encode())
 MOST = 100_000
 """The most rows that are read."""
 
@@ -31,6 +31,8 @@ def rows_of(folder: Path, first: int, end: int) -> list[Row]:
             continue
         if event["event"] == EVALUATION:
             evaluations.setdefault(step, {}).update(values_of_evaluation(event["metrics"]))
+        elif event["event"] == LOGGED:
+            evaluations.setdefault(step, {}).update(numbers_of(event["metrics"]))
         elif event["event"] == STEP and not (event.get("repeated") and step in steps):
             steps[step] = event
     return [Row(step, values_of_step(steps[step]) | evaluations.get(step, {}),

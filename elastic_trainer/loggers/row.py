@@ -117,10 +117,15 @@ def values_of_evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:
     return _numbers("eval", metrics)
 
 
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those metrics that are one number."""
+    return {name: float(value) for name, value in metrics.items()
+            if isinstance(value, (int, float))}
+
+
 def _numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return those metrics that are one number, with the kind before their names."""
-    return {f"{kind}/{name}": float(value) for name, value in metrics.items()
-            if isinstance(value, (int, float))}
+    return {f"{kind}/{name}": value for name, value in numbers_of(metrics).items()}
 
 
 def _first_of(rate: Any) -> float:

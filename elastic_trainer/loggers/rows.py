@@ -18,12 +18,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.loggers.row import Logger, Row, Run, values_of_evaluation, values_of_step
+from elastic_trainer.loggers.row import (
+    Logger,
+    Row,
+    Run,
+    numbers_of,
+    values_of_evaluation,
+    values_of_step,
+)
 from elastic_trainer.loggers.writer import Emit, Writer
 
 MOST_KEPT = 1024
 """The rows that each worker keeps for the case that it becomes the first one."""
-POINTS = ("job.described", "step.noted", "step.evaluated", "step.handed_over")
+POINTS = ("job.described", "step.noted", "step.evaluated", "step.logged",
+          "step.handed_over")
 CLOSE_S = 30.0
 """For how long the end of a run waits for its loggers."""
 CONFIG = ("dataset_size", "global_batch", "shards", "epochs", "seed", "steps", "reduce")
@@ -72,6 +80,8 @@ class Rows:
                 self._note(facts)
             case "step.evaluated":
                 self._evaluate(facts["step"], values_of_evaluation(facts["metrics"]))
+            case "step.logged":
+                self._evaluate(facts["step"], numbers_of(facts["metrics"]))
             case "step.handed_over":
                 self._complete()
         if self._writers and not self._is_first:

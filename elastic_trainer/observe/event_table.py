@@ -334,6 +334,10 @@ _WORLD = (
         has(step=STEP, samples=WHOLE, metrics=OBJECT, duration_s=SECONDS),
         "evaluated {samples} samples behind step {step}"),
     EventKind(
+        "worker.logged", DETAIL, "What hooks of a Lightning module have logged behind a step: "
+        "values of an epoch, sums, and metrics of torchmetrics. One that is not a number is null.",
+        has(step=STEP, metrics=OBJECT)),
+    EventKind(
         "worker.best_found", INFO,
         "The evaluation behind this step is the best so far. Its checkpoint is published before "
         "the next step, and stays.", has(step=STEP, metric=NAME, value=NUMBER),

@@ -11,13 +11,14 @@ What always holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.metric_states import as_json
 from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Shard
 from elastic_trainer.training.worker import Worker
 
@@ -276,6 +277,17 @@ def note_rates(step: Step) -> None:
     """Take over the rates that a scheduler has set behind a finished step: for adapters whose
     schedulers follow an evaluation. Every worker calls it alike."""
     step._finished("the learning rate").state.rates.note()
+
+
+def log_behind(step: Step, metrics: Mapping[str, Any]) -> None:
+    """Log what hooks behind a finished step have found, under the names that loggers have
+    ("train/loss_epoch"). Every worker calls it alike."""
+    loop = step._finished("a logged number")
+    if metrics and loop.behind.is_running:
+        facts: dict[str, Any] = {"step": step.number, "metrics": as_json(dict(metrics))}
+        loop.events.reach("step.logged", **facts)
+        if loop.world.rank == 0:
+            loop.events.emit("worker.logged", **facts)
 
 
 def end_run(step: Step, reason: str) -> None:
