@@ -90,12 +90,7 @@ def fit(
     Raises ConfigError for what is not supported.
     """
     lightning = package_of(module, "LightningModule")
-    if isinstance(getattr(vars(module).get("log"), "__self__", None), Logs):
-        del module.log  # of a fit() that has failed
-    refuse_module(module, lightning("core").LightningModule)
-    if "lightning" in (state or {}):
-        raise ConfigError("state has an object with the name 'lightning', which fit() uses. Give "
-                          "it another name.")
+    _refuse(module, lightning, state or {})
     options = _options(precision, gradient_clip_val, gradient_clip_algorithm)
     seen = StandIn(
         module, datamodule, lightning, max_epochs=max_epochs, max_steps=max_steps,
@@ -145,6 +140,15 @@ def package_of(given: Any, name: str) -> Lightning:
 
 
 # --- before the training --------------------------------------------------------------------------
+
+def _refuse(module: Any, lightning: Lightning, state: Mapping[str, Any]) -> None:
+    if isinstance(getattr(vars(module).get("log"), "__self__", None), Logs):
+        del module.log  # of a fit() that has failed
+    refuse_module(module, lightning("core").LightningModule)
+    if "lightning" in state:
+        raise ConfigError("state has an object with the name 'lightning', which fit() uses. Give "
+                          "it another name.")
+
 
 def _options(precision: int | str, clip: float | None, algorithm: str | None) -> dict[str, Any]:
     """Return the options of a Trainer for precision and clipping. Raises ConfigError."""
