@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_checkpoint import SMALL, Fleet
 from test_evaluation import breaking_gathers, found, model_of
 from test_loop import DATA, Ears, built, mse, trained
-from test_trainer import Model, in_a_breaking_world, tokens, trainer_of
+from test_trainer import Fault, Model, in_a_breaking_world, tokens, trainer_of
 
 from elastic_trainer import ConfigError, Evaluation, keep_best
 from elastic_trainer.__main__ import main
@@ -104,6 +104,20 @@ def test_the_best_checkpoint_has_the_weights_of_its_step_and_stays(
     assert main(["checkpoints", "ls", str(store)]) == 0
     shown = capsys.readouterr().out
     assert f"wrote step {best + 1}," in shown and "error" in shown
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_best_is_published_although_its_generation_breaks_meanwhile(
+        rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next generation publishes it before its first step: later no worker has its weights."""
+    alone, models = run(model_of()), [model_of() for _ in range(3)]
+    faults = [Fault(*[("state.share_begun", alone[3] + 1)] * (one == rank)) for one in range(3)]
+    ended = in_a_breaking_world(monkeypatch, 3, lambda one: run(
+        models[one], run_dir=tmp_path / "run", keep_last=1, checkpoint_every=1000,
+        listeners=[faults[one]]))
+    assert ended == [alone] * 3 and not faults[rank].places
+    kept = kept_of(tmp_path / "run" / "checkpoints")
+    assert [step for step in kept if kept[step]] == [alone[3] + 1]
 
 
 def test_the_averaged_weights_of_the_best_checkpoint_are_exported(
