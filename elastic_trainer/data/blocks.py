@@ -9,6 +9,7 @@ What always holds:
    number. In a random order each block is used once in an epoch. An LRU cache that is smaller than
    the dataset would evict most blocks before their next use.
 3. Ranges that touch, or nearly, are one request. Requests are made in parallel.
+4. Processes of a host that need the same block at the same time read it once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ GROUP = 64
 """Blocks in a row that are kept together, or not at all."""
 GAP_BYTES, MERGED_BYTES = 32 << 10, 8 << 20
 """Ranges with a smaller gap are one request, up to this size."""
+MOST_NAMES = 1 << 17
+"""The number of names of blocks that a process keeps."""
 WAVE = 64
 """The number of blocks that are in memory at once."""
 Wanted = tuple[int, int, int]
@@ -39,12 +42,13 @@ class Blocks:
     """Reads ranges of the files of a dataset."""
 
     def __init__(self, files: Files, sources: Sequence[Source], cache: Cache | None,
-                 block_bytes: int = BLOCK_BYTES):
+                 block_bytes: int = BLOCK_BYTES, *, verify: bool = True):
         if isinstance(block_bytes, bool) or not isinstance(block_bytes, int) or block_bytes < 4096:
             raise ConfigError(f"block_bytes is {block_bytes!r}. Use a whole number of 4096 or "
                               f"more; {BLOCK_BYTES} is the default.")
         self.files, self.sources, self.cache = files, list(sources), cache
-        self.block_bytes = block_bytes
+        self.block_bytes, self.verify = block_bytes, verify
+        self._names: dict[tuple[int, int], str] = {}
         self.requests = 0
         """How many ranges this process has read from the files."""
         total = sum(source.size for source in sources if is_remote(source.url))
@@ -81,8 +85,11 @@ class Blocks:
             file, start, stop = wanted[place]
             for block in range(start // self.block_bytes, (stop - 1) // self.block_bytes + 1):
                 begin, end = self._part(wanted[place], block)
+                if fresh and self.cache:
+                    self.cache.drop(self._name(file, block))
                 data = None if fresh or not self.cache else self.cache.get(
-                    self._name(file, block), self._size(file, block), begin, end)
+                    self._name(file, block), self._size(file, block), begin, end,
+                    verify=self.verify)
                 if data is None:
                     missing.setdefault((file, block), []).append(place)
                 else:
@@ -96,15 +103,35 @@ class Blocks:
     def _fetch(self, wanted: Sequence[Wanted], keys: Sequence[tuple[int, int]],
                missing: dict[tuple[int, int], list[int]],
                pieces: dict[int, dict[int, bytes]]) -> None:
+        """Read blocks; those that another process of the host reads now come from the cache."""
+        assert self.cache
+        found: dict[tuple[int, int], bytes] = {}
+        with self.cache.claims() as claim:
+            mine = [key for key in keys if claim(self._name(*key), False)]
+            found |= zip(mine, self._read_blocks(mine), strict=True)
+        for key in keys:
+            if key in found:
+                continue
+            with self.cache.claims() as claim:
+                claim(self._name(*key), True)
+                size = self._size(*key)
+                data = self.cache.get(self._name(*key), size, 0, size)
+                found[key] = self._read_blocks([key])[0] if data is None else data
+        for (file, block), data in found.items():
+            for place in missing[file, block]:
+                begin, end = self._part(wanted[place], block)
+                pieces[place][block] = data[begin:end]
+
+    def _read_blocks(self, keys: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read blocks from the files into the cache."""
         assert self.cache
         ranges = [Range(self.sources[file].url, block * self.block_bytes,
                         block * self.block_bytes + self._size(file, block)) for file, block in keys]
         self.requests += len(ranges)
-        for (file, block), data in zip(keys, self.files.read(ranges), strict=True):
-            self.cache.put(self._name(file, block), data)
-            for place in missing[file, block]:
-                begin, end = self._part(wanted[place], block)
-                pieces[place][block] = data[begin:end]
+        read = self.files.read(ranges)
+        for key, data in zip(keys, read, strict=True):
+            self.cache.put(self._name(*key), data)
+        return read
 
     def _part(self, one: Wanted, block: int) -> tuple[int, int]:
         """Return which bytes of a block a range has."""
@@ -116,9 +143,14 @@ class Blocks:
         return min(self.block_bytes, self.sources[file].size - block * self.block_bytes)
 
     def _name(self, file: int, block: int) -> str:
-        source = self.sources[file]
-        text = f"{source.url} {source.size} {source.tag} {self.block_bytes} {block}"
-        return hashlib.sha256(text.encode()).hexdigest()[:40]
+        name = self._names.get((file, block))
+        if name is None:
+            source = self.sources[file]
+            text = f"{source.url} {source.size} {source.tag} {self.block_bytes} {block}"
+            name = hashlib.sha256(text.encode()).hexdigest()[:40]
+            if len(self._names) < MOST_NAMES:
+                self._names[file, block] = name
+        return name
 
     def _read_merged(self, wanted: Sequence[Wanted]) -> list[bytes]:
         """Read ranges of the files; those that nearly touch by one request."""

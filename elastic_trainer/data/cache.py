@@ -6,8 +6,8 @@ What always holds:
 1. The folder holds at most `most_bytes`, and for each process at most one block more.
 2. A block is written to a temporary name and then renamed. A process that is killed leaves a whole
    block or none. The next eviction removes its temporary file.
-3. Every page of PAGE_BYTES has a CRC32, which is verified at each read. A damaged block is removed,
-   and counts as absent.
+3. Every page of PAGE_BYTES has a CRC32, which is verified at each read, unless the caller has sums
+   of its own. A damaged block is removed, and counts as absent.
 4. The block that was used longest ago is evicted first. One eviction frees a tenth of the bound, so
    that the folder is listed rarely.
 
@@ -22,7 +22,7 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy
@@ -34,7 +34,7 @@ MAGIC = b"ETblock1"
 HEAD = struct.Struct("<8sQ")
 FREED = 0.1
 """The part of the bound that one eviction frees."""
-LOCK = "lock"
+LOCK, CLAIMS = "lock", "claims"
 COUNTER = itertools.count()
 
 
@@ -53,15 +53,18 @@ class Cache:
             raise ConfigError(f"cache is {os.fspath(folder)!r}, where no folder can be made: "
                               f"{error}. Name a folder on a local disk.") from error
 
-    def get(self, name: str, size: int, start: int, stop: int) -> bytes | None:
-        """Return bytes of a block of `size` bytes; None: it is not here, or it was damaged."""
+    def get(self, name: str, size: int, start: int, stop: int, *, verify: bool = True
+            ) -> bytes | None:
+        """Return bytes of a block of `size` bytes; None: it is not here, or it was damaged.
+        `verify=False`: the caller has sums of its own."""
         try:
             descriptor = os.open(f"{self.folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         try:
-            data = _verified(descriptor, size, start, stop)
-            if data is not None:
+            data = (_verified(descriptor, size, start, stop) if verify else
+                    os.pread(descriptor, stop - start, _head_bytes(size) + start))
+            if data is not None and len(data) == stop - start:
                 os.utime(descriptor)
                 return data
         except OSError:
@@ -101,6 +104,28 @@ class Cache:
                               stacklevel=2)
 
     @contextmanager
+    def claims(self) -> Iterator[Callable[[str, bool], bool]]:
+        """Give a function that claims blocks for this process until the end of the context: True if
+        no other process has a claim on it. With `wait` it waits for that. The kernel ends the
+        claims of a process that is killed."""
+        descriptor = os.open(f"{self.folder}/{CLAIMS}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+                             0o600)
+
+        def claim(name: str, wait: bool) -> bool:
+            at = int(name[:15], 16)
+            request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+            except OSError:  # another has it, or this filesystem has no locks
+                return wait
+            return True
+
+        try:
+            yield claim
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
     def _locked(self) -> Iterator[int]:
         """Hold the lock of the folder, whose file has the number of bytes in use."""
         descriptor = os.open(f"{self.folder}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -130,7 +155,7 @@ class Cache:
             with suppress(OSError):  # removed meanwhile
                 if entry.name.endswith(".tmp") and not _is_alive(entry.name):
                     os.unlink(entry.path)
-                elif entry.name != LOCK:
+                elif entry.name not in (LOCK, CLAIMS):
                     stat = entry.stat()
                     found.append((stat.st_mtime_ns, stat.st_size, entry.path))
         used = sum(size for _, size, _ in found)
@@ -157,6 +182,11 @@ def _is_alive(temporary: str) -> bool:
     return True
 
 
+def _head_bytes(size: int) -> int:
+    """Return where the data of a block begins in its file."""
+    return HEAD.size + 4 * -(-size // PAGE_BYTES)
+
+
 def _with_sums(data: bytes) -> bytes:
     view = memoryview(data)
     sums = numpy.array([zlib.crc32(view[at:at + PAGE_BYTES])
@@ -166,10 +196,9 @@ def _with_sums(data: bytes) -> bytes:
 
 def _verified(descriptor: int, size: int, start: int, stop: int) -> bytes | None:
     """Return bytes of a block whose pages have their sums; None: they have not."""
-    pages = -(-size // PAGE_BYTES)
     first, last = start // PAGE_BYTES, -(-stop // PAGE_BYTES)
-    head = os.pread(descriptor, HEAD.size + 4 * pages, 0)
-    if len(head) != HEAD.size + 4 * pages or HEAD.unpack_from(head) != (MAGIC, size):
+    head = os.pread(descriptor, _head_bytes(size), 0)
+    if len(head) != _head_bytes(size) or HEAD.unpack_from(head) != (MAGIC, size):
         return None
     begin, end = first * PAGE_BYTES, min(last * PAGE_BYTES, size)
     data = os.pread(descriptor, end - begin, len(head) + begin)
