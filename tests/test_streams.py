@@ -627,8 +627,8 @@ def error_of(model: Model, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(batch["npy"]), batch["cls"])
 
 
-def trained(dataset: Any, stop_at: int = -1, **options: Any) -> str:
-    model = built()
+def trained(dataset: Any, stop_at: int = -1, model: Model | None = None, **options: Any) -> str:
+    model = model or built()
     trainer = trainer_of(model, dataset=dataset, **options)
     for step in trainer:
         for batch in step:
@@ -658,7 +658,9 @@ def test_the_bits_are_those_of_memory_in_every_world_and_after_a_resume(
         return TarShards(f"{bucket}/*.tar", cache=tmp_path / "cache", block_bytes=4096)
 
     for size in (2, 4):
-        ended = in_a_breaking_world(monkeypatch, size, lambda rank: trained(made()))
+        models = [built() for _ in range(size)]  # not in threads: they share torch's generator
+        ended = in_a_breaking_world(
+            monkeypatch, size, lambda rank: trained(made(), model=models[rank]))  # noqa: B023
         assert ended == [right] * size
     monkeypatch.undo()
     for name, value in s3_servers.environment(proxy.endpoint).items():

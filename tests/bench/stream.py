@@ -18,7 +18,7 @@ first batch in the middle of epoch 3. The peer's is that of streaming (load_stat
 has no state.
 
 A process that fails is tried again, and counted (failed). streaming 0.13.0 fails in some runs with
-an IndexError, when a loader process reads a shard that the other one has not stored yet.
+an IndexError of its reader (mds/reader.py, get_sample_data).
 
 The last line is one JSON object with samples_per_s, peer_samples_per_s, resume_s (medians of the
 rounds; over all 3 epochs), and the rates of the first epoch, of each peer, and of ours without a
