@@ -6,8 +6,7 @@ Read main() first. Two optimizers train in turns: each step has a phase for the 
 and one for the generator `g`. Both are parts of one model, and the noise comes from the random
 numbers of the shard, so the digits are the same for every number of workers.
 
-Expected: after 1500 steps the images look like digits. The last worker of rank 0 prints one, in
-characters.
+Expected: after 1500 steps the images look like digits. `--show` prints one, in characters.
 
 Source: the losses are those of Goodfellow et al., 2014, section 3 (the second form, that does not
 saturate), with convolutions and BatchNorm as in DCGAN (Radford et al., 2015, section 3).
@@ -49,7 +48,9 @@ def main() -> None:
             print(f"step {step.number + 1}: loss of d {step.losses['d']:.3f}, of g "
                   f"{step.losses['g']:.3f}", flush=True)
     if trainer.is_first:
-        print(as_text(gan.sample(options.seed)))
+        print(f"trained {trainer.result.steps} steps on {trainer.result.samples} images")
+        if options.show:
+            print(as_text(gan.sample(options.seed)))
 
 
 class Gan(nn.Module):
@@ -122,6 +123,7 @@ def parse_options() -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3, help="of both optimizers (%(default)s)")
     add("--seed", type=int, default=0,
         help="for the weights, the order of the samples, and the noise")
+    add("--show", action="store_true", help="print a made digit at the end")
     add("--checkpoint-every", default="auto",
         help='steps (50), seconds ("30s"), "auto", or share of the time ("0.5%%")')
     return parser.parse_args()
