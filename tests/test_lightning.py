@@ -636,6 +636,17 @@ def with_curve() -> Any:
     return module
 
 
+def computes(self: Any, batch: Any) -> None:
+    self.hits.update(self(batch[0]), batch[1])
+    self.log("hits", self.hits.compute())
+
+
+def with_metric(change: Callable[[Any, Any], Any]) -> Any:
+    module = stepping(change)
+    module.hits, module.others = MulticlassAccuracy(3), [MulticlassAccuracy(3)]
+    return module
+
+
 def validating(step: Callable[[Any, Any, int], Any]) -> Any:
     module = made(validation_step=step)
     module.kept = []
@@ -645,6 +656,8 @@ def validating(step: Callable[[Any, Any, int], Any]) -> Any:
 @pytest.mark.parametrize(("module", "message"), [
     (keeping, "training_step has changed self.kept"),
     (lambda: stepping(late), "self.log.'late'. was called for the first time in step"),
+    (lambda: with_metric(computes), "self.hits.compute.. was called in training_step"),
+    (lambda: with_metric(lambda m, b: m.others[0].update(m(b[0]), b[1])), "changed self.others"),
     (lambda: stepping(lambda m, b: {"other": 1}), "training_step returned a dict with"),
     (lambda: made(training_step=lambda m, b, i: None), "training_step returned None"),
     (lambda: stepping(lambda m, b: m.log("x", 1.0, reduce_fx="max")), "reduce_fx='max'"),

@@ -98,11 +98,16 @@ def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, dict) and len(value) <= MOST_COMPARED:
-        return id(value), [(key, one if type(one) in Plain else id(one))
-                           for key, one in value.items()]
+        return id(value), [(key, _mark_in(one)) for key, one in value.items()]
     if isinstance(value, (list, tuple, set)) and len(value) <= MOST_COMPARED:
-        return id(value), [one if type(one) in Plain else id(one) for one in value]
+        return id(value), [_mark_in(one) for one in value]
     return id(value), len(value) if hasattr(type(value), "__len__") else 0
+
+
+def _mark_in(value: Any) -> Any:
+    """Return the mark of a value in a container: that of a metric of torchmetrics, which is no
+    submodule there, has the number of its updates."""
+    return value if type(value) in Plain else (id(value), getattr(value, "_update_count", 0))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -92,6 +92,12 @@ class ModuleMetrics:
     def _updated(self) -> dict[str, Any]:
         """Return the metrics that the batch in hand has updated. Raises RuntimeError."""
         found = {place: one for place, one in self._all.items() if one.update_count}
+        for place, one in self._all.items():
+            if one._computed is not None:
+                raise RuntimeError(
+                    f"self.{place}.compute() was called in training_step or validation_step, where "
+                    f"the metric has what this worker's batch has given it. Log the object "
+                    f"(self.log), or compute it in on_train_epoch_end or on_validation_epoch_end.")
         try:
             require_sums(found)
         except ConfigError as error:

@@ -79,11 +79,13 @@ class Net(L.LightningModule):
         metrics = self.trainer.callback_metrics
         self.weight = 1.0 + 0.1 * float(metrics["hits_epoch"])
         self.history.append([self.current_epoch, self.global_step, self.weight,
-                             float(metrics["val_loss"]), float(metrics["held_out"])])
+                             float(metrics["val_loss"]), float(metrics["held_out"]),
+                             self.optimizers().param_groups[0]["lr"]])
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.rate)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0,
+                                                               threshold=0.2, factor=0.7)
         return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
 
 
