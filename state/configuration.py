@@ -81,7 +81,8 @@ class Configuration(Mapping[str, Any]):
         if epochs is not None and steps is not None:
             raise ConfigError(
                 f"{self.source} has training.epochs and training.max_steps, but Trainer has one "
-                f"length. Leave one of them out, or use train(**config.train).")
+                f"length. Leave one of them out, or train with train(), which has both: "
+                f"train(**config.train).")
         if epochs is not None or steps is not None:
             given["until"] = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
         return given

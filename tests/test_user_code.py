@@ -233,7 +233,7 @@ def test_a_parameter_that_is_replaced_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [
-    (lambda loss: None, "NoneType"), (float, "float"), (lambda loss: (loss, 1), "tuple"),
+    (lambda loss: None, "NoneType"), (float, "float"), (lambda loss: (loss,), "tuple"),
     (lambda loss: loss.expand(2), r"a tensor of shape \(2,\)")])
 def test_a_loss_that_is_no_scalar_is_an_error(wrong: Any, kind: str) -> None:
     """By the type that it has returned."""
