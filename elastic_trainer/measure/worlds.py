@@ -6,8 +6,8 @@ What always holds:
 1. All arms have the same settings of the allocator (config.ALLOCATOR) and the same number of
    threads. The first steps do not count.
 2. Each worker of each arm has a session of its own, as our driver gives it. Linux shares busy cores
-   between sessions (sched_autogroup_enabled): with the ranks of DDP in one session, on a machine
-   with other work, two workers of ours were 1.5 times as fast as DDP's.
+   between sessions (sched(7), autogroup), so two ranks in one session would get less of a machine
+   with other work.
 """
 
 from __future__ import annotations
