@@ -24,10 +24,10 @@ import torch
 import torch.utils.data._utils.pin_memory as torch_pin
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.batches import fetch
+from elastic_trainer.data.batches import fetch, to_device
 from elastic_trainer.data.loader_pool import Pool
 from elastic_trainer.data.loader_process import Key, Recipe, Work
-from elastic_trainer.data.seeds import seed_cpu, seed_of
+from elastic_trainer.data.seeds import seed_cpu, seed_everything, seed_of
 from elastic_trainer.schedule import Schedule, sample_seed
 
 pin: Any = torch_pin  # as DataLoader does; it has no types
@@ -110,6 +110,17 @@ class Reader:
         if self._pool and self._of_process == os.getpid():
             self._pool.close()
         self._pool = None
+
+    def batch(self, seed: int, key: Key, ahead: Iterable[Key] = (),
+              check: Callable[[], None] = lambda: None,
+              indices: numpy.ndarray | None = None) -> Any:
+        """Return the batch of a key on the device, as `take` has it. The code that computes it then
+        draws from generators with this seed."""
+        seed_everything(seed)
+        found = to_device(self.take(key, ahead, check, indices), self.device)
+        if self.seeds_samples:
+            seed_everything(seed)
+        return found
 
     def take(self, key: Key, ahead: Iterable[Key] = (),
              check: Callable[[], None] = lambda: None,

@@ -30,9 +30,7 @@ import numpy
 import torch
 
 from elastic_trainer.config import Launch
-from elastic_trainer.data.batches import to_device
 from elastic_trainer.data.loader import BatchRecipe, Loader
-from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
@@ -82,11 +80,7 @@ class Examination:
         """Compute one batch, and have the following ones read. Costs: its forward pass."""
         job, seed = self.job, self.job.schedule.shard_seed(0, number)
         with self._apart():
-            seed_everything(seed)
-            ahead = ((one,) for one in following)
-            batch = to_device(self.reader.take((number,), ahead), job.device)
-            if self.reader.seeds_samples:
-                seed_everything(seed)
+            batch = self.reader.batch(seed, (number,), ((one,) for one in following))
             self._metrics.reset()
             with job.precision.evaluation():
                 returned = self.fn(job.model, batch)

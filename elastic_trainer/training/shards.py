@@ -24,9 +24,8 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.data.batches import to_device
 from elastic_trainer.data.loader import keys_after
-from elastic_trainer.data.seeds import seed_everything, seed_of
+from elastic_trainer.data.seeds import seed_of
 from elastic_trainer.observe.trace import Trace
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
@@ -138,14 +137,10 @@ class Shards:
     def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
         job, phase = self.job, self.state.phase
         self.state.restore()
-        seed = seed_of(job.schedule, step, shard, phase)
-        seed_everything(seed)
         key = step, phase, shard
         ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
-        reader = job.readers.training
-        batch = to_device(reader.take(key, ahead, self._require_peers, indices), job.device)
-        if reader.seeds_samples:
-            seed_everything(seed)
+        batch = job.readers.training.batch(seed_of(job.schedule, step, shard, phase), key, ahead,
+                                           self._require_peers, indices)
         self.flat.gradients.open()
         return batch
 

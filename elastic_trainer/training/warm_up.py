@@ -28,8 +28,6 @@ import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.batches import to_device
-from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
@@ -213,13 +211,9 @@ class WarmUp:
         flat, job = self.flat, self.job
         # On every worker the same: the results are compared. A buffer that is made now is as the
         # first shard makes it.
-        seed = job.schedule.shard_seed(0, 0)
-        seed_everything(seed)
         key = 0, 0, job.schedule.first_shard(0), len(indices)
         # Anew: a loss may take it apart.
-        batch = to_device(job.readers.training.take(key, indices=indices), job.device)
-        if job.readers.training.seeds_samples:
-            seed_everything(seed)
+        batch = job.readers.training.batch(job.schedule.shard_seed(0, 0), key, indices=indices)
         held = self.replica.all_parts()
         inputs = fingerprint([held, batch])
         losses: list[torch.Tensor] = []
