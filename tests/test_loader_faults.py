@@ -1,4 +1,5 @@
-"""Loader processes in a real cluster: workers and loader processes die, a worker joins, all die."""
+"""Loader processes that read tar archives, in a real cluster: workers and loader processes die, a
+worker joins, all die."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
+import torch
 from cluster import DEADLINE_S, Cluster
 from faults import Plan
 from test_faults import host
+from test_streams import npy, write_tar
 
 from elastic_trainer.host.processes import environment_of
 
@@ -36,13 +40,26 @@ def wait_until_none_is_left(cluster: Cluster) -> None:
         time.sleep(0.02)
 
 
+def write_archives(folder: Path) -> Path:
+    """Write the samples of the job as five tar archives."""
+    points = torch.randn(1003, 20, generator=torch.Generator().manual_seed(0))
+    folder.mkdir()
+    for number, part in enumerate(numpy.array_split(numpy.arange(len(points)), 5)):
+        write_tar(folder / f"{number}.tar", [
+            (f"{sample:04d}.{field}", data) for sample in part for field, data in (
+                ("npy", npy(points[sample])),
+                ("cls", str(int(points[sample, :4].argmax())).encode()))])
+    return folder
+
+
 def test_no_bit_is_another_when_workers_and_loader_processes_die_and_a_worker_joins(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
-    """The twin reads each sample by itself. A loader process dies on one host and hangs on another
+    """The twin has its samples in memory, and reads each by itself. A loader process dies on one host and hangs on another
     one, which costs no worker. Then all die, and no loader process outlives them."""
     plan = Plan().kill(host=host(2), at="step.prepared", step=12).kill(
         host=host(3), at="data", reads=60).freeze(host=host(1), at="data", reads=80)
-    job = (*JOB, "--loader", "2", "--step-s", "0.005")
+    archives = write_archives(tmp_path / "archives")
+    job = (*JOB, "--loader", "2", "--step-s", "0.005", "--archives", f"{archives}/*.tar")
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)

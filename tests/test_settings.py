@@ -142,7 +142,7 @@ def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:
         remarks = remarks_on_launcher(**ours, **launcher)  # type: ignore[arg-type]
         assert [remark.facts["option"] for remark in remarks] == options
     remarks = remarks_on_launcher(**ours, **other, caller="Trainer")  # type: ignore[arg-type]
-    assert "Start it with --runs-dir runs --run a." in remarks[0].sentence
+    assert "start the launcher with --runs-dir runs --run a." in remarks[0].sentence
     assert "Trainer(store='s3://b/a') holds" in remarks[1].sentence
     assert [
         remark.facts["option"] for remark in remarks_on_effect(True, "cuda", 4, {"keep_last": 5})

@@ -156,6 +156,7 @@ def test_a_wrong_option_names_the_right_ones(shards: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             TarShards(shards / "*.tar", **options)  # type: ignore[arg-type]
     for urls, text in [("nothing-*.tar", "names no file"), ("nothing.tar", "is not there"),
+                       (shards, "is a folder"),
                        ([shards / "000.tar"] * 2, "named twice")]:
         with pytest.raises(ConfigError, match=text):
             TarShards(urls)  # type: ignore[arg-type]

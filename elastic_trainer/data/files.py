@@ -170,6 +170,8 @@ class Files:
             found |= {source.url: source for source in entries}
         for url in urls:
             if url not in found:
+                if os.path.isdir(url):
+                    raise ConfigError(f"{url} is a folder. Name the files in it, e.g. {url}/*.tar.")
                 raise ConfigError(f"{url} is not there. Correct the list of files of the dataset.")
         return [found[url] for url in urls]
 

@@ -76,6 +76,8 @@ def parse_run(argv: list[str]) -> Run:
         [*configured.options_of(configuration, parser), *ours])
     if is_demo and (unknown := others + _given(options, *HOROVODRUNS)):
         why = ("`demo` must come first" if "demo" in unknown else
+               f"a command comes after --: -- {shlex.join(others)}"
+               if others and not others[0].startswith("-") else
                "options of horovodrun need a command after --")
         parser.error(f"unrecognized arguments: {' '.join(unknown)} ({why})")
     _refuse_ignored(options, is_demo)
@@ -116,10 +118,11 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./horovodrun_elastic.sh", allow_abbrev=False,
+        prog="elastic-trainer run", allow_abbrev=False,
         usage="%(prog)s [demo] [options]\n"
               "       %(prog)s [options] [horovodrun options] -- python my_train.py …",
-        epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222.")
+        epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222. "
+               "./horovodrun_elastic.sh sets up, and then does the same.")
     configured.add_options(parser, os.environ)
     _add_own(parser, os.environ)
     hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")

@@ -148,9 +148,9 @@ class Shard:
             raise self.error
         if not self.is_done:
             raise RuntimeError(
-                f"backward() was not called in {self.name}, so its samples would be lost. Call "
-                f"step.backward(loss) once for each batch. To leave a batch out, use a loss of "
-                f"zero: step.backward(0.0 * loss)."
+                f"step.backward() was not called in {self.name}, so its samples would be lost. "
+                f"Call step.backward(loss) once for each batch, in the place of loss.backward(). "
+                f"To leave a batch out, use a loss of zero: step.backward(0.0 * loss)."
             )
 
 

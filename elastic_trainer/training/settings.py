@@ -274,7 +274,8 @@ def remarks_on_launcher(
     if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
         remarks.append(
             _ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}",
-                     f"Start it with --runs-dir {Path(run_dir).parent} --run {Path(run_dir).name}"))
+                     f"Leave run_dir out, or start the launcher with "
+                     f"--runs-dir {Path(run_dir).parent} --run {Path(run_dir).name}"))
     if store and launcher_store and store != launcher_store:
         remarks.append(
             _ignored("--store", launcher_store, f"{caller}(store={store!r}) holds",

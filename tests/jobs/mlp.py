@@ -40,7 +40,7 @@ import torch  # noqa: E402
 # A generator needs it, and only a module that is left out here imports it.
 import torch._prims.rng_prims  # noqa: E402
 
-from elastic_trainer import Loader, Mixture, Trainer, cosine, train  # noqa: E402
+from elastic_trainer import Loader, Mixture, TarShards, Trainer, cosine, train  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -68,6 +68,7 @@ parser.add_argument("--evaluate", action="store_true",
 parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
 parser.add_argument("--loader", type=int,
                     help="this many loader processes read samples one by one; 0: the worker does")
+parser.add_argument("--archives", help="samples are read from tar archives, e.g. x/*.tar")
 parser.add_argument("--mixture", action="store_true",
                     help="the samples are drawn from two datasets by weights")
 parser.add_argument("--evaluate-on", help="on this host only")
@@ -95,14 +96,31 @@ class Samples(torch.utils.data.Dataset):
             injector("data", {"reads": self.reads, "first": numbers[0]})
         # Augmentation: must follow the shard's seed, not the worker.
         noise = 0.01 * torch.randn(len(numbers), 20)
-        return [(self.points[n] + noise[i], self.classes[n]) for i, n in enumerate(numbers)]
+        found = [self.stored(number) for number in numbers]
+        return [(point + noise[i], kind) for i, (point, kind) in enumerate(found)]
+
+    def stored(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a sample as it is kept."""
+        return self.points[number], self.classes[number]
+
+
+class Archived(Samples):
+    """The same samples, kept in tar archives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.archives = TarShards(options.archives)
+
+    def stored(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sample = self.archives[number]
+        return torch.from_numpy(sample["npy"]), torch.tensor(sample["cls"])
 
 
 class Singly(torch.utils.data.Dataset):
     """The same samples, each read by itself, as a loader process reads them."""
 
     def __init__(self) -> None:
-        self.samples = Samples()
+        self.samples = Archived() if options.archives else Samples()
 
     def __len__(self) -> int:
         return len(self.samples)
