@@ -54,8 +54,11 @@ def write_archives(folder: Path) -> Path:
 
 def test_no_bit_is_another_when_workers_and_loader_processes_die_and_a_worker_joins(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
-    """The twin has its samples in memory, and reads each by itself. A loader process dies on one host and hangs on another
-    one, which costs no worker. Then all die, and no loader process outlives them."""
+    """The twin has its samples in memory, and reads each by itself.
+
+    A loader process dies on one host and hangs on another one, which costs no worker. Then all die,
+    and no loader process outlives them.
+    """
     plan = Plan().kill(host=host(2), at="step.prepared", step=12).kill(
         host=host(3), at="data", reads=60).freeze(host=host(1), at="data", reads=80)
     archives = write_archives(tmp_path / "archives")
