@@ -18,7 +18,6 @@ Source: prctl(2), pidfd_open(2); unix(7) for SOCK_SEQPACKET and SCM_RIGHTS.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -42,9 +41,9 @@ import torch.utils.data._utils.worker as torch_worker
 from elastic_trainer.data.batches import fetch
 from elastic_trainer.data.seeds import seed_cpu
 from elastic_trainer.data.transport import packed, unpacked
+from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.schedule import sample_seed
 
-PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 4096
 RING = 4096
 """The numbers of this many requests in a row have a place of their own on the board."""
@@ -137,8 +136,8 @@ def _run_child(run: Callable[[], None], parent: int | None, keep: Iterable[socke
         drop_sockets({one.fileno() for one in keep})
         for number in (signal.SIGINT, signal.SIGTERM):  # sent to the group: the worker decides
             signal.signal(number, signal.SIG_IGN)
-        if parent is not None:
-            end_with(parent)
+        if parent is not None and not end_with_parent(signal.SIGKILL, parent):
+            os._exit(1)
         run()
         code = 0
     except BaseException:
@@ -148,13 +147,6 @@ def _run_child(run: Callable[[], None], parent: int | None, keep: Iterable[socke
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def end_with(parent: int) -> None:
-    """Let the kernel end this process with the thread of its parent that has forked it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
 
 
 def drop_sockets(keep: set[int]) -> None:

@@ -14,7 +14,6 @@ What always holds:
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import os
@@ -33,6 +32,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import make_folder
+from elastic_trainer.host.parent import end_with_parent
 
 MINISTACK = "ministack==1.5.33"
 BUCKET = "elastic-trainer"
@@ -46,7 +46,6 @@ NO_OTHER_SERVICE = {"SFTP_ENABLED": "0", "IOT_MTLS_ENABLED": "0",
 GATE = Path(__file__).with_name("s3_gate.py")
 LOG_FLAGS = os.O_CREAT | os.O_APPEND | os.O_WRONLY
 START_S = 30.0
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @contextmanager
@@ -86,7 +85,8 @@ def server(data: Path, bucket: str, key: str,
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=data, env=env, umask=0o077,
                 pass_fds=[listener.fileno()], start_new_session=True,
-                preexec_fn=_die_with_parent)  # noqa: PLW1509 (no threads here yet)
+                # There are no threads here yet.
+                preexec_fn=lambda: end_with_parent(signal.SIGTERM))  # noqa: PLW1509
     try:
         yield f"http://127.0.0.1:{port}", process
     finally:
@@ -96,11 +96,6 @@ def server(data: Path, bucket: str, key: str,
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _die_with_parent() -> None:
-    """Let the kernel end the server when this process is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def installed(requirement: str = MINISTACK) -> str:

@@ -36,7 +36,6 @@ SCM_RIGHTS.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import select
@@ -56,6 +55,7 @@ import psutil
 
 from elastic_trainer.config import ALLOCATOR
 from elastic_trainer.host.crash import FAULTHANDLER
+from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.standbys import socket_of
 from elastic_trainer.standby.shim import command_name
 from elastic_trainer.standby.worker import (
@@ -86,7 +86,6 @@ LAST_FORWARD_S = 5.0
 CPU_KINDS, IDLE = 8, (3, 4)
 """psutil's first 8 kinds of a core's time add up to all of it; idle, and idle while a disk
 works."""
-PR_SET_PDEATHSIG = 1
 CHANGING = (*OF_THE_PLACE, "SSH_", "XDG_", "LC_", "SYSTEMD_", "TMUX")
 IGNORED = frozenset(
     "PYTHONUNBUFFERED NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ TERM COLORTERM COLUMNS LINES LS_COLORS "
@@ -335,11 +334,10 @@ class Keeper:
 def _die_with_keeper(life: int) -> None:
     """Let the kernel end the standby when its keeper is killed.
 
-    PR_SET_PDEATHSIG is for this process, also after exec. It does not reach the children of a
-    wrapper script. They are signalled by the end of a pipe: the signal goes to the process group
-    while one process in it holds the pipe.
+    Its signal does not reach the children of a wrapper script. They are signalled by the end of a
+    pipe: that signal goes to the process group while one process in it holds the pipe.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)

@@ -10,7 +10,6 @@ this process → keeper (one process each) → standby
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import select
 import shlex
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_trainer.config import ConfigError, Limits
+from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.standbys import FOLDER_VARIABLE, has_keeper, socket_of, standby_folder
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.segments import Reader
-from elastic_trainer.standby.keeper import PR_SET_PDEATHSIG, Keeper
+from elastic_trainer.standby.keeper import Keeper
 from elastic_trainer.standby.shim import command_name, is_private
 from elastic_trainer.wire.plain import plain_text
 
@@ -144,7 +144,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     at = argv.index("--") if "--" in argv else len(argv)
     options, command = _parser().parse_args(argv[:at]), argv[at + 1 :]
     if options.parent:
-        _end_with(options.parent)
+        if not end_with_parent(signal.SIGTERM, options.parent):
+            sys.exit(0)
     if not command:
         raise ConfigError("No command is given. Give your training command after --, e.g. "
                           "elastic-trainer standby -- python my_train.py")
@@ -169,9 +170,3 @@ def main(argv: Sequence[str]) -> NoReturn:
         wait_until_training(Reader.at_end(options.run_dir))
     limits = Limits.from_environment(os.environ)
     Service(command, folder, options.slots, events, limits.boot_s).run()
-
-
-def _end_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(0)  # the parent ended before the kernel had the request

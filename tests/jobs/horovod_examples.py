@@ -17,6 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import quick_boot  # noqa: F401
+
+# isort: split
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F

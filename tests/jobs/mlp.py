@@ -13,7 +13,6 @@ import argparse
 import os
 import sys
 import time
-import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,19 +25,9 @@ if "ELASTIC_TEST_PLAN" in os.environ:
     injector("boot",
              {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
-# Torch's compiler and exporter are half of what a worker needs to boot, and nothing here uses them.
 if injector:
-    for unused in ("torch._meta_registrations", "torch.export"):
-        sys.modules[unused] = types.ModuleType(unused)
-    # Imported by the first optimizer, to be left alone by it.
-    compiler = types.ModuleType("torch._dynamo")
-    compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
-    sys.modules["torch._dynamo"] = compiler
-
+    import quick_boot  # noqa: F401
 import torch  # noqa: E402
-
-# A generator needs it, and only a module that is left out here imports it.
-import torch._prims.rng_prims  # noqa: E402
 
 from elastic_trainer import Loader, Mixture, TarShards, Trainer, cosine, train  # noqa: E402
 
