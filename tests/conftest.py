@@ -24,6 +24,22 @@ settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True)
+def no_variables_left() -> Iterator[None]:
+    """Take back the variables of a launcher that a test has called in its own process: the
+    launcher sets them for its workers, and the jobs of later tests would have them."""
+    before = launchers_variables()
+    yield
+    for name in launchers_variables().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def launchers_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items()
+            if name.startswith(("HOROVOD_", "ELASTIC_"))}
+
+
+@pytest.fixture(autouse=True)
 def only_declared_events(request: pytest.FixtureRequest,
                          monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test in whose process an event is emitted that differs from its declaration

@@ -44,16 +44,18 @@ class Plan:
             host: str | None = None,
             step: int | None = None,
             generation: int | None = None,
+            after: int = 0,
             **facts: Any) -> Plan:
         """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with
-        these facts."""
+        these facts, and the first `after` faults of the plan have fired."""
         assert at in POINTS, at
         wanted = {
             k: v
             for k, v in {"step": step, "generation": generation, **facts}.items() if v is not None
         }
         self.faults.append(
-            {"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults)})
+            {"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults),
+             "after": after})
         return self
 
     def kill(self, **where: Any) -> Plan:
@@ -86,8 +88,13 @@ class Injector:
         for fault in self.faults:
             is_here = fault["at"] == point and fault["host"] in (None, self.host)
             if is_here and all(facts.get(k) == v
-                               for k, v in fault["facts"].items()) and self._claim(fault, facts):
+                               for k, v in fault["facts"].items()) and all(
+                    self._fired(number).exists() for number in range(fault["after"])
+            ) and self._claim(fault, facts):
                 self._do(fault["do"])
+
+    def _fired(self, number: int) -> Path:
+        return self.folder / f"fired-{number}"
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first element: the smallest fault of memory."""
@@ -97,7 +104,7 @@ class Injector:
 
     def _claim(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
         try:
-            with open(self.folder / f"fired-{fault['number']}", "x") as file:
+            with open(self._fired(fault["number"]), "x") as file:
                 json.dump(
                     {
                         "host": self.host, "pid": os.getpid(),
@@ -153,9 +160,7 @@ class Injector:
     def _wait_for_all(self, do: str) -> None:
         """Hold this process until all faults of this kind have fired: one death must not keep the
         other from its place."""
-        files = [
-            self.folder / f"fired-{fault['number']}" for fault in self.faults if fault["do"] == do
-        ]
+        files = [self._fired(fault["number"]) for fault in self.faults if fault["do"] == do]
         deadline = time.monotonic() + 60
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, f"not all of {files} are there"

@@ -253,7 +253,8 @@ def test_no_bit_of_an_example_is_another_when_a_worker_dies(
     twin = tmp_path / "twin"
     job = [*command(example), *arguments, "--checkpoint-every", "1000"]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(twin)}
-    subprocess.run(job, env=env, check=True, timeout=300, capture_output=True)
+    done = subprocess.run(job, env=env, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     with Cluster(tmp_path, command=job) as cluster:
         cluster.wait_for_step(at)
         cluster.signal_worker("127.0.0.2", signal.SIGKILL)

@@ -26,6 +26,7 @@ Twin = Callable[..., str]
 FEW = ("--steps", "40")
 SLOW = ("--steps", "120", "--step-s", "0.15")
 """Slow enough that hosts can come and go while it runs."""
+LONG = ("--steps", "240", "--step-s", "0.15")
 IN_INIT = f"{PATIENT},gloo_s=10"
 """Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may
 be silent."""
@@ -51,35 +52,36 @@ def index_of(story: list[str], event: str, count: int) -> int:
     return [at for at, logged in enumerate(story) if logged == event][count - 1]
 
 
-@pytest.mark.parametrize(("rank", "point"), [(0, "step.prepared"), (2, "step.prepared"),
-                                             (0, "step.voted"), (2, "step.voted"),
-                                             (0, "step.applied"), (1, "data")])
-def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin, rank: int,
-                                               point: str) -> None:
+@pytest.mark.parametrize("deaths", [
+    {0: ("step.prepared", 10), 1: ("step.voted", 20), 2: ("step.applied", 30)},
+    {5: ("data", 20), 4: ("step.prepared", 20), 3: ("step.voted", 30)}], ids=("first", "last"))
+def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin,
+                                               deaths: dict[int, tuple[str, int]]) -> None:
     """SIGKILL in the backward pass, before the vote, between vote and apply, or after apply costs
-    one step at most."""
-    where = {"reads": 20} if point == "data" else {"step": 12}
-    plan = Plan().kill(host=host(rank), at=point, **where)
-    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+    one step at most: of rank 0 in worlds of 6, 5 and 4, and of the last rank."""
+    plan = Plan()
+    for rank, (point, number) in deaths.items():
+        plan.kill(host=host(rank), at=point, **{"reads" if point == "data" else "step": number})
+    with Cluster(tmp_path, hosts=6, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
-    assert result["steps_redone"] <= 1
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=3)
+    assert result["steps_redone"] <= 3
     assert result["attempts"] == 1
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path, twin_of: Twin,
-                                                              rank: int) -> None:
+def test_rolls_forward_when_only_the_others_saw_the_vote_pass(tmp_path: Path,
+                                                              twin_of: Twin) -> None:
     """A worker whose vote broke off, while others have applied the step, applies the gradient in
-    its own hands."""
-    plan = Plan().add("lose_vote", host=host(rank), at="step.voted", step=12)
+    its own hands: rank 0 and another."""
+    plan = Plan().add("lose_vote", host=host(0), at="step.voted", step=12)
+    plan.add("lose_vote", host=host(2), at="step.voted", step=24)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
         rolled = [(e["worker"].split("/")[0], e["step"])
                   for e in cluster.events("worker.rolled_forward")]
-    assert rolled == [(host(rank), 12)]
-    assert result["generations"] == 2
+    assert rolled == [(host(0), 12), (host(2), 24)]
+    assert result["generations"] == 3
 
 
 def test_a_machine_that_fails_costs_its_worker_alone(tmp_path: Path, twin_of: Twin) -> None:
@@ -159,25 +161,25 @@ def test_loses_nothing_when_a_worker_is_killed_during_recovery(tmp_path: Path,
         cluster.assert_nothing_lost(twin_of(*FEW), victims=2, revived=True)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin, rank: int) -> None:
+def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin) -> None:
     """SIGSTOP: the sockets stay open without traffic. The missing heartbeats end that worker alone
-    (F3)."""
-    with Cluster(tmp_path,
-                 job=FEW,
-                 plan=Plan().freeze(host=host(rank), at="step.prepared", step=12)) as cluster:
+    (F3): rank 0, then another."""
+    plan = Plan().freeze(host=host(0), at="step.prepared", step=12)
+    plan.freeze(host=host(2), at="step.prepared", step=24)
+    with Cluster(tmp_path, hosts=5, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
-        assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"]
-        (paused,) = cluster.events("worker.pause_ended")
-    assert result["steps_redone"] <= 1
-    parts = {
-        name: paused[name]
-        for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")
-    }
-    # All waited for it, and none of it is training.
-    assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused
-    assert result["pauses"] == [round(paused["duration_s"], 3)]
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+        assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"] * 2
+        pauses = cluster.events("worker.pause_ended")
+    assert result["steps_redone"] <= 2
+    for paused in pauses:
+        parts = {
+            name: paused[name]
+            for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")
+        }
+        # All waited for it, and none of it is training.
+        assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused
+    assert result["pauses"] == [round(paused["duration_s"], 3) for paused in pauses]
 
 
 def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin) -> None:
@@ -196,11 +198,13 @@ def test_leaves_at_a_step_boundary_when_terminated(tmp_path: Path, twin_of: Twin
     assert result["steps_redone"] == 0
 
 
-def test_no_worker_notices_when_a_newcomer_crashes_at_import(tmp_path: Path, twin_of: Twin) -> None:
+def test_no_worker_notices_when_a_newcomer_crashes_or_hangs_at_import(tmp_path: Path,
+                                                                      twin_of: Twin) -> None:
     """A newcomer that dies before it stands ready costs no generation; its host gets another
-    chance."""
-    plan = Plan().add("crash", host=host(4), at="boot")
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
+    chance. One that never stands ready is never in any generation, and is stopped when the run is
+    over."""
+    plan = Plan().add("crash", host=host(4), at="boot").add("hang", host=host(5), at="boot")
+    with Cluster(tmp_path, hosts=6, start_with=4, job=SLOW, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired()
@@ -222,19 +226,6 @@ def test_the_run_goes_on_when_a_newcomer_cannot_read_its_data(tmp_path: Path,
         cluster.wait_until_fired()
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
-
-
-def test_no_worker_notices_when_a_newcomer_hangs_at_import(tmp_path: Path, twin_of: Twin) -> None:
-    """A newcomer that never stands ready is never in any generation, and is stopped when the run is
-    over."""
-    plan = Plan().add("hang", host=host(4), at="boot")
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
-        cluster.wait_for_step(3)
-        cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_until_fired()
-        assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
-    assert result["generations"] == 1
 
 
 @pytest.mark.parametrize(("generation", "point"), [(1, ""), (2, "step.voted"),
@@ -271,36 +262,46 @@ def test_survivors_meet_again_when_one_dies_inside_init(tmp_path: Path, twin_of:
     assert least <= result["steps_redone"] <= most
 
 
-@pytest.mark.parametrize(("rank", "point"), [(0, "world.transfer_started"),
-                                             (1, "world.transfer_started"),
-                                             (4, "world.transfer_started"),
-                                             (0, "world.transfer_ended"),
-                                             (4, "world.transfer_ended")])
-def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin, rank: int,
-                                                         point: str) -> None:
-    """Survivors' state is never written by a transfer, and a newcomer takes all of it or
-    nothing."""
-    plan = Plan().kill(host=host(rank), at=point, size=5, is_giver=rank < 4)
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan) as cluster:
-        cluster.wait_for_step(3)
-        cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_until_fired()
+def let_newcomers_in(cluster: Cluster, victims: list[str]) -> None:
+    """Let a newcomer in for each victim, which dies meanwhile: a newcomer itself, or a worker of
+    the world of four. Its host then leaves the list."""
+    listed = cluster.all_hosts[:4]
+    cluster.wait_for_step(3)
+    for number, victim in enumerate(victims):
+        listed.append(host(4 + number))
+        cluster.set_hosts(listed)
+        cluster.wait_until_fired(number + 1)
+        listed.remove(victim)
+        cluster.set_hosts(listed)
+        cluster.wait_for("world of those who live", lambda: any(
+            sorted(e["hosts"]) == sorted(listed)  # noqa: B023 (called at once)
+            for e in cluster.events("driver.generation_formed")))
+
+
+def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin) -> None:
+    """Survivors' state is never written by a transfer, and a newcomer takes all of it or nothing:
+    two newcomers die, then a rank 0, another giver, and a rank 0 behind it."""
+    started, ended = "world.transfer_started", "world.transfer_ended"
+    victims = [(4, started), (5, ended), (0, started), (2, started), (1, ended)]
+    plan = Plan()
+    for number, (victim, point) in enumerate(victims):
+        plan.kill(host=host(victim), at=point, size=5, is_giver=victim < 4, after=number)
+    with Cluster(tmp_path, hosts=9, start_with=4, job=LONG, plan=plan) as cluster:
+        let_newcomers_in(cluster, [host(victim) for victim, _ in victims])
         assert cluster.finish() == 0
-        cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
+        cluster.assert_nothing_lost(twin_of(*LONG), victims=5)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 4])
-def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin,
-                                                      rank: int) -> None:
+def test_loses_nothing_when_one_dies_at_its_admission(tmp_path: Path, twin_of: Twin) -> None:
     """It has taken its place and never enters `hvd.init()`: the others, who are in there, wait for
-    it in vain (F1)."""
-    plan = Plan().kill(host=host(rank), at="world.place_taken", size=5)
-    with Cluster(tmp_path, hosts=5, start_with=4, job=SLOW, plan=plan, limits=IN_INIT) as cluster:
-        cluster.wait_for_step(3)
-        cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_until_fired()
+    it in vain (F1). A newcomer, a rank 0, and another."""
+    victims, plan = [4, 0, 2], Plan()
+    for number, victim in enumerate(victims):
+        plan.kill(host=host(victim), at="world.place_taken", size=5, after=number)
+    with Cluster(tmp_path, hosts=7, start_with=4, job=LONG, plan=plan, limits=IN_INIT) as cluster:
+        let_newcomers_in(cluster, [host(victim) for victim in victims])
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=1, revived=not init_can_fail())
+        result = cluster.assert_nothing_lost(twin_of(*LONG), victims=3, revived=not init_can_fail())
     assert result["attempts"] == 1
     assert result["steps_redone"] == 0
 
@@ -360,13 +361,13 @@ def test_a_checkpoint_is_made_by_all_before_a_host_leaves_the_list(tmp_path: Pat
     assert result["steps_redone"] == 0
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin,
-                                                           rank: int) -> None:
+def test_no_step_is_done_again_when_a_host_leaves_the_list(tmp_path: Path, twin_of: Twin) -> None:
     """A host that leaves the list goes at a step boundary, also when it is rank 0's."""
-    with Cluster(tmp_path, job=SLOW) as cluster:
+    with Cluster(tmp_path, hosts=5, job=SLOW) as cluster:
         cluster.wait_for_step(3)
-        cluster.set_hosts([h for h in cluster.all_hosts if h != host(rank)])
+        cluster.set_hosts(cluster.all_hosts[1:])
+        cluster.wait_for_world(4)
+        cluster.set_hosts(cluster.all_hosts[1:4])
         cluster.wait_for_world(3)
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
@@ -586,16 +587,16 @@ def test_starts_the_next_attempt_when_all_workers_die_and_the_driver_lives(
     assert result["attempts"] == 2
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path, twin_of: Twin,
-                                                              rank: int) -> None:
+def test_a_death_counts_at_once_when_a_child_holds_the_output(tmp_path: Path,
+                                                              twin_of: Twin) -> None:
     """Horovod waits for the end of a dead worker's output (safe_shell_exec.py:267); here the exit
-    is what counts."""
-    plan = Plan().add("child_holds_stdout", host=host(rank), at="step.prepared", step=12)
-    with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
+    is what counts, of rank 0 and of another."""
+    plan = Plan().add("child_holds_stdout", host=host(0), at="step.prepared", step=12)
+    plan.add("child_holds_stdout", host=host(2), at="step.prepared", step=24)
+    with Cluster(tmp_path, hosts=5, job=FEW, plan=plan) as cluster:
         assert cluster.finish() == 0
-        cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
-        assert [e["reason"] for e in cluster.lost()] == ["crashed"]
+        cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+        assert [e["reason"] for e in cluster.lost()] == ["crashed"] * 2
         # Its silence would have ended it, later.
         assert not cluster.events("driver.worker_evicted"), cluster.story()
 
@@ -661,15 +662,15 @@ def test_the_next_attempt_goes_on_when_the_driver_thaws_too_late(tmp_path: Path,
     assert result["steps_redone"] == 0
 
 
-@pytest.mark.parametrize(("rank", "point"), [(2, "step.voted"), (0, "step.prepared")])
-def test_a_loop_of_the_users_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin,
-                                                                   rank: int, point: str) -> None:
-    """`for step in trainer` has the bits of train(), and costs one step at most."""
-    plan = Plan().kill(host=host(rank), at=point, step=12)
-    with Cluster(tmp_path, job=(*FEW, "--iterator"), plan=plan) as cluster:
+def test_a_loop_of_the_users_loses_nothing_when_a_worker_is_killed(tmp_path: Path,
+                                                                   twin_of: Twin) -> None:
+    """`for step in trainer` has the bits of train(), and a death costs one step at most."""
+    plan = Plan().kill(host=host(2), at="step.voted", step=12)
+    plan.kill(host=host(0), at="step.prepared", step=24)
+    with Cluster(tmp_path, hosts=5, job=(*FEW, "--iterator"), plan=plan) as cluster:
         assert cluster.finish() == 0
-        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=1)
-    assert result["steps_redone"] <= 1
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+    assert result["steps_redone"] <= 2
 
 
 def test_an_exception_in_a_loop_of_the_users_ends_the_run_everywhere(tmp_path: Path) -> None:

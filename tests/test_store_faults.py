@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -50,80 +51,93 @@ def store(tmp_path: Path) -> list[str]:
     return ["--store", f"s3://{s3_servers.BUCKET}/{tmp_path.name}-{os.getpid()}"]
 
 
-class Killer:
-    """Kills one worker, or all, at the n-th matching request; `then` is the fate of the request."""
+@dataclass(frozen=True)
+class Death:
+    """Kills one worker, or all, at the n-th matching request behind the death before; `then` is the
+    fate of the request."""
 
-    def __init__(self, cluster: Cluster, proxy: FaultyProxy, *, contains: str, nth: int,
-                 victim: str, then: str | None):
-        self.cluster, self.contains, self.nth = cluster, contains, nth
-        self.victim, self.then = victim, then
-        self.seen, self.lock, self.fired = 0, threading.Lock(), threading.Event()
+    contains: str
+    nth: int
+    victim: str
+    then: str | None
+
+
+class Killer:
+    """Kills at requests, one death after the other."""
+
+    def __init__(self, cluster: Cluster, proxy: FaultyProxy, *deaths: Death):
+        self.cluster, self.left = cluster, list(deaths)
+        self.seen, self.lock = 0, threading.Lock()
+        self.fired = {death: threading.Event() for death in deaths}
         proxy.on_request = self
 
     def __call__(self, method: str, path: str) -> str | None:
-        if method != "PUT" or self.contains not in path:
-            return None
         with self.lock:
-            self.seen += 1
-            if self.seen != self.nth:
+            if not self.left or method != "PUT" or self.left[0].contains not in path:
                 return None
-            if self.victim == "everyone":
-                threading.Thread(target=self._everyone).start()
+            self.seen += 1
+            if self.seen != self.left[0].nth:
+                return None
+            death, self.seen = self.left.pop(0), 0
+            if death.victim == "everyone":
+                threading.Thread(target=self._everyone, args=(death,)).start()
             else:
-                self._one()
-        return self.then
+                self._one(death)
+        return death.then
 
-    def _one(self) -> None:
+    def _one(self, death: Death) -> None:
         formed = self.cluster.events("driver.generation_formed")[-1]["workers"]
-        name = formed[0 if self.victim == "rank 0" else -1]
+        name = formed[0 if death.victim == "rank 0" else -1]
         pid = self.cluster.live_pids()[name]
         assert is_worker(pid, name, self.cluster.run_dir)
         os.kill(pid, signal.SIGKILL)
-        self.fired.set()
+        self.fired[death].set()
 
-    def _everyone(self) -> None:
+    def _everyone(self, death: Death) -> None:
         self.cluster.kill_everyone()
-        self.fired.set()
+        self.fired[death].set()
 
 
 # The first record of a run is the attempt's takeover, so the third one is the second checkpoint's.
-POINTS = {
-    "a writer between its parts": ("/parts/", 20, "last rank", None),
-    "a part of a dead writer lands": ("/parts/", 20, "rank 0", "lose_answer"),
-    "rank 0 before the record": ("/log/", 3, "rank 0", "drop"),
-    "rank 0 when the record stands": ("/log/", 3, "rank 0", "lose_answer"),
-}
+BEFORE_THE_RECORD = Death("/log/", 3, "rank 0", "drop")
+WITH_THE_RECORD = Death("/log/", 2, "rank 0", "lose_answer")
+BETWEEN_PARTS = Death("/parts/", 20, "last rank", None)
+AS_ITS_PART_LANDS = Death("/parts/", 20, "rank 0", "lose_answer")
 
 
-@pytest.mark.parametrize("point", POINTS)
 def test_training_goes_on_when_one_dies_in_a_checkpoint(proxy: FaultyProxy, tmp_path: Path,
-                                                        twin_of: Twin, point: str) -> None:
-    """No step is lost, and a later checkpoint is published by the worker that is rank 0 then."""
-    contains, nth, victim, then = POINTS[point]
-    with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
-        killer = Killer(cluster, proxy, contains=contains, nth=nth, victim=victim, then=then)
+                                                        twin_of: Twin) -> None:
+    """No step is lost, and a later checkpoint is published by the worker that is rank 0 then: when
+    a writer dies between its parts, or as a part lands, and when rank 0 dies before its record or
+    with it."""
+    job = ("--steps", "120", *JOB[2:], "--checkpoint-every", "10")
+    with Cluster(tmp_path, hosts=7, job=job, options=store(tmp_path)) as cluster:
+        killer = Killer(cluster, proxy, BEFORE_THE_RECORD, BETWEEN_PARTS, WITH_THE_RECORD,
+                        AS_ITS_PART_LANDS)
         assert cluster.wait() == 0
-        assert killer.fired.is_set(), cluster.story()
-        result = cluster.assert_nothing_lost(twin_of(*JOB), victims=1)
-        assert cluster.events("state.checkpoint_published")[-1]["step"] == 60, cluster.story()
+        assert not killer.left, cluster.story()
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=4)
+        assert cluster.events("state.checkpoint_published")[-1]["step"] == 120, cluster.story()
     assert result["attempts"] == 1
-    assert result["steps_redone"] <= 1
+    assert result["steps_redone"] <= 4
 
 
-@pytest.mark.parametrize("then", ["drop", "lose_answer"])
 def test_the_next_attempt_finds_the_newest_when_everyone_dies_in_a_checkpoint(
-        proxy: FaultyProxy, tmp_path: Path, twin_of: Twin, then: str) -> None:
-    """All workers and the driver are killed while the second record is put. The record may be
-    stored or not, and the restore may use it or not."""
-    with Cluster(tmp_path, job=JOB, options=store(tmp_path)) as cluster:
-        killer = Killer(cluster, proxy, contains="/log/", nth=3, victim="everyone", then=then)
-        assert killer.fired.wait(120), cluster.story()
-        cluster.start()
+        proxy: FaultyProxy, tmp_path: Path, twin_of: Twin) -> None:
+    """All workers and the driver are killed while the second record is put, which is not stored;
+    then while a record is put, which is."""
+    job = (*JOB, "--checkpoint-every", "10")
+    deaths = [Death("/log/", 3, "everyone", "drop"), Death("/log/", 3, "everyone", "lose_answer")]
+    with Cluster(tmp_path, job=job, options=store(tmp_path)) as cluster:
+        killer = Killer(cluster, proxy, *deaths)
+        for death in deaths:
+            assert killer.fired[death].wait(120), cluster.story()
+            cluster.start()
         assert cluster.wait() == 0
-        result = cluster.assert_nothing_lost(twin_of(*JOB), victims=0)
-        (restored,) = cluster.events("state.checkpoint_restored")
-    assert restored["step"] >= (20 if then == "drop" else 40)
-    assert result["attempts"] == 2
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        first, second = cluster.events("state.checkpoint_restored")
+    assert first["step"] >= 10 and second["step"] >= first["step"] + 20
+    assert result["attempts"] == 3
 
 
 def test_training_goes_on_while_the_store_is_away(proxy: FaultyProxy, tmp_path: Path,
