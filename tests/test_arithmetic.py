@@ -19,7 +19,7 @@ from elastic_trainer.world.arithmetic import (
     facts_that_differ,
 )
 
-SLOW = ("--steps", "100", "--step-s", "0.15")
+SLOW = ("--steps", "60", "--step-s", "0.25")
 ODD = "127.0.0.4"
 
 

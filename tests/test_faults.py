@@ -24,9 +24,9 @@ from elastic_trainer.world.session import init_can_fail
 
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
-SLOW = ("--steps", "120", "--step-s", "0.15")
+SLOW = ("--steps", "80", "--step-s", "0.2")
 """Slow enough that hosts can come and go while it runs."""
-LONG = ("--steps", "240", "--step-s", "0.15")
+LONG = ("--steps", "160", "--step-s", "0.2")
 IN_INIT = f"{PATIENT},gloo_s=10"
 """Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may
 be silent."""

@@ -35,7 +35,7 @@ from elastic_trainer.observe.events import EVENTS_FILE
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent
 DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
-JOB = ("--steps", "300", "--step-s", "0.25", "--checkpoint-every", "5")
+JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
 """More than a minute, unless `Fleet.finish` ends it earlier."""
 UNAVAILABLE = {
     "request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"

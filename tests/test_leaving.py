@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from elastic_trainer.training.worker import require_main_thread
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.place import Dismissed
 
+JOBS = Path(__file__).resolve().parent / "jobs"
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
@@ -61,6 +63,7 @@ def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
 
 
 SCRIPT = """
+import quick_boot
 import itertools, os, sys, threading, torch
 from elastic_trainer import Trainer
 model = torch.nn.Linear(2, 1)
@@ -88,8 +91,9 @@ def told_by(body: str, end: str, tmp_path: Path) -> tuple[int, str, list[dict[st
     """Run a script; return its exit code, its stderr, and its events of how the loop was left."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("BODY", body).replace("END", end))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(JOBS), *sys.path])}
     done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True,
-                          text=True, timeout=120, cwd=tmp_path)
+                          text=True, timeout=120, cwd=tmp_path, env=env)
     events = [e for e in read_events(tmp_path / "run")
               if e["event"] in ("worker.failed", "worker.loop_left")]
     return done.returncode, done.stderr, events

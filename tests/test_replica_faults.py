@@ -10,7 +10,7 @@ from cluster import Cluster
 from faults import Plan
 
 Twin = Callable[..., str]
-SLOW = ("--steps", "120", "--step-s", "0.15", "--checkpoint-every", "10")
+SLOW = ("--steps", "80", "--step-s", "0.2", "--checkpoint-every", "10")
 
 
 def host(rank: int) -> str:
