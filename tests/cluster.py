@@ -39,21 +39,36 @@ measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
 
 
-_turns: list[IO[bytes]] = []
+SEATS = 2
+"""The number of runs at the same time: a run waits half of its time, and the other one has the
+cores then."""
+_turns: list[list[IO[bytes]]] = []
 
 
-def take_turn() -> None:
-    """Wait until no other process of tests has a run on this machine: two at once would have half a
-    core a worker."""
-    turn = open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}.lock"), "ab")
-    if not _turns:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # ends with this process, however that ends
-    _turns.append(turn)
+def take_turn(*, alone: bool = False) -> None:
+    """Wait until fewer than SEATS processes of tests have a run on this machine; `alone`: none."""
+    seats = [open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}-{number}.lock"),
+                  "ab") for number in range(SEATS)]
+    if not _turns and alone:
+        for seat in seats:
+            fcntl.flock(seat, fcntl.LOCK_EX)  # ends with this process, however that ends
+    while not _turns and not alone and not any(_is_free(seat) for seat in seats):
+        time.sleep(POLL_S)
+    _turns.append(seats)
+
+
+def _is_free(seat: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(seat, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def end_turn() -> None:
     """Let the next one run, when all of this process have ended."""
-    _turns.pop().close()
+    for seat in _turns.pop():
+        seat.close()
 
 
 def is_running(pid: int) -> bool:
@@ -100,13 +115,15 @@ class Cluster:
         }
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
+        self.is_hasty = not limits
+        """Takes a worker that stalls for lost as soon as a user's run does."""
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []
         self._by_name: dict[str, list[dict[str, Any]]] = {}
         self._read_to = 0
 
     def __enter__(self) -> Cluster:
-        take_turn()
+        take_turn(alone=self.is_hasty)
         self.start()
         return self
 

@@ -139,11 +139,20 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_launcher: None) 
 
 @pytest.fixture
 def turn() -> Iterator[None]:
-    """Wait until no other process of tests has workers on this machine (a `Cluster` does so by
-    itself)."""
+    """Wait until there is a seat for workers on this machine (a `Cluster` does so by itself)."""
     from cluster import end_turn, take_turn
 
     take_turn()
+    yield
+    end_turn()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Wait until no other process of tests has workers on this machine."""
+    from cluster import end_turn, take_turn
+
+    take_turn(alone=True)
     yield
     end_turn()
 

@@ -484,7 +484,7 @@ class TwoHosts:
         ]
 
 
-@pytest.mark.usefixtures("turn")  # an agent counts all workers of the machine
+@pytest.mark.usefixtures("alone")  # an agent counts all workers of the machine
 def test_a_notice_takes_the_host_off_the_list_within_a_poll(
         metadata: MetadataServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real agent process sees it, the poller reads it, the file loses the host; the table shows
@@ -623,7 +623,7 @@ def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(tmp_path: P
     assert (tmp_path / "hosts").read_text() == f"{here.name}:1\n"
 
 
-@pytest.mark.usefixtures("turn")  # an agent counts all workers of the machine
+@pytest.mark.usefixtures("alone")  # an agent counts all workers of the machine
 def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> None:
     """Whoever stops the machine stops its services first; without workers the agent ends at
     once."""

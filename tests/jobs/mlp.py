@@ -25,8 +25,7 @@ if "ELASTIC_TEST_PLAN" in os.environ:
     injector("boot",
              {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
-if injector:
-    import quick_boot  # noqa: F401
+import quick_boot  # noqa: E402,F401
 import torch  # noqa: E402
 
 from elastic_trainer import Loader, Mixture, TarShards, Trainer, cosine, train  # noqa: E402
