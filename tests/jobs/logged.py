@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if "ELASTIC_TEST_PLAN" in os.environ:
+    import quick_boot  # noqa: F401
 import torch  # noqa: E402
 import torchmetrics  # noqa: E402
 from faults import Injector  # noqa: E402

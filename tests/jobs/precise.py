@@ -22,8 +22,6 @@ if "ELASTIC_TEST_PLAN" in os.environ:
     injector("boot",
              {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
 
-if injector:
-    import quick_boot  # noqa: F401
 import torch  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 

@@ -1,7 +1,8 @@
 """Halves what a job needs to boot, if the job imports this before torch.
 
-Torch's compiler and exporter are left out, which these jobs do not use. The garbage collector does
-not look at what the imports have made: not meanwhile, and not at the end of the process.
+Torch's compiler and exporter are left out, which these jobs do not use (checkpointing of
+activations does). The garbage collector does not look at what the imports have made: not meanwhile,
+and not at the end of the process.
 """
 
 import gc
