@@ -52,7 +52,7 @@ from elastic_trainer.state.snapshot import Snapshot
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.state.upload import Share
 
-SEEDS = 1200
+SEEDS = 800
 ACTORS = 4
 MOVES = 120
 STEPS = 6

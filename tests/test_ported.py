@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import TESTS, Cluster
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KILL_STEP = 4
@@ -33,12 +33,13 @@ def text_of(name: str) -> str:
 
 
 def script(name: str, folder: Path) -> Path:
-    """Write a script of the documentation into a folder, made longer, and return its path."""
+    """Write a script of the documentation into a folder, made longer, and return its path. It boots
+    as the jobs of the tests do."""
     text = text_of(name)
     short, longer = LONGER[name]
     assert text.count(short) == 1
     path = folder / name
-    path.write_text(text.replace(short, longer))
+    path.write_text("import quick_boot\n" + text.replace(short, longer))
     return path
 
 
@@ -68,9 +69,11 @@ def test_a_ported_script_has_as_many_changed_lines_as_the_page_names(name: str) 
 
 
 @pytest.mark.parametrize("name", LONGER)
-def test_a_ported_loop_has_the_same_bits_when_a_worker_is_killed(name: str, tmp_path: Path) -> None:
+def test_a_ported_loop_has_the_same_bits_when_a_worker_is_killed(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it has alone, with no launcher; every sample once, and no second victim."""
     path = script(name, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "jobs"), *sys.path]))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     alone = subprocess.run([sys.executable, "-c", ALONE, path],
                            env=env,
