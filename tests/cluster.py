@@ -46,18 +46,20 @@ _turns: list[list[IO[bytes]]] = []
 
 
 def take_turn(*, alone: bool = False) -> None:
-    """Wait until fewer than SEATS processes of tests have a run on this machine; `alone`: none."""
+    """Wait until fewer than SEATS processes of tests have a run on this machine; `alone`: none. The
+    deadline is that of pytest (pyproject.toml, timeout)."""
     seats = [open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}-{number}.lock"),
                   "ab") for number in range(SEATS)]
     if not _turns and alone:
         for seat in seats:
             fcntl.flock(seat, fcntl.LOCK_EX)  # ends with this process, however that ends
-    while not _turns and not alone and not any(_is_free(seat) for seat in seats):
-        time.sleep(POLL_S)
+    elif not _turns:
+        while not any(_takes(seat) for seat in seats):
+            time.sleep(POLL_S)
     _turns.append(seats)
 
 
-def _is_free(seat: IO[bytes]) -> bool:
+def _takes(seat: IO[bytes]) -> bool:
     try:
         fcntl.flock(seat, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -115,7 +117,7 @@ class Cluster:
         }
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
-        self.is_hasty = not limits
+        self.is_hasty = not self.env.get("ELASTIC_TRAINER_LIMITS")
         """Takes a worker that stalls for lost as soon as a user's run does."""
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []

@@ -86,12 +86,13 @@ class Injector:
 
     def __call__(self, point: str, facts: dict[str, Any]) -> None:
         for fault in self.faults:
-            is_here = fault["at"] == point and fault["host"] in (None, self.host)
-            if is_here and all(facts.get(k) == v
-                               for k, v in fault["facts"].items()) and all(
-                    self._fired(number).exists() for number in range(fault["after"])
-            ) and self._claim(fault, facts):
+            if fault["at"] == point and self._is_due(fault, facts) and self._claim(fault, facts):
                 self._do(fault["do"])
+
+    def _is_due(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
+        return (fault["host"] in (None, self.host)
+                and all(facts.get(name) == value for name, value in fault["facts"].items())
+                and all(self._fired(number).exists() for number in range(fault["after"])))
 
     def _fired(self, number: int) -> Path:
         return self.folder / f"fired-{number}"
@@ -150,7 +151,7 @@ class Injector:
                 before = _listening()
                 threading.Thread(target=_kill_when_listening, args=(before,), daemon=True).start()
             case "wait_for_death":
-                _wait_for_death(self.folder / "fired-0")
+                _wait_for_death(self._fired(0))
             case "child_holds_stdout":
                 subprocess.Popen(["sleep", "120"], env={}, start_new_session=True)  # outlives us
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -171,7 +171,7 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin) -> Non
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"] * 2
         pauses = cluster.events("worker.pause_ended")
-    assert result["steps_redone"] <= 2
+    assert len(pauses) == 2 and result["steps_redone"] <= 2
     for paused in pauses:
         parts = {
             name: paused[name]
@@ -268,6 +268,7 @@ def let_newcomers_in(cluster: Cluster, victims: list[str]) -> None:
     listed = cluster.all_hosts[:4]
     cluster.wait_for_step(3)
     for number, victim in enumerate(victims):
+        known = len(cluster.events("driver.generation_formed"))
         listed.append(host(4 + number))
         cluster.set_hosts(listed)
         cluster.wait_until_fired(number + 1)
@@ -275,7 +276,7 @@ def let_newcomers_in(cluster: Cluster, victims: list[str]) -> None:
         cluster.set_hosts(listed)
         cluster.wait_for("world of those who live", lambda: any(
             sorted(e["hosts"]) == sorted(listed)  # noqa: B023 (called at once)
-            for e in cluster.events("driver.generation_formed")))
+            for e in cluster.events("driver.generation_formed")[known:]))  # noqa: B023
 
 
 def test_loses_nothing_when_one_dies_during_the_transfer(tmp_path: Path, twin_of: Twin) -> None:

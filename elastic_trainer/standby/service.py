@@ -143,9 +143,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
     options, command = _parser().parse_args(argv[:at]), argv[at + 1 :]
-    if options.parent:
-        if not end_with_parent(signal.SIGTERM, options.parent):
-            sys.exit(0)
+    if options.parent and not end_with_parent(signal.SIGTERM, options.parent):
+        sys.exit(0)
     if not command:
         raise ConfigError("No command is given. Give your training command after --, e.g. "
                           "elastic-trainer standby -- python my_train.py")

@@ -20,7 +20,5 @@ sys.modules["torch._dynamo"] = compiler
 # A generator needs it, and only a module that is left out here imports it.
 import torch._prims.rng_prims  # noqa: E402,F401
 
-import elastic_trainer.training.trainer  # noqa: E402,F401
-
 gc.freeze()
 gc.enable()
