@@ -16,8 +16,13 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from netlab import Lab
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+# For the processes that tests start, and for theirs: sitecustomize.py, which Python imports by
+# itself, and quick_boot.py.
+sys.path.append(str(TESTS / "jobs"))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS / "jobs"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")

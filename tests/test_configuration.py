@@ -352,6 +352,7 @@ def test_a_standby_with_another_configuration_takes_no_place(tmp_path: Path) -> 
 # --- a cluster ------------------------------------------------------------------------------------
 
 SCRIPT = """
+import quick_boot
 import time
 import torch
 from elastic_trainer import Trainer, configuration

@@ -16,6 +16,7 @@ import pytest
 from cluster import DEADLINE_S, end_turn, take_turn
 
 JOB = """
+import quick_boot
 import torch
 from elastic_trainer import Trainer
 
@@ -34,6 +35,7 @@ print("steps", trainer.result.steps)
 
 
 IN_HOROVODS_STYLE = """
+import quick_boot
 import horovod.torch as hvd
 import torch
 from elastic_trainer import ElasticState

@@ -99,6 +99,7 @@ assert current().has_tf32_products
 
 
 FIRST_CALL = """
+import quick_boot
 import torch
 from elastic_trainer import train
 numbers = torch.linspace(-3, 3, 3600)  # for two threads

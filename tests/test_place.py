@@ -4,6 +4,7 @@ nobody's."""
 from __future__ import annotations
 
 import http.server
+import math
 import os
 import socket
 import threading
@@ -49,12 +50,15 @@ class Script:
         self.heard: list[Words] = []
         self.news: Words | Callable[[Words], Words] = {}
         self.changed = threading.Condition()
+        self.is_over = False
         self.server = MessageServer("127.0.0.1", RUN_KEY, self.answer, lambda *_: None)
         self.address = f"127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, words: Words, address: str) -> Words:
         with self.changed:
+            if self.is_over:
+                raise ConnectionError("the driver is gone")
             self.heard.append(words)
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.told(words)["version"] != words["seen"],
@@ -110,6 +114,14 @@ def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
     yield make
     for driver in made:
         driver.finish(0)
+    script.is_over = True
+    for driver in made:
+
+        def has_ended(driver: OurDriver = driver) -> bool:
+            driver._heard_at = -math.inf  # it has lost its driver long ago
+            return not driver._heartbeats.is_alive()
+
+        until(has_ended)
 
 
 def until(seen: Callable[[], Any]) -> None:
