@@ -233,8 +233,10 @@ class Poller:
         """Log that a host came onto the list or left it, is held back, or is sick."""
         was = self._reasons.get(identity)
         if why != was and (why == IN) != (was == IN):
+            machine = next((it for it in self.instances if it.id == identity), None)
+            known = {"type": machine.type, "zone": machine.zone} if machine else {}
             self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name,
-                      id=identity, why=why)
+                      id=identity, why=why, **known)
         elif why.startswith(HELD) and not (was or "").startswith(HELD):
             self.emit("discovery.host_held_back", host=name, id=identity, why=why)
         elif why.startswith(SICK) and _without_figures(why) != _without_figures(was or ""):

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from faults import Plan
+from folds import host_seconds
 
 from elastic_trainer.host.processes import is_worker
-from elastic_trainer.observe.events import EVENTS_FILE
+from elastic_trainer.observe.events import EVENTS_FILE, read_events
 from elastic_trainer.observe.schema import flaw, misfit, parse_object
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.verify import verify
@@ -329,4 +330,7 @@ class Cluster:
         assert verdict.is_proved, "\n".join(verdict.sentences()) + self.story()
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
         assert result["weights_sha256"] == twin, self.story()
+        lived_s = host_seconds(read_events(self.run_dir))
+        booked_s = sum(result["host_seconds"].values())
+        assert abs(booked_s - lived_s) < 0.005 * lived_s, (booked_s, lived_s, self.story())
         return result

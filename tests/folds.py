@@ -18,3 +18,51 @@ def past_of(events: Iterable[dict[str, Any]]) -> Past:
         else:
             past.read(event)
     return past
+
+
+def host_seconds(events: Iterable[dict[str, Any]]) -> float:
+    """Return the seconds of all hosts of a finished log together: of each while it is listed, or
+    has a worker. Between two attempts a host is there if the next one lists it."""
+    listed, doubtful = dict[str, float](), dict[str, tuple[float, float]]()
+    workers, total, now, last = dict[str, str](), 0.0, 0.0, 0.0
+    since = dict[str, float]()
+
+    def settle() -> None:
+        nonlocal total
+        there = {*listed, *workers.values(), *doubtful}
+        for host in [host for host in since if host not in there]:
+            total += now - since.pop(host)
+        for host in there:
+            since.setdefault(host, now)
+
+    for event in events:
+        last, now = now, max(now, event["time"])
+        match event["event"]:
+            case "run.started" | "attempt.started":
+                at = last if event["event"] == "run.started" else now
+                doubtful |= {host: (begun, at) for host, begun in since.items()
+                             if host not in doubtful}
+                listed, workers = {}, {}
+                continue
+            case "driver.host_added":
+                listed[event["host"]] = now
+                doubtful.pop(event["host"], None)
+            case "driver.host_removed":
+                listed.pop(event["host"], None)
+            case "driver.worker_started":
+                doubtful.pop(event["host"], None)
+                workers[event["worker"]] = event["host"]
+            case "driver.worker_gone":
+                workers.pop(event["worker"], None)
+            case "driver.generation_formed":
+                for host, (begun, at) in doubtful.items():
+                    since.pop(host, None)
+                    total += at - begun
+                doubtful = {}
+            case "run.finished":
+                break
+        settle()
+    for host, (begun, at) in doubtful.items():
+        since.pop(host, None)
+        total += at - begun
+    return total + sum(now - begun for begun in since.values())

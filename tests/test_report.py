@@ -138,11 +138,16 @@ def test_the_report_accounts_for_every_second() -> None:
 
 
 def test_hosts_account_for_their_workers() -> None:
-    """Each host's seconds are those of its workers, booting and then working."""
-    assert summarize(RUN)["hosts"] == {
-        "local-1": {"workers": 1, "booting_s": 3.0, "working_s": 8.0},
-        "local-2": {"workers": 1, "booting_s": 4.0, "working_s": 4.6},
+    """Each host's seconds are those of its workers, booting and then working, and by account."""
+    result = summarize(RUN)
+    assert result["hosts"] == {
+        "local-1": {"workers": 1, "booting_s": 3.0, "working_s": 8.0, "seconds": {
+            "booting": 5.0, "useful step": 2.5, "redone step": 2.0, "idle": 0.1,
+            "forming": 0.4, "restarting": 1.0}},
+        "local-2": {"workers": 1, "booting_s": 4.0, "working_s": 4.6, "seconds": {
+            "booting": 5.0, "useful step": 1.5, "redone step": 2.0, "forming": 0.1}},
     }
+    assert sum(result["host_seconds"].values()) == pytest.approx(11.0 + 8.6)
 
 
 def test_time_between_invocations_is_not_counted() -> None:

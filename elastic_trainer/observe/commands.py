@@ -2,6 +2,7 @@
 
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer report runs/NAME --svg run.svg
+    elastic-trainer report runs/A runs/B --prices prices.toml --markdown
     elastic-trainer hosts HOSTS_FILE
 
 command line → here → the modules of this package
@@ -32,8 +33,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the commands to a command line."""
     for name, purpose in _OF_RUNS.items():
         command = commands.add_parser(name, help=purpose)
-        command.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
-        if name == "report":
+        if name != "report":
+            command.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+        else:
+            command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
+                                 help="e.g. runs/NAME; several are shown side by side")
+            form = command.add_mutually_exclusive_group()
+            form.add_argument("--json", action="store_true", help="print result.json's content")
+            form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+            command.add_argument("--prices", type=Path, metavar="FILE",
+                                 help="the prices of the hosts (TOML), for what the run costs")
             command.add_argument("--svg", type=Path, metavar="FILE",
                                  help="draw the run into this file")
             command.add_argument("--timeline", type=Path, metavar="FILE",
@@ -46,21 +55,26 @@ def run(options: argparse.Namespace) -> int:
     """Run one of the commands; returns the exit code. Raises ConfigError."""
     if options.command == "hosts":
         return show_hosts(options.hosts_file)
-    folder: Path = options.run_dir
+    folders: list[Path] = (options.run_dirs if options.command == "report"
+                           else [options.run_dir])
     try:
-        if not folder.is_dir():
-            raise ConfigError(f"There is no folder {folder}. Name a run's folder, e.g. runs/NAME.")
+        for folder in folders:
+            if not folder.is_dir():
+                raise ConfigError(f"There is no folder {folder}. Name a run's folder, e.g. "
+                                  f"runs/NAME.")
         match options.command:
             case "verify":
-                return show_verdict(folder)
+                return show_verdict(folders[0])
             case "watch":
-                return show_progress(folder)
-        return show_report(folder, options.svg, options.timeline)
+                return show_progress(folders[0])
+        if len(folders) > 1 or options.json or options.markdown:
+            return show_results(folders, options)
+        return show_report(folders[0], options)
     except PermissionError as error:
         raise ConfigError(
             f"This user may not read {error.filename}. Its owner lets a group in by: chgrp -R "
-            f"GROUP {folder}; chmod -R g+rwX {folder}; find {folder} -type d -exec chmod g+s "
-            f"{{}} +") from error
+            f"GROUP {folders[0]}; chmod -R g+rwX {folders[0]}; find {folders[0]} -type d -exec "
+            f"chmod g+s {{}} +") from error
 
 
 def show_verdict(run_dir: Path) -> int:
@@ -81,7 +95,33 @@ def show_progress(run_dir: Path) -> int:
     return 0
 
 
-def show_report(run_dir: Path, svg_file: Path | None, joined: Path | None = None) -> int:
+def show_results(run_dirs: list[Path], options: argparse.Namespace) -> int:
+    """Print the summaries of runs for a program, in Markdown, or side by side."""
+    from elastic_trainer.observe import comparison
+    from elastic_trainer.observe.report import summarize_log
+
+    if len(run_dirs) > 1 and (options.svg or options.timeline):
+        raise ConfigError("--svg and --timeline are of one run. Name one folder.")
+    results = []
+    for folder in run_dirs:
+        _need_events(folder, "reported")
+        result = summarize_log(folder)
+        results.append(result | _costs(result, options.prices))
+    if options.json or options.markdown:
+        print(comparison.as_json(results) if options.json else comparison.markdown(results))
+    else:
+        comparison.print_side_by_side(results)
+    return 0
+
+
+def _costs(result: dict[str, Any], prices: Path | None) -> dict[str, Any]:
+    """Return what the run costs as a field of its result, if there are prices."""
+    from elastic_trainer.observe.prices import costs, load
+
+    return {"costs": costs(result, load(prices))} if prices else {}
+
+
+def show_report(run_dir: Path, options: argparse.Namespace) -> int:
     """Print the summary of a run, and draw it into a file if one is named."""
     from elastic_trainer.observe.picture import draw
     from elastic_trainer.observe.report import read_log
@@ -91,11 +131,11 @@ def show_report(run_dir: Path, svg_file: Path | None, joined: Path | None = None
     _need_events(run_dir, "reported")
     timeline = Timeline()
     history, result = read_log(run_dir, timeline.through)
-    print_summary(result)
+    print_summary(result | _costs(result, options.prices))
     print(*draw(timeline), sep="\n")
-    if svg_file:
-        write_svg(svg_file, timeline, history, result)
-    show_phases(run_dir, joined)
+    if options.svg:
+        write_svg(options.svg, timeline, history, result)
+    show_phases(run_dir, options.timeline)
     return 0
 
 

@@ -314,10 +314,11 @@ _WORLD = (
                                           redoing_s=SECONDS)), closes=Phase.PAUSING),
     EventKind(
         "worker.step_committed", DETAIL,
-        "A step is done. `repeated`: a new rank 0 writes the line of the last step again.",
+        "A step is done. `repeated`: a new rank 0 writes the line of the last step again. "
+        "`checkpoint_s`: the pause of a checkpoint's snapshot before this step, if there was one.",
         (*_STEP, *reads(generation=WHOLE, size=WHOLE, samples=SAMPLES, digest=WHOLE, loss=NUMBER),
-         *may_read(step_s=SECONDS), *may_have(lr=ANY, skipped=FLAG, repeated=FLAG,
-                                                   metrics=OBJECT)),
+         *may_read(step_s=SECONDS, checkpoint_s=SECONDS),
+         *may_have(lr=ANY, skipped=FLAG, repeated=FLAG, metrics=OBJECT)),
         closes=Phase.TRAINING),
     EventKind(
         "worker.gradients_compressed", DETAIL,

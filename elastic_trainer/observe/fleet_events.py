@@ -16,10 +16,12 @@ from elastic_trainer.observe.fields import (
     TEXT,
     WHOLE,
     has,
+    may_read,
 )
 
 DETAIL, INFO, WARNING, _ = Level
 _HOST_OF_CLOUD = has(host=NAME, id=NAME, why=TEXT)
+_MACHINE = may_read(type=NAME, zone=NAME)
 
 STANDBYS = (
     EventKind(
@@ -39,10 +41,11 @@ STANDBYS = (
 
 DISCOVERY = (
     EventKind(
-        "discovery.host_in", INFO, "The poller lists a host.", _HOST_OF_CLOUD,
+        "discovery.host_in", INFO, "The poller lists a host.", (*_HOST_OF_CLOUD, *_MACHINE),
         "the poller lists host {host}"),
     EventKind(
-        "discovery.host_out", INFO, "The poller no longer lists a host.", _HOST_OF_CLOUD,
+        "discovery.host_out", INFO, "The poller no longer lists a host.",
+        (*_HOST_OF_CLOUD, *_MACHINE),
         "the poller no longer lists host {host}: {why}"),
     EventKind(
         "discovery.host_gone", INFO, "An unlisted host no longer exists.", _HOST_OF_CLOUD,

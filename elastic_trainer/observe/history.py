@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_trainer.observe.accounts import Account, Accounts
 from elastic_trainer.observe.event_kind import Phase
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.sentences import ENDINGS
@@ -25,6 +27,13 @@ from elastic_trainer.observe.step_table import StepTable
 Event = Mapping[str, Any]
 Attempt = tuple[int, int]
 """Invocation and attempt: each invocation may count its attempts from 1."""
+ACCOUNTS = {Phase.BOOTING: Account.BOOTING, Phase.TRAINING: Account.IDLE,
+            Phase.PAUSING: Account.FORMING, Phase.RESTARTING: Account.RESTARTING,
+            Phase.STOPPED: Account.STOPPED}
+"""The account of a host's seconds in each phase, where the events say no more."""
+PARTS = {"noticing_s": Account.NOTICING, "deciding_s": Account.FORMING,
+         "forming_s": Account.FORMING, "transfer_s": Account.TRANSFER}
+"""The parts of a pause, in their order. The rest is the step, which is done again."""
 
 
 class Books:
@@ -103,6 +112,7 @@ class History:
     before: float = -math.inf
     """The time of the event before this one."""
     books: Books = field(default_factory=Books)
+    accounts: Accounts = field(default_factory=Accounts)
     invocations: int = 0
     attempts: set[Attempt] = field(default_factory=set)
     world_of: Attempt | None = None
@@ -111,8 +121,8 @@ class History:
     pauses: list[float] = field(default_factory=list)
     open_pauses: list[tuple[float, float]] = field(default_factory=list)
     """End and seconds of pauses behind which no step has ended yet."""
-    kept: StepTable = field(default_factory=lambda: StepTable("qdd"))
-    """Step → samples, loss, step_s."""
+    kept: StepTable = field(default_factory=lambda: StepTable("qddd"))
+    """Step → samples, loss, step_s, time."""
     redone: set[tuple[int, int, int, int]] = field(default_factory=set)
     """Invocation, attempt, generation, step."""
     rolled_back: int = 0
@@ -120,6 +130,19 @@ class History:
     """Workers lost, by reason."""
     hosts: dict[str, Host] = field(default_factory=dict)
     host_of: dict[str, str] = field(default_factory=dict)
+    type_of: dict[str, str] = field(default_factory=dict)
+    """The type of each host of a cloud."""
+    formed: list[str] = field(default_factory=list)
+    """The members of the newest world, in the order of their ranks."""
+    is_redoing: bool = False
+    """A step that was in flight is being done again."""
+    is_forming_after_loss: bool = False
+    failures: int = 0
+    """Pauses after the loss of a worker."""
+    stalled_s: float = 0.0
+    """In those pauses."""
+    dropped_s: float = 0.0
+    """Of steps that a start from a checkpoint has dropped."""
     finished: Event | None = None
     compressed: Event | None = None
     """What rank 0 has sent of its gradients in 16 bits, as it was last measured."""
@@ -128,6 +151,7 @@ class History:
         """Take one more event."""
         self.before, self.now = self.now, max(self.now, float(event["time"]))
         self.books.open(self.now)
+        self.accounts.until = min(self.accounts.until, self.now)
         self.run = self.run or str(event.get("run", ""))
         if reader := _READERS.get(event["event"]):
             reader(self, event)
@@ -142,19 +166,31 @@ class History:
         self._leave_world()
         for host in self.hosts.values():
             host.close(self.now)
+        self.accounts.close()
 
     def _run_started(self, event: Event) -> None:
         self.invocations += 1
         self._book(Phase.RESTARTING, self.before)
+        self.accounts.end_attempt(self.before)
         self._book_closed_by(event)
+        self.accounts.least = least_workers(event.get("options"))
         self.world_of = None
 
     def _attempt_started(self, event: Event) -> None:
         self.attempts.add(self._attempt(event))
         self._leave_world()
+        self.accounts.end_attempt(self.now)
 
     def _attempt_ended(self, event: Event) -> None:
         self._leave_world()
+
+    def _generation_formed(self, event: Event) -> None:
+        self.is_forming_after_loss = event.get("reason") == "death"
+        self._form(event.get("workers") or self.accounts.booted())
+
+    def _form(self, workers: Iterable[str]) -> None:
+        self.formed = [str(worker) for worker in workers]
+        self.accounts.form({worker: self._host_of(worker) for worker in self.formed}, self.now)
 
     def _generation_started(self, event: Event) -> None:
         attempt, step = self._attempt(event), int(event["step"])
@@ -165,37 +201,57 @@ class History:
         self.generations += 1
         self.attempts.add(attempt)
         self.world_of = attempt
-        for later in list(self.kept.steps(step)):
-            self.kept.pop(later)
-            self.rolled_back += 1
+        worker = str(event.get("worker") or "")
+        if worker and not self.formed:  # without our driver nobody tells the members
+            self._form([worker])
+        self._drop_steps(step)
+        self.accounts.begin_world(step)
+
+    def _drop_steps(self, first: int) -> None:
+        """Take back the steps that a start from a checkpoint has dropped."""
+        dropped, since = dict[int, float](), math.inf
+        for step in list(self.kept.steps(first)):
+            _, _, step_s, time = self.kept.pop(step) or (0, 0.0, 0.0, math.inf)
+            dropped[step], since = step_s, min(since, time - step_s)
+            self.dropped_s += step_s
+        if dropped:
+            self.accounts.drop_steps(dropped, since)
+            self.rolled_back += len(dropped)
             self.finished = None
 
     def _step_redone(self, event: Event) -> None:
         self.redone.add((*self._attempt(event), self.generations, int(event["step"])))
+        self.is_redoing = True
 
     def _job_described(self, event: Event) -> None:
+        self.accounts.shards = int(event["shards"])
         if self.finished and event.get("steps") != self.finished["steps"]:
             self.finished = None  # resumed with more steps
 
     def _pause_ended(self, event: Event) -> None:
         self.open_pauses.clear()
-        self._pause(self.now, float(event["duration_s"]))
+        self._pause(self.now, float(event["duration_s"]), event)
 
     def _step_committed(self, event: Event) -> None:
         if not event.get("repeated"):
             self._close_pauses()
-        if (step := int(event["step"])) not in self.kept:
-            step_s = float(event.get("step_s") or 0.0)
-            self.kept[step] = (int(event["samples"]), float(event["loss"]), step_s)
+        step, step_s = int(event["step"]), float(event.get("step_s") or 0.0)
+        if step not in self.kept:
+            self.kept[step] = (int(event["samples"]), float(event["loss"]), step_s, self.now)
         if not self.open_pauses:
-            self._book_closed_by(event)
+            self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
 
     def _commit_kept(self, event: Event) -> None:
         """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
         if (step := int(event["step"])) not in self.kept:
-            self.kept[step] = (0, math.nan, float(event["commit_s"]))
+            self.kept[step] = (0, math.nan, float(event["commit_s"]), self.now)
         if not self.open_pauses:
-            self._book_closed_by(event)
+            self._book_step(float(event["commit_s"]), 0.0)
+
+    def _book_step(self, step_s: float, checkpoint_s: float) -> None:
+        self.is_redoing = False
+        self.accounts.book_step(step_s, checkpoint_s, self.now)
+        self._book(Phase.TRAINING, self.now)
 
     def _gradients_compressed(self, event: Event) -> None:
         self.compressed = event
@@ -207,20 +263,41 @@ class History:
 
     def _worker_started(self, event: Event) -> None:
         self._host(event).start(event["worker"], self.now)
+        self.accounts.start_worker(event["worker"], self._host_of(event["worker"]), self.now)
 
     def _worker_ready(self, event: Event) -> None:
         self._host(event).ready(event["worker"], self.now)
+        self.accounts.ready_worker(event["worker"], self._host_of(event["worker"]), self.now)
 
     def _worker_gone(self, event: Event) -> None:
         self._host(event).gone(event["worker"], self.now)
+        self.accounts.end_worker(event["worker"], self._host_of(event["worker"]), self.now)
         reason = str(event.get("reason"))
         if reason in ENDINGS and ENDINGS[reason].is_lost:
             self.lost[reason] += 1
 
-    def _pause(self, end: float, seconds: float) -> None:
+    def _host_in(self, event: Event) -> None:
+        self.type_of[str(event["host"])] = str(event.get("type") or "")
+
+    def _host_added(self, event: Event) -> None:
+        self.accounts.list_host(event["host"], int(event["slots"]), self.now)
+
+    def _host_removed(self, event: Event) -> None:
+        self.accounts.list_host(event["host"], 0, self.now)
+
+    def _pause(self, end: float, seconds: float, parts: Event | None = None) -> None:
         self.pauses.append(seconds)
-        self._book(Phase.TRAINING, end - seconds)
-        self._book(Phase.PAUSING, end)
+        if self.is_forming_after_loss:
+            self.failures, self.stalled_s = self.failures + 1, self.stalled_s + seconds
+        # What is left of the time since the last step is the usual time of this one.
+        self._book(Phase.TRAINING, end - seconds, Account.USEFUL)
+        until = end - seconds
+        for name, account in PARTS.items():
+            until += float((parts or {}).get(name) or 0.0)
+            self._book(Phase.PAUSING, min(until, end), account)
+        self._book(Phase.PAUSING, end,
+                   Account.REDONE if parts and self.is_redoing else Account.FORMING)
+        self.is_redoing = False
 
     def _close_pauses(self) -> None:
         """Book the pauses that have no worker.pause_ended (version 0.1)."""
@@ -238,6 +315,10 @@ class History:
         name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
         return self.hosts.setdefault(name, Host())
 
+    def _host_of(self, worker: str) -> str:
+        """Return the host of a worker. Its name begins with its host (place.py)."""
+        return self.host_of.get(worker) or worker.partition("/")[0]
+
     def _attempt(self, event: Event) -> Attempt:
         return (self.invocations, int(event["attempt"]))
 
@@ -245,15 +326,21 @@ class History:
         if phase := KINDS[event["event"]].closes:
             self._book(phase, self.now)
 
-    def _book(self, phase: Phase, until: float) -> None:
-        is_first_boot = phase is Phase.RESTARTING and not self.generations
-        self.books.book(Phase.BOOTING if is_first_boot else phase, until)
+    def _book(self, phase: Phase, until: float, account: Account | None = None) -> None:
+        if phase is Phase.RESTARTING and not self.generations:
+            phase = Phase.BOOTING
+        self.accounts.book(account or ACCOUNTS[phase], until)
+        self.books.book(phase, until)
 
 
 _READERS: dict[str, Callable[[History, Event], None]] = {
     "run.started": History._run_started,
     "attempt.started": History._attempt_started,
     "attempt.ended": History._attempt_ended,
+    "discovery.host_in": History._host_in,
+    "driver.host_added": History._host_added,
+    "driver.host_removed": History._host_removed,
+    "driver.generation_formed": History._generation_formed,
     "job.described": History._job_described,
     "worker.generation_started": History._generation_started,
     "worker.step_redone": History._step_redone,
@@ -266,6 +353,14 @@ _READERS: dict[str, Callable[[History, Event], None]] = {
     "driver.worker_ready": History._worker_ready,
     "driver.worker_gone": History._worker_gone,
 }
+
+
+def least_workers(options: Any) -> int:
+    """Return --min-np of a run's options; 1 if they do not have it."""
+    words = (options if isinstance(options, Mapping) else {}).get("horovodrun") or []
+    with suppress(ValueError, LookupError, TypeError):
+        return int(words[words.index("--min-np") + 1])
+    return 1
 
 
 def history_of(events: Iterable[Event]) -> History:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.host.modes import write_text
-from elastic_trainer.observe.history import Event, History, history_of
+from elastic_trainer.observe.accounts import Account, Life
+from elastic_trainer.observe.history import Event, History, Host, history_of
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Reader
 
@@ -58,7 +59,14 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         restarts, steps done twice and time between steps lower it. 0 if no training began.
     compression: what a worker sends of its gradients in each step in 16 bits and without, in bytes,
         and the relative error of the cast, as last measured. Only with `compress`.
-    hosts: the workers of each, and their seconds booting and working (from ready until gone).
+    ettr: effective training time ratio: the sum of step_s of the kept steps / (wall_s - stopped_s).
+        Unlike goodput it counts the first boot (Kokolis et al., arXiv 2410.21680).
+    failures: pauses that the loss of a worker caused, and attempts behind the first one.
+    stall_per_failure_s: the seconds of those pauses, of restarts, and of the steps that a start
+        from a checkpoint dropped, for each failure; None without failures (arXiv 2602.00277).
+    host_seconds: the seconds of all hosts by account (accounts.py, docs/guide/report.md).
+    hosts: the workers of each, and their seconds booting and working (from ready until gone), and
+        by account.
     """
     samples, loss, useful_s = _kept(history)
     books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
@@ -77,20 +85,44 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         "steps_rolled_back": history.rolled_back,
         "wall_s": round(wall_s, 3),
         "goodput": _goodput(useful_s, wall_s - books["booting_s"] - books["stopped_s"]),
+        "ettr": _goodput(useful_s, wall_s - books["stopped_s"]),
+        **_failures(history, books["restarting_s"]),
         "books": {key: round(seconds, 3) for key, seconds in books.items()},
+        "host_seconds": _named(history.accounts.totals()),
         "pauses": [round(pause_s, 3) for pause_s in history.pauses],
         "workers_lost": dict(history.lost),
-        "hosts": {name: host.summary() for name, host in sorted(history.hosts.items())},
+        "hosts": {name: _host(history, name)
+                  for name in sorted(history.hosts.keys() | history.accounts.lives.keys())},
         **({"compression": {name: history.compressed.get(name) for name in COMPRESSION}}
            if history.compressed else {}),
     }
+
+
+def _failures(history: History, restarting_s: float) -> dict[str, Any]:
+    """Return how often the run stood still because of a loss, and for how long each time."""
+    restarts = max(0, len(history.attempts) - history.invocations)
+    failures = history.failures + restarts
+    lost_s = history.stalled_s + history.dropped_s + restarting_s
+    return {"failures": failures,
+            "stall_per_failure_s": round(lost_s / failures, 3) if failures else None}
+
+
+def _host(history: History, name: str) -> dict[str, Any]:
+    host, life = history.hosts.get(name, Host()), history.accounts.lives.get(name, Life())
+    kind = {"type": history.type_of[name]} if history.type_of.get(name) else {}
+    return {**host.summary(), **kind, "seconds": _named(life.seconds)}
+
+
+def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
+    """Return the accounts that are not empty, by name."""
+    return {account.value: round(spent, 3) for account, spent in seconds.items() if spent > 5e-4}
 
 
 def _kept(history: History) -> tuple[int, float | None, float]:
     """Return samples, last loss and seconds of the kept steps."""
     samples, loss, useful_s = 0, None, 0.0
     for step in history.kept.steps():
-        step_samples, loss, step_s = history.kept.get(step) or (0, None, 0.0)
+        step_samples, loss, step_s, _ = history.kept.get(step) or (0, None, 0.0, 0.0)
         samples, useful_s = samples + int(step_samples), useful_s + step_s
     return samples, loss if samples else None, useful_s
 

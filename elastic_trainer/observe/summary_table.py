@@ -14,6 +14,8 @@ from rich.text import Text
 
 from elastic_trainer.wire.plain import plain
 
+HOUR_S = 3600.0
+
 
 def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what report.summarize() returned."""
@@ -39,13 +41,19 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{result['samples']}" if result["samples"] or not result["steps"]
          else "not counted: the script is in Horovod's own style"),
         ("loss", "none" if result["loss"] is None else f"{result['loss']:.4f}"),
-        ("goodput", f"{result['goodput']:.1%}"),
+        ("goodput", f"{result['goodput']:.1%} of the time since the first step"),
+        ("training time", f"{result['ettr']:.1%} of the time since the start (ETTR)"),
         ("wall time", f"{wall_s:.1f} s: {', '.join(shares)}"),
+        ("hosts", _shares(result["host_seconds"]) or "none"),
         ("fleet", f"generations: {result['generations']}, attempts: {result['attempts']}"),
         ("workers lost", lost or "none"),
         ("pauses", f"{len(pauses)}, the longest {max(pauses):.2f} s" if pauses else "none"),
+        ("failures", "none" if not result["failures"] else
+         f"{result['failures']}, {result['stall_per_failure_s']:.2f} s of standstill each"),
         ("steps done again", f"{result['steps_redone']}"),
     ]
+    if costs := result.get("costs"):
+        rows += _cost_rows(costs)
     if sent := result.get("compression"):
         rows.append(("compression", f"{sent['compress']}: each worker sends "
                      f"{sent['sent_bytes'] / 1e6:.3g} MB of gradients a step instead of "
@@ -60,3 +68,24 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if result["weights_sha256"] is not None:
         rows.append(("weights", f"SHA-256 {result['weights_sha256']}"))
     return rows
+
+
+def _shares(seconds: Mapping[str, float]) -> str:
+    """Return accounts as hours of hosts and shares: "2.0 h: useful step 90.0 %, …"."""
+    whole = sum(seconds.values())
+    shares = [f"{name} {spent / whole:.1%}" for name, spent in
+              sorted(seconds.items(), key=lambda item: -item[1])] if whole else []
+    return f"{whole / HOUR_S:.4g} h: {', '.join(shares)}" if shares else ""
+
+
+def _cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def money(amount: float) -> str:
+        return f"{amount:.4g} {costs['currency']}"
+
+    samples = costs["per_million_samples"]
+    return [
+        ("cost", money(costs["cost"])),
+        ("a million samples", "-" if samples is None else money(samples)),
+        ("saved", f"{money(costs['saved'])} of {money(costs['on_demand'])} on demand"),
+        ("cost of losses", money(costs["losses"])),
+    ]

@@ -233,7 +233,7 @@ class Loop:
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
         self.generations.note_step(step, step_s)
-        self._log_committed(step, step_s)
+        self._log_committed(step, step_s, **self.checkpointing.timing.taken())
         self.checkpointing.note_step(step_s)
         if self.world.rank == 0:
             pace.step(step, step_s, waited_s)

@@ -56,6 +56,7 @@ class Timing:
         self.started = self.begun_at = time.monotonic()
         self.pause_s = 0.0
         """The pause of the last snapshot."""
+        self._new_pause_s = 0.0
         self._begun_step: int | None = None
         """The step of the last checkpoint begun; or the first step at which rank 0 was asked."""
         self._seconds = {False: 0.0, True: 0.0}
@@ -73,6 +74,12 @@ class Timing:
         """Note that a checkpoint of `step` was begun, and that its snapshot took `pause_s`."""
         self._uploading_steps, self._in_flight = self._in_flight, 0
         self.begun_at, self._begun_step, self.pause_s = time.monotonic(), step, pause_s
+        self._new_pause_s += pause_s
+
+    def taken(self) -> dict[str, float]:
+        """Return the pauses of snapshots since the last call as a field of an event, if any."""
+        pause_s, self._new_pause_s = self._new_pause_s, 0.0
+        return {"checkpoint_s": round(pause_s, 5)} if pause_s else {}
 
     def cost_s(self) -> float:
         """Return what a checkpoint costs: its pause, and the time its upload adds to steps."""

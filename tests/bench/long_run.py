@@ -51,6 +51,7 @@ class Run:
             self.digests += self.schedule.batch_digests(range(first, min(first + each, steps)))
         self.now, self.attempt, self.generation, self.number, self.step = 1.7e9, 0, 0, 0, 0
         self.samples = 0
+        self.workers: dict[int, str] = {}
 
     def say(self, event: str, **facts: Any) -> None:
         common = {"time": round(self.now, 4), "run": "long", "attempt": self.attempt}
@@ -68,6 +69,8 @@ class Run:
         self.attempt, self.generation = self.attempt + 1, 0
         self.say("attempt.started")
         for slot in range(WORLD):
+            self.say("driver.host_added", host=f"10.0.0.{slot}", slots=1)
+        for slot in range(WORLD):
             self.boot(slot)
         self.step -= self.step % CHECKPOINT_STEPS
         if self.step:
@@ -80,7 +83,8 @@ class Run:
 
     def boot(self, slot: int) -> None:
         self.number += 1
-        worker = {"worker": f"10.0.0.{slot}/0/{self.number}", "host": f"10.0.0.{slot}"}
+        self.workers[slot] = f"10.0.0.{slot}/0/{self.number}"
+        worker = {"worker": self.workers[slot], "host": f"10.0.0.{slot}"}
         self.say("driver.worker_started", **worker, pid=self.number)
         self.say("driver.worker_ready", **worker, pid=self.number, boot_s=3.0)
 
@@ -90,8 +94,9 @@ class Run:
         self.say("driver.generation_formed",
                  generation=self.generation,
                  size=WORLD,
-                 hosts=["10.0.0.1"],
-                 reason="lost")
+                 hosts=[f"10.0.0.{slot}" for slot in self.workers],
+                 workers=list(self.workers.values()),
+                 reason="death" if source == "memory" else "start")
         if source == "memory":
             self.by_rank_0("worker.step_redone", step=self.step)
         self.by_rank_0("worker.generation_started", step=self.step, source=source, pause_s=pause_s)
@@ -133,9 +138,9 @@ class Run:
     def lose(self, fault: int) -> None:
         slot = fault % WORLD
         self.say("driver.worker_gone",
-                 worker=f"10.0.0.{slot}/0/{self.number}",
+                 worker=self.workers[slot],
                  host=f"10.0.0.{slot}",
-                 pid=self.number,
+                 pid=int(self.workers[slot].rpartition("/")[2]),
                  exit_code=-9,
                  reason="crashed")
         if fault % FAULTS_AN_ATTEMPT == 0:

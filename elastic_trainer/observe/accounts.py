@@ -1,0 +1,380 @@
+"""The accounts of a host's seconds, and the lane of each host: what it did, and when.
+
+history (what the run does) and the log's events of hosts → here → report
+
+What always holds:
+1. Each second of a host's life is on exactly one account. A host lives from its first event (listed
+   by the discovery, or a worker started) until it is neither listed nor has a worker.
+2. A host costs a few numbers for each change of its own, and nothing for a step: the run's seconds
+   are summed for each `Part`, and a host takes the difference since its last change.
+
+What it does not do: follow clocks. The times of the log are those of several machines; a change
+that is dated before the last booking counts from that booking on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+
+class Account(str, Enum):
+    """What a host does in a second of its life."""
+
+    USEFUL = "useful step"
+    """Steps that are in the result."""
+    REDONE = "redone step"
+    """A step in flight that is done again, and steps that a start from a checkpoint dropped."""
+    NOTICING = "noticing"
+    """From a loss until a member knows of it."""
+    FORMING = "forming"
+    """Deciding on the next world, and forming it."""
+    TRANSFER = "transfer"
+    """Newcomers receive the state."""
+    CHECKPOINT = "checkpoint pause"
+    """The snapshot at the end of a step. The upload is behind the training."""
+    IDLE = "idle"
+    """Between steps (evaluations, the user's own code), and a worker without a shard."""
+    STANDBY = "standby"
+    """A booted worker waits while the others train."""
+    BOOTING = "booting"
+    RESTARTING = "restarting"
+    """From the last sign of an attempt to the first world of the next one."""
+    WAITING = "waiting for capacity"
+    """The list has fewer slots than the run needs (--min-workers)."""
+    STOPPED = "stopped"
+    """A person had stopped the run."""
+
+
+class Part(Enum):
+    """The part of a host in the run."""
+
+    MEMBER = "member"
+    SPARE = "spare"
+    """A member without a shard."""
+    READY = "ready"
+    BOOTING = "booting"
+    """It is listed, and no worker of it is ready."""
+
+
+STEPPING = (Account.USEFUL, Account.REDONE, Account.CHECKPOINT, Account.IDLE)
+FORMING = (Account.NOTICING, Account.FORMING, Account.TRANSFER)
+Lane = list[tuple[Account, float, float]]
+"""Account, start and end, in their order."""
+SHORT_S = 1.0
+"""What is shorter than this between two steps is on its account, but no period of a lane."""
+
+
+def account_of(part: Part, run: Account, has_capacity: bool) -> Account:
+    """Return the account of a host's second, of its part and of what the run does."""
+    if run is Account.STOPPED:
+        return run
+    if not has_capacity and part is not Part.BOOTING and run not in STEPPING:
+        return Account.WAITING
+    if part is Part.BOOTING:
+        return Account.RESTARTING if run is Account.RESTARTING else Account.BOOTING
+    if part is Part.READY:
+        return Account.STANDBY if run in (*STEPPING, *FORMING) else run
+    return Account.IDLE if part is Part.SPARE and run in STEPPING else run
+
+
+class Ledger:
+    """The run's seconds so far by part and account, and what a host of each part did and when."""
+
+    def __init__(self) -> None:
+        self.seconds = {part: dict.fromkeys(Account, 0.0) for part in Part}
+        self.lanes: dict[Part, Lane] = {part: [] for part in Part}
+
+    def add(self, run: Account, seconds: float, has_capacity: bool) -> None:
+        """Book seconds in which the run does one thing."""
+        for part in Part:
+            self.seconds[part][account_of(part, run, has_capacity)] += seconds
+
+    def show(self, run: Account, has_capacity: bool, start: float, end: float) -> None:
+        """Draw the time from `start` to `end` into the lanes."""
+        for part, lane in self.lanes.items():
+            account = account_of(part, run, has_capacity)
+            if lane and lane[-1][0] is account and lane[-1][2] == start:
+                lane[-1] = account, lane[-1][1], end
+            else:
+                lane.append((account, start, end))
+
+    def redo(self, since: float) -> None:
+        """Draw the steps since then as dropped ones."""
+        lane, later = self.lanes[Part.MEMBER], Lane()
+        while lane and lane[-1][2] > since:
+            account, start, end = lane.pop()
+            if start < since:
+                lane.append((account, start, since))
+            later.append((Account.REDONE if account is Account.USEFUL else account,
+                          max(start, since), end))
+        lane += reversed(later)
+
+
+@dataclass
+class Crew:
+    """The workers of one host, as the events so far tell."""
+
+    slots: int = 0
+    """As the discovery lists it; 0: it does not."""
+    booting: set[str] = field(default_factory=set)
+    ready: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)
+    spares: set[str] = field(default_factory=set)
+    """The members without a shard."""
+    is_doubtful: bool = False
+    """It was listed when the last attempt ended, and this attempt has not listed it yet."""
+
+    @property
+    def part(self) -> Part | None:
+        """The host's part in the run; None: it is gone."""
+        if self.members - self.spares:
+            return Part.MEMBER
+        if self.members:
+            return Part.SPARE
+        if self.ready:
+            return Part.READY
+        return Part.BOOTING if self.booting or self.slots else None
+
+    def forget(self, worker: str) -> None:
+        for workers in (self.booting, self.ready, self.members, self.spares):
+            workers.discard(worker)
+
+
+@dataclass
+class Life:
+    """The booked seconds of one host."""
+
+    part: Part | None = None
+    since: float = 0.0
+    mark: dict[Account, float] = field(default_factory=dict)
+    """What the ledger had of this part then."""
+    seconds: dict[Account, float] = field(default_factory=lambda: dict.fromkeys(Account, 0.0))
+    periods: list[tuple[Part, float, float]] = field(default_factory=list)
+
+    def leave(self, ledger: Ledger, now: float) -> None:
+        """Take the seconds of this part, and have none."""
+        if self.part is not None and now > self.since:
+            for account, seconds in ledger.seconds[self.part].items():
+                self.seconds[account] += seconds - self.mark[account]
+            self.periods.append((self.part, self.since, now))
+        self.part = None
+
+    def enter(self, part: Part | None, ledger: Ledger, now: float) -> None:
+        self.leave(ledger, now)
+        if part is not None:
+            self.part, self.since, self.mark = part, now, dict(ledger.seconds[part])
+
+
+class Change(NamedTuple):
+    """A change of a host that is not booked yet."""
+
+    time: float
+    host: str
+    part: Part | None
+    """Its part from then on."""
+    slots: int = 0
+    """More or fewer."""
+    is_cut: bool = False
+    """The host has been gone since its last change: the seconds since then are not booked."""
+
+
+class Accounts:
+    """The accounts of all hosts.
+
+    `book` and `book_step` are called for each period of the run, in order. The other methods take
+    the changes of hosts, which may be later than the last booking: they wait until their time is
+    booked.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.crews: dict[str, Crew] = {}
+        self.lives: dict[str, Life] = {}
+        self.until = math.inf
+        self.least, self.shards = 1, 0
+        """The fewest workers with which the run trains; the shards of a batch, 0: unknown."""
+        self._slots, self._has_list = 0, False
+        self._waiting: deque[Change] = deque()
+        self._steps_from = math.inf
+        self._in_steps = {Account.USEFUL: 0.0, Account.IDLE: 0.0, Account.CHECKPOINT: 0.0}
+        """The seconds since `_steps_from`, which are not in the ledger yet."""
+        self._worlds: list[tuple[int, tuple[str, ...]]] = []
+        """The first step and the hosts of each world."""
+        self._hosts: tuple[str, ...] = ()
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def book(self, run: Account, until: float) -> None:
+        """Book the time since the last booking."""
+        while self._waiting and self._waiting[0].time <= until:
+            change = self._waiting.popleft()
+            self._advance(run, change.time)
+            self._end_steps()
+            self._slots += change.slots
+            life = self.lives.setdefault(change.host, Life())
+            if change.is_cut:
+                life.part = None
+            life.enter(change.part, self.ledger, self.until)
+        self._advance(run, until)
+
+    def book_step(self, step_s: float, checkpoint_s: float, until: float) -> None:
+        """Book a finished step, and before it the time behind the last one."""
+        begins = min(max(self.until, until - step_s), until)
+        pause_ends = min(self.until + checkpoint_s, begins)
+        self.book(Account.CHECKPOINT, pause_ends)
+        self.book(Account.IDLE, begins)
+        self.book(Account.USEFUL, until)
+
+    def _advance(self, run: Account, until: float) -> None:
+        if until <= self.until:
+            return
+        seconds = until - self.until
+        if run in self._in_steps and (run is Account.USEFUL or seconds < SHORT_S):
+            self._steps_from = min(self._steps_from, self.until)
+            self._in_steps[run] += seconds
+        else:
+            self._end_steps()
+            has_capacity = self._slots >= self.least or not self._has_list
+            self.ledger.add(run, seconds, has_capacity)
+            self.ledger.show(run, has_capacity, self.until, until)
+        self.until = until
+
+    def _end_steps(self) -> None:
+        """Move the seconds of the steps into the ledger: a few numbers for many steps."""
+        if math.isinf(self._steps_from):
+            return
+        for account, seconds in self._in_steps.items():
+            self.ledger.add(account, seconds, True)
+            self._in_steps[account] = 0.0
+        self.ledger.show(Account.USEFUL, True, self._steps_from, self.until)
+        self._steps_from = math.inf
+
+    def begin_world(self, step: int) -> None:
+        """Note that the members train from this step on."""
+        self._worlds.append((step, self._hosts))
+
+    def drop_steps(self, dropped: Mapping[int, float], since: float) -> None:
+        """Book steps (with their seconds) as redone: a start from a checkpoint has dropped them.
+        `since`: the start of the first of them."""
+        self._end_steps()
+        self.ledger.redo(since)
+        firsts, lost = [first for first, _ in self._worlds], dict[int, float]()
+        for step, seconds in dropped.items():
+            world = bisect_right(firsts, step) - 1
+            lost[world] = lost.get(world, 0.0) + seconds
+        for world, seconds in lost.items():
+            for host in self._worlds[world][1] if world >= 0 else ():
+                booked = self.lives.setdefault(host, Life()).seconds
+                moved = min(seconds, booked[Account.USEFUL])
+                booked[Account.USEFUL] -= moved
+                booked[Account.REDONE] += moved
+        while dropped and self._worlds and self._worlds[-1][0] >= min(dropped):
+            self._worlds.pop()
+
+    # --- hosts ------------------------------------------------------------------------------------
+
+    def list_host(self, host: str, slots: int, now: float) -> None:
+        """Take a host of the discovery's list; 0 slots: it is listed no longer."""
+        crew = self.crews.setdefault(host, Crew())
+        self._has_list = True
+        more, crew.slots, crew.is_doubtful = slots - crew.slots, slots, False
+        self._change(host, now, more)
+
+    def start_worker(self, worker: str, host: str, now: float) -> None:
+        self.crews.setdefault(host, Crew()).booting.add(worker)
+        self._change(host, now)
+
+    def ready_worker(self, worker: str, host: str, now: float) -> None:
+        crew = self.crews.setdefault(host, Crew())
+        crew.forget(worker)
+        crew.ready.add(worker)
+        self._change(host, now)
+
+    def end_worker(self, worker: str, host: str, now: float) -> None:
+        self.crews.setdefault(host, Crew()).forget(worker)
+        self._change(host, now)
+
+    def form(self, members: Mapping[str, str], now: float) -> None:
+        """Take the workers of a new world in the order of their ranks, with their hosts."""
+        self._hosts = tuple(dict.fromkeys(members.values()))
+        spares = list(members)[self.shards:] if self.shards else []
+        for host, crew in self.crews.items():
+            if crew.is_doubtful:
+                self._cut(host, now)
+            crew.ready |= crew.members
+            crew.members, crew.spares = set(), set()
+        for worker, host in members.items():
+            crew = self.crews.setdefault(host, Crew())
+            crew.forget(worker)
+            crew.members.add(worker)
+            if worker in spares:
+                crew.spares.add(worker)
+        for host in self.crews:
+            self._change(host, now)
+
+    def booted(self) -> list[str]:
+        """Return the workers that are ready, or members."""
+        return [worker for crew in self.crews.values() for worker in crew.ready | crew.members]
+
+    def end_attempt(self, now: float) -> None:
+        """Take the end of all workers. The next attempt lists the hosts that are there."""
+        for host, crew in self.crews.items():
+            if crew.part is not None and not crew.is_doubtful:
+                self.crews[host] = Crew(slots=crew.slots, is_doubtful=True)
+                self._wait(Change(now, host, Part.BOOTING))
+        self._hosts = ()
+
+    def close(self) -> None:
+        """End the lives of all hosts, at the time of the last booking."""
+        for host, crew in self.crews.items():
+            if crew.is_doubtful:
+                self._cut(host, self.until)
+        self.book(Account.IDLE, self.until)
+        self._end_steps()
+        for life in self.lives.values():
+            life.leave(self.ledger, self.until)
+
+    def _cut(self, host: str, now: float) -> None:
+        """End the life of a host that went with its attempt: the next one has not listed it."""
+        slots, self.crews[host] = self.crews[host].slots, Crew()
+        self._wait(Change(now, host, None, -slots, is_cut=True))
+
+    def _change(self, host: str, now: float, slots: int = 0) -> None:
+        part = self.crews[host].part
+        before = next((change.part for change in reversed(self._waiting) if change.host == host),
+                      self.lives.setdefault(host, Life()).part)
+        if part is not before or slots:
+            self._wait(Change(now, host, part, slots))
+
+    def _wait(self, change: Change) -> None:
+        last = self._waiting[-1].time if self._waiting else self.until
+        earliest = change.time if math.isinf(last) else last
+        self._waiting.append(change._replace(time=max(change.time, earliest)))
+
+    # --- what is read -----------------------------------------------------------------------------
+
+    def totals(self) -> dict[Account, float]:
+        """Return the seconds of all hosts together."""
+        return {account: sum(life.seconds[account] for life in self.lives.values())
+                for account in Account}
+
+    def lane(self, host: str) -> Lane:
+        """Return what a host did. There is a gap while the host was gone."""
+        found: Lane = []
+        for part, start, end in self.lives[host].periods:
+            lane = self.ledger.lanes[part]
+            at = bisect_right(lane, start, key=lambda period: period[2])
+            while at < len(lane) and lane[at][1] < end:
+                account, begin, until = lane[at][0], max(lane[at][1], start), min(lane[at][2], end)
+                if found and found[-1][0] is account and found[-1][2] == begin:
+                    found[-1] = account, found[-1][1], until
+                else:
+                    found.append((account, begin, until))
+                at += 1
+        return found
