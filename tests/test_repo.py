@@ -25,7 +25,7 @@ CODE = Path(elastic_trainer.__file__).resolve().parent.parent
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
 PACKAGES = ("", "adapters", "data", "doctor", "examples", "host", "launch", "loggers", "measure",
-            "observe", "setup", "standby", "training", "wire", "world", *LINKED)
+            "observe", "rehearse", "setup", "standby", "training", "wire", "world", *LINKED)
 MODULES = sorted(path for package in PACKAGES
                  for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 

@@ -5,6 +5,7 @@
     elastic-trainer run demo [--example gpt|digits|images|gan] [--steps N] [--workers N] …
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer run --config run.toml [--set training.lr=0.1] -- python my_train.py …
+    elastic-trainer replay --storm rough|--trace FILE [options] -- python my_train.py …
     elastic-trainer verify|watch|report runs/NAME
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer checkpoints ls|show|verify|prune|export URL
@@ -58,12 +59,18 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.launch import examination
 
         return examination.main(argv[1:])
-    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"], ["scaling"]):
+    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"], ["scaling"],
+                    ["replay"]):
         require_horovod()
     if argv[:1] == ["run"]:
         from elastic_trainer.launch.run import run
 
         return run(argv[1:])
+    if argv[:1] == ["replay"]:
+        from elastic_trainer.launch import run_options
+        from elastic_trainer.rehearse import replay
+
+        return replay.run(argv[1:], run_options.EXAMPLES, run_options.demo)
     if argv[:1] == ["tune"]:
         from elastic_trainer.measure import tune
 
@@ -97,6 +104,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands.add_parser("doctor", add_help=False,
                         help="find what this machine, or the hosts of a fleet, lack for a run")
     commands.add_parser("run", add_help=False, help="train: the demo, or your own script after --")
+    commands.add_parser("replay", add_help=False,
+                        help="rehearse a spot fleet on local hosts: your script after --")
     look.add_commands(commands)
     index.add_command(commands.add_parser(
         "index", help="build the index of a dataset (tar, Parquet, images), once before a run"))

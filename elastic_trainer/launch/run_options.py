@@ -85,7 +85,6 @@ def parse_run(argv: list[str]) -> Run:
     _check_start(options, listed)
     example = options.example or EXAMPLES[0]
     if is_demo:
-        _require_package(example)
         configured.require_own(configuration, example)
     name = options.run or f"{example if is_demo else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_script = options.host_discovery_script is not None
@@ -94,7 +93,7 @@ def parse_run(argv: list[str]) -> Run:
         listed = {f"127.0.0.{number}": 1 for number in range(1, _workers(options) + 1)}
     return Run(
         name=name, run_dir=(options.runs_dir / name).resolve(), is_demo=is_demo,
-        command=_demo(example, options) if is_demo else command,
+        command=demo(example, options) if is_demo else command,
         hosts={} if has_script else listed, discovery=options.host_discovery_script or "",
         numbers=_numbers(options, {} if has_script else listed), horovodrun_options=others,
         standbys=int(is_local) if options.standby is None else options.standby,
@@ -252,8 +251,9 @@ def _numbers(options: argparse.Namespace, listed: Mapping[str, int]) -> dict[str
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _demo(example: str, options: argparse.Namespace) -> list[str]:
-    """Return the command of the demo."""
+def demo(example: str, options: argparse.Namespace) -> list[str]:
+    """Return the command of the demo, with its --steps and --seed. Raises ConfigError."""
+    _require_package(example)
     flags = [text for flag in ("steps", "seed") if getattr(options, flag) is not None
              for text in (f"--{flag}", str(getattr(options, flag)))]
     return [sys.executable, "-m", f"elastic_trainer.examples.{example}", *flags]

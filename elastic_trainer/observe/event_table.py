@@ -45,7 +45,7 @@ from elastic_trainer.observe.fields import (
     one_of,
     reads,
 )
-from elastic_trainer.observe.fleet_events import DISCOVERY, STANDBYS
+from elastic_trainer.observe.fleet_events import DISCOVERY, REHEARSAL, STANDBYS
 
 DETAIL, INFO, WARNING, ERROR = Level
 
@@ -444,6 +444,7 @@ _CHECKPOINTS = (
 GROUPS = {
     "The run and its attempts": _RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
     "The driver": _DRIVER, "A worker": _WORKERS, "The world": _WORLD,
-    "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS, "The discovery": DISCOVERY}
+    "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS, "The discovery": DISCOVERY,
+    "A rehearsal": REHEARSAL}
 """All kinds of events, by the heading that the documentation gives them."""
 KINDS = {kind.name: kind for group in GROUPS.values() for kind in group}

@@ -1,4 +1,4 @@
-"""The events of what is around a run: the standbys on the hosts, and the discovery of hosts.
+"""The events of what is around a run: standbys, the discovery of hosts, and a rehearsal.
 
 here → event_table (all events)
 """
@@ -9,8 +9,10 @@ from elastic_trainer.observe import sentences
 from elastic_trainer.observe.event_kind import EventKind, Level
 from elastic_trainer.observe.fields import (
     EXIT_CODE,
+    FLAG,
     NAME,
     NAMES,
+    NUMBER,
     PID,
     SECONDS,
     TEXT,
@@ -92,4 +94,21 @@ DISCOVERY = (
         "discovery.group_resized", INFO, "The auto scaling group was asked for another size.",
         has(group=NAME, size=WHOLE, why=TEXT),
         "the coordinator asks the group {group} for {size:#machine}: {why}"),
+)
+
+REHEARSAL = (
+    EventKind(
+        "rehearsal.started", INFO, "The clock of a rehearsal starts, with the first finished step.",
+        has(trace=TEXT, speed=NUMBER, hosts=WHOLE)),
+    EventKind(
+        "rehearsal.host_joined", DETAIL, "The trace adds a local host to the list.",
+        has(host=NAME)),
+    EventKind(
+        "rehearsal.host_noticed", INFO,
+        "The trace announces that a host is taken, which leaves the list.",
+        has(host=NAME, notice_s=SECONDS), "the trace takes host {host} in {notice_s:.0f} s"),
+    EventKind(
+        "rehearsal.host_lost", INFO,
+        "The trace takes a host: its processes are killed. `noticed`: it was announced.",
+        has(host=NAME, noticed=FLAG), "the trace takes host {host} now"),
 )

@@ -1,0 +1,333 @@
+"""`elastic-trainer replay`: a script of the user's, on local hosts that come and go as in a trace.
+
+    elastic-trainer replay --storm rough --twin
+    elastic-trainer replay --trace FILE --speed 30 --hosts 4 -- python my_train.py
+    elastic-trainer replay --storm rate=12/h,bulk=0.4,zero=0.1,seed=7 -- python my_train.py
+
+command line → here → trace or storm → timetable → stage (the real launcher) → outcome
+
+What always holds:
+1. The run is one of `elastic-trainer run`, with the options that are not replay's own. It has a
+   folder like any other run, so that report, verify and watch read it.
+2. Ctrl-C, SIGTERM and the end of this process end the run and all its workers.
+
+What it does not do: rehearse a network or a boot of machines. Local hosts share the processor, the
+memory and, where there is one, the first GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
+from elastic_trainer.host.modes import private, write_text
+from elastic_trainer.measure.memory import gibibytes, limit_bytes
+from elastic_trainer.rehearse import storm, trace
+from elastic_trainer.rehearse.outcome import Outcome, cost_of_useful_hour, outcome_of, played_of
+from elastic_trainer.rehearse.stage import Stage, play, started
+from elastic_trainer.rehearse.timetable import Moment, peak, timetable
+from elastic_trainer.wire.plain import plain, plain_output
+
+HOSTS, SPEED = 4, 10.0
+HOST_BYTES = 6 * 2**27
+"""The memory of a worker of the demo with torch (0.5 GiB), and half of that as a reserve."""
+LEAST_HOSTS, HOSTS_EACH_CORE = 4, 2
+OUTPUT, OUTCOME, LAST_LINES = "output.log", "rehearsal.json", 15
+OURS = ("-H", "-hostfile", "--hostfile", "--host-discovery-script", "-np", "--num-proc", "--min-np",
+        "--min-num-proc", "--workers", "--min-workers", "--standby")
+"""Options of `run` that name hosts and workers: the trace does that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A rehearsal as it was asked for."""
+
+    run_dir: Path
+    command: list[str]
+    options: list[str]
+    """For `elastic-trainer run`."""
+    source: str
+    speed: float
+    moments: list[Moment]
+    has_twin: bool
+    prices: Path | None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts at the start."""
+        return self.moments[0].joined
+
+    def launcher(self, name: str, hosts: Sequence[str]) -> list[str]:
+        """Return the command of a run with this name, with the options that name its hosts."""
+        return [sys.executable, "-m", "elastic_trainer", "run", "--run", name, "--runs-dir",
+                str(self.run_dir.parent), *hosts, *self.options, "--", *self.command]
+
+
+def run(argv: Sequence[str], examples: Sequence[str],
+        demo: Callable[[str, argparse.Namespace], list[str]]) -> int:
+    """Run the command; returns the exit code. `demo` returns the command of an example. Raises
+    ConfigError."""
+    wanted = parse(argv, examples, demo)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        return rehearse(wanted)
+    except KeyboardInterrupt:
+        print(f"elastic-trainer: The rehearsal was stopped, and its run has ended. Look at it: "
+              f"elastic-trainer report {shown(wanted.run_dir)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-trainer replay", allow_abbrev=False,
+        usage="%(prog)s --storm rough|--trace FILE [options] -- python my_train.py …\n"
+              "       %(prog)s --storm rough [--example gpt] [options]",
+        description="Rehearse a spot fleet with your own script: local hosts join, get notices and "
+                    "are lost as in a trace, and the result is judged.",
+        epilog="All other options go to `elastic-trainer run`, e.g. --store or --config.")
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--storm", metavar="NAME|rate=12/h,…",
+                       help=f"a shipped storm ({', '.join(storm.SHIPPED)}), or one of your own: "
+                            f"rate=12/h,bulk=0.4,zero=0.1,notice=0.8,replace=180,hours=24,seed=7")
+    which.add_argument("--trace", type=Path, metavar="FILE",
+                       help="a recorded fleet: CSV of time_s,event,host, or of "
+                            "milliseconds,add|remove,node")
+    add("--speed", type=float, default=SPEED, metavar="K",
+        help="play the trace K times as fast, notices too (%(default)g)")
+    add("--hosts", type=int, metavar="N",
+        help=f"the most local hosts; a larger fleet is scaled down ({HOSTS})")
+    add("--notice", type=float, default=trace.NOTICE_S, metavar="SECONDS",
+        help="the notice of a removed node, in seconds of the trace (%(default)g); 0: none")
+    add("--twin", action="store_true",
+        help="train the undisturbed twin afterwards, and compare the bits of the weights")
+    add("--prices", type=Path, metavar="FILE",
+        help="a TOML file with the prices of hosts, as `report` reads it")
+    add("--run", metavar="NAME", help="the run's name (runs/NAME)")
+    add("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
+    add("--example", choices=examples, help=f"rehearse a demo ({examples[0]})")
+    add("--steps", type=int, help="demo: the number of steps")
+    add("--seed", type=int, help="demo: the seed")
+    return parser
+
+
+def parse(argv: Sequence[str], examples: Sequence[str],
+          demo: Callable[[str, argparse.Namespace], list[str]]) -> Rehearsal:
+    """Read the command line. Raises ConfigError."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    command = list(argv[at + 1 :])
+    options, others = parser_of(examples).parse_known_args(argv[:at])
+    check(options, others, command)
+    rows = rows_of(options)
+    moments = timetable(rows, hosts_of(options.hosts, peak(rows)), options.speed)
+    name = options.run or f"replay-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = (options.runs_dir / name).resolve()
+    if run_dir.exists():
+        raise ConfigError(f"There is a run {shown(run_dir)}, and a rehearsal begins with a new "
+                          f"one. Use another name (--run).")
+    return Rehearsal(
+        run_dir=run_dir, command=command or demo(options.example or examples[0], options),
+        options=others, source=f"{options.trace or options.storm}", speed=options.speed,
+        moments=moments, has_twin=options.twin, prices=options.prices)
+
+
+def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[str]) -> None:
+    """Check what does not need the trace. Raises ConfigError."""
+    if taken := [word for word in others if word.partition("=")[0] in OURS]:
+        raise ConfigError(f"{taken[0]} is given, but the trace names the hosts of a rehearsal. Use "
+                          f"--hosts for the largest number of local hosts.")
+    if not command and (words := [word for word in others if not word.startswith("-")][:1]):
+        if not any(word.startswith("-") for word in others):
+            raise ConfigError(f"{words[0]!r} is no option. A command comes after --: -- "
+                              f"{shlex.join(others)}")
+    for name in ("example", "steps", "seed"):
+        if command and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is an option of the demo, and a command is given. If it "
+                              f"is your script's option, put it behind the script's name.")
+    for name, least in (("speed", 0.001), ("notice", 0.0)):
+        if not least <= getattr(options, name) <= 1e6:
+            raise ConfigError(f"--{name} is {getattr(options, name):g}. Use a number from "
+                              f"{least:g} to 1000000.")
+    if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
+        raise ConfigError(f"--run is {options.run!r}, which cannot name a folder. Use letters, "
+                          f"digits, '.', '_' and '-', with a letter or digit first.")
+
+
+def rows_of(options: argparse.Namespace) -> list[trace.Row]:
+    """Return the rows of the trace or the storm. Raises ConfigError."""
+    if options.trace:
+        return trace.read_trace(options.trace, options.notice)
+    return storm.rows_of(storm.parse_storm(options.storm), hosts_of(options.hosts, HOSTS))
+
+
+def hosts_of(wanted: int | None, most: int) -> int:
+    """Return the number of local hosts. Raises ConfigError if this machine has no room for them."""
+    room = room_of(len(os.sched_getaffinity(0)), limit_bytes())
+    given = min(most, HOSTS) if wanted is None else wanted
+    if given < 1 or given > room:
+        raise ConfigError(
+            f"--hosts is {given}, and this machine has {len(os.sched_getaffinity(0))} cores and "
+            f"{gibibytes(limit_bytes())} of free memory, which is room for {room} local hosts. "
+            + (f"Use --hosts {min(HOSTS, room)}." if room else "Free some memory."))
+    return given
+
+
+def room_of(cores: int, memory_bytes: int) -> int:
+    """Return how many local hosts a machine has room for."""
+    return min(max(LEAST_HOSTS, HOSTS_EACH_CORE * cores), memory_bytes // HOST_BYTES)
+
+
+# --- the rehearsal --------------------------------------------------------------------------------
+
+def rehearse(wanted: Rehearsal) -> int:
+    """Play the trace, judge the run, and print the judgement; returns the exit code."""
+    from elastic_trainer.observe.report import read_log
+    from elastic_trainer.observe.segments import Reader
+    from elastic_trainer.observe.verify import verify
+
+    price = price_of(wanted.prices)
+    run_dir = wanted.run_dir
+    print(f"rehearsal {run_dir.name}: {wanted.source} on {len(wanted.hosts)} local hosts, "
+          f"{wanted.speed:g} times as fast; the run is in {shown(run_dir)}. Stop it with Ctrl-C",
+          flush=True)
+    stage = Stage(run_dir, wanted.hosts)
+    code = follow(wanted, run_dir, ["--host-discovery-script", stage.discovery(), "-np", "1",
+                                    "--min-np", "1"], stage)
+    twin = train_twin(wanted) if wanted.has_twin and code == 0 else None
+    if not (run_dir / "events.jsonl").exists():
+        print_end(run_dir / OUTPUT)
+        return code or 1
+    _, result = read_log(run_dir)
+    outcome = outcome_of(played_of(Reader(run_dir).events(to_the_end=True)), verify(run_dir),
+                         result, twin)
+    write_text(run_dir / OUTCOME, json.dumps(
+        {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
+    if code:
+        print_end(run_dir / OUTPUT)
+    print_outcome(wanted, outcome, price)
+    return 0 if outcome.is_right else code or 1
+
+
+def follow(wanted: Rehearsal, run_dir: Path, hosts: Sequence[str], stage: Stage | None) -> int:
+    """Run the launcher, show its progress and play the trace, if there is a stage; returns its
+    exit code."""
+    from elastic_trainer.observe.watch import Watch
+
+    watch = Watch(run_dir)
+    with open(run_dir / OUTPUT, "ab", opener=private) as output:
+        with started(wanted.launcher(run_dir.name, hosts), output) as process:
+            watch.start()
+            try:
+                if stage is None:
+                    return process.wait()
+                first, *others = wanted.moments
+                return play(process, stage, [first._replace(joined=()), *others],
+                            lambda: watch.status, trace=wanted.source, speed=wanted.speed)
+            finally:
+                watch.stop()
+
+
+def train_twin(wanted: Rehearsal) -> str:
+    """Train the undisturbed twin; return the digest of its weights, "" if it did not finish."""
+    from elastic_trainer.observe.report import summarize_log
+
+    run_dir = wanted.run_dir.with_name(wanted.run_dir.name + "-twin")
+    run_dir.mkdir(mode=0o700)
+    print(f"the undisturbed twin: {len(wanted.hosts)} workers, in {shown(run_dir)}", flush=True)
+    code = follow(wanted, run_dir, ["--workers", str(len(wanted.hosts)), "--standby", "0"], None)
+    if code:
+        print_end(run_dir / OUTPUT)
+        return ""
+    return summarize_log(run_dir)["weights_sha256"] or ""
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+def print_outcome(wanted: Rehearsal, outcome: Outcome, price: tuple[str, float, float] | None
+                  ) -> None:
+    """Print the judgement as a table, the verdict in one line, and the next command."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=Text(plain(f"rehearsal {wanted.run_dir.name}: {wanted.source}")),
+                  show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows(outcome, wanted.speed, price):
+        table.add_row(label, Text(plain(text)))
+    console.print(table)
+    for fault in outcome.faults:
+        console.print(Text(plain(f"wrong: {fault}"), style="red"), soft_wrap=True)
+    verdict = ("passed: nothing was lost, nothing was repeated" if outcome.is_right
+               else "FAILED, for the reasons above")
+    console.print(Text(f"rehearsal {verdict}", style="bold green" if outcome.is_right else
+                       "bold red"), soft_wrap=True)
+    folder = shown(wanted.run_dir)
+    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html"),
+                  soft_wrap=True)
+
+
+def rows(outcome: Outcome, speed: float, price: tuple[str, float, float] | None
+         ) -> list[tuple[str, str]]:
+    """Return the outcome as pairs of a label and a text. `price`: currency, spot, on demand."""
+    stall = ("none" if outcome.stall_per_failure_s is None else
+             f"{outcome.stall_per_failure_s:.2f} s for each of {outcome.failures} failures")
+    found = [("trace", outcome.played), ("samples", outcome.samples),
+             ("lineage", outcome.lineage), ("bits", outcome.bits),
+             ("goodput", f"{outcome.goodput:.1%} here; {outcome.forecast_goodput:.1%} is the "
+                         f"forecast at the trace's own speed"),
+             ("stall per failure", stall)]
+    if price:
+        currency, spot, on_demand = price
+        cost = cost_of_useful_hour(outcome.mean_hosts, outcome.forecast_goodput, spot)
+        other = outcome.mean_hosts * on_demand
+        saved = f"{1.0 - cost / other:.0%}" if other else "nothing"
+        found.append(("forecast of cost",
+                      f"{cost:.2f} {currency} for an hour of useful training on "
+                      f"{outcome.mean_hosts:.1f} hosts; on demand {other:.2f} {currency}, "
+                      f"so spot saves {saved}"))
+    return found
+
+
+def price_of(file: Path | None) -> tuple[str, float, float] | None:
+    """Return the currency and the prices of a local host for an hour. Raises ConfigError."""
+    if file is None:
+        return None
+    from elastic_trainer.observe import prices
+
+    found = prices.load(file)
+    price = found.of("127.0.0.1", "")
+    return found.currency, price.spot, price.on_demand
+
+
+def print_end(log: Path) -> None:
+    """Print the last lines of a launcher's output on stderr."""
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    print(f"the last lines of {shown(log)}:", *map(plain_output, lines), sep="\n", file=sys.stderr)
+
+
+def shown(path: Path) -> str:
+    """Return a path as a person types it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

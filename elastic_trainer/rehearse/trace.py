@@ -1,0 +1,145 @@
+"""The trace of a fleet: which hosts join, get a notice and are lost, and when.
+
+a CSV file, or a storm → here → timetable (what happens on local hosts)
+
+Two forms of a file; lines that begin with # are comments. The documented one has a header, and its
+events are `join`, `notice` and `loss`:
+
+    time_s,event,host
+    0,join,a
+    900,notice,a
+    1020,loss,a
+
+A recorded one has no header: milliseconds, `add` or `remove`, node. A removed node got a notice.
+
+    0,add,node1
+    40800000,remove,node1
+
+What always holds:
+1. The first row is at 0 s. A host joins, then gets a notice or none, then is lost; it may join
+   again later. Each notice is followed by a loss.
+2. At the end there is a host, so that a run can finish.
+
+Source: the recorded form is that of https://github.com/uclasystem/bamboo (traces/).
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic_trainer.config import ConfigError
+
+NOTICE_S = 120.0
+"""How long before a spot machine is taken the cloud says so (AWS)."""
+HEADER = ["time_s", "event", "host"]
+JOIN, NOTICE, LOSS = "join", "notice", "loss"
+REMEDY = "docs/guide/rehearse.md shows both forms of a trace."
+
+
+class Row(NamedTuple):
+    """One thing that happens to one host."""
+
+    time_s: float
+    event: str
+    host: str
+
+
+def read_trace(file: Path, notice_s: float = NOTICE_S) -> list[Row]:
+    """Read a file of either form. Raises ConfigError."""
+    try:
+        return parse_trace(file.read_text(encoding="utf-8"), f"--trace {file}", notice_s)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {file} cannot be read: {error}. {REMEDY}") from error
+
+
+def parse_trace(text: str, source: str, notice_s: float = NOTICE_S) -> list[Row]:
+    """Read the text of either form. `notice_s`: the notice of a removed node, and of a `notice`
+    without a loss. Raises ConfigError that names the line."""
+    lines = [(number, [cell.strip() for cell in next(csv.reader([line]))])
+             for number, line in enumerate(text.splitlines(), 1)
+             if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise ConfigError(f"{source} has no row. {REMEDY}")
+    is_recorded = lines[0][1] != HEADER
+    known = ("add", "remove") if is_recorded else (JOIN, NOTICE, LOSS)
+    rows = []
+    for number, cells in lines if is_recorded else lines[1:]:
+        if (len(cells) != 3 or cells[1] not in known or not cells[2]
+                or not re.fullmatch(r"\d{1,15}(\.\d{1,9})?", cells[0])):
+            unit = "milliseconds" if is_recorded else "seconds"
+            raise ConfigError(f"Line {number} of {source} is {','.join(cells)!r}. A row has "
+                              f"{unit}, one of {', '.join(known)}, and a host. {REMEDY}")
+        rows.append(Row(float(cells[0]), cells[1], cells[2]))
+    if is_recorded:
+        names = {"add": JOIN, "remove": LOSS}
+        rows = [Row(row.time_s / 1000, names[row.event], row.host) for row in rows]
+    return completed(rows, source, notice_s, announces=is_recorded)
+
+
+def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
+              announces: bool = False) -> list[Row]:
+    """Return rows in the order of time, from 0 s on, with a loss behind each notice.
+
+    `announces`: each loss gets a notice, too. Raises ConfigError for rows that contradict each
+    other, or that leave no host at the end.
+    """
+    of_host = defaultdict[str, list[Row]](list)
+    for row in sorted(rows, key=lambda row: row.time_s):
+        of_host[row.host].append(row)
+    found: list[Row] = []
+    present = 0
+    for host, own in of_host.items():
+        lives = _lives(own, source, notice_s)
+        present += len(lives) > 0 and lives[-1][-1].event == JOIN
+        for life in lives:
+            if announces and len(life) == 2:
+                notice_at = max(life[0].time_s, life[1].time_s - notice_s)
+                life.insert(1, Row(notice_at, NOTICE, host))
+            found += life
+    if not present:
+        raise ConfigError(f"{source} ends without a host, so a run could not finish. Add a row in "
+                          f"which a host joins.")
+    first_s = min(row.time_s for row in found)
+    return sorted((row._replace(time_s=row.time_s - first_s) for row in found),
+                  key=lambda row: row.time_s)
+
+
+def _lives(rows: Sequence[Row], source: str, notice_s: float) -> list[list[Row]]:
+    """Return the rows of one host from each joining to the loss. Raises ConfigError."""
+    lives: list[list[Row]] = []
+    for row in rows:
+        open_life = lives[-1] if lives and lives[-1][-1].event != LOSS else []
+        if open_life and open_life[-1].event == NOTICE and row.event != LOSS:
+            open_life.append(Row(open_life[-1].time_s + notice_s, LOSS, row.host))
+            open_life = open_life if open_life[-1].time_s > row.time_s else []
+        if (row.event == JOIN) == bool(open_life):
+            state = "is there" if open_life else "is not there"
+            raise ConfigError(f"{source} has {row.event} of host {row.host} at {row.time_s:g} s, "
+                              f"when it {state}. A host joins, is lost, and may join again.")
+        if row.event == JOIN:
+            lives.append([row])
+        else:
+            open_life.append(row)
+    if lives and lives[-1][-1].event == NOTICE:
+        lives[-1].append(Row(lives[-1][-1].time_s + notice_s, LOSS, lives[-1][-1].host))
+    return lives
+
+
+def listed(rows: Iterable[Row]) -> list[tuple[float, int]]:
+    """Return (time, hosts that are there without a notice from then on) of each change."""
+    hosts: set[str] = set()
+    found = []
+    for time_s, group in itertools.groupby(rows, key=lambda row: row.time_s):
+        for row in group:
+            if row.event == JOIN:
+                hosts.add(row.host)
+            else:
+                hosts.discard(row.host)
+        found.append((time_s, len(hosts)))
+    return found
