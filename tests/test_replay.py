@@ -23,13 +23,20 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.launch.command import main
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.verify import judge
-from elastic_trainer.rehearse.outcome import Outcome, forecast, outcome_of, played_of
+from elastic_trainer.rehearse.outcome import (
+    Outcome,
+    forecast,
+    outcome_of,
+    played_of,
+    rows_played,
+)
 from elastic_trainer.rehearse.replay import room_of
 from elastic_trainer.rehearse.stage import started
 from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
-from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row, listed, parse_trace
+from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row, listed, parse_trace, text_of
 
+ROOT = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -150,6 +157,13 @@ def test_a_shipped_storm_shows_its_kind_in_the_first_minute(name: str) -> None:
     assert is_announced == (name == "calm")
     assert (max(len(moment.lost) for moment in losses) > 1) == (name != "calm")
     assert (0 in powered([row for row in rows if row.time_s < 600.0])) == (name == "zeros")
+
+
+def test_the_documentation_has_the_shipped_storms() -> None:
+    """With their values, so that a user can change one."""
+    page = (ROOT / "docs" / "guide" / "rehearse.md").read_text()
+    assert [name for name, values in SHIPPED.items() if f"| `{name}` | {values} |" not in page
+            ] == []
 
 
 @pytest.mark.parametrize("text", ["", "gale", "rate=12/h,fog=1", "rate=0/h", "bulk=0.4",
@@ -285,6 +299,10 @@ def test_a_run_that_lost_nothing_is_judged_right() -> None:
     outcome = judged(rehearsed())
     assert outcome.is_right, outcome.faults
     assert outcome.played == "2 hosts joined, 3 lost (2 without a notice), 1 zero"
+    rows = parse_trace(text_of(rows_played(rehearsed(), ["a", "b"])), "what was played")
+    assert [(row.event, row.host) for row in rows] == [
+        (JOIN, "a"), (JOIN, "b"), (LOSS, "a"), (JOIN, "c"), (NOTICE, "b"), (LOSS, "b"), (LOSS, "c"),
+        (JOIN, "d")]
     assert "equal" in outcome.bits and outcome.lineage.startswith("one, through 2 attempts")
     assert judged(rehearsed(), None).is_right and "--twin" in judged(rehearsed(), None).bits
 

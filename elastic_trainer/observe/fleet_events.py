@@ -99,7 +99,8 @@ DISCOVERY = (
 REHEARSAL = (
     EventKind(
         "rehearsal.started", INFO, "The clock of a rehearsal starts, with the first finished step.",
-        has(trace=TEXT, speed=NUMBER, hosts=WHOLE)),
+        has(trace=TEXT, speed=NUMBER, hosts=WHOLE),
+        "the clock of the trace {trace} starts with {hosts:#host}, {speed:g} times as fast"),
     EventKind(
         "rehearsal.host_joined", DETAIL, "The trace adds a local host to the list.",
         has(host=NAME)),

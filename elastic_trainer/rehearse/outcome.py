@@ -21,6 +21,7 @@ from typing import Any
 
 from elastic_trainer.observe.sentences import ENDINGS, count
 from elastic_trainer.observe.verdict import Verdict
+from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row
 
 MOST_SENTENCES = 5
 
@@ -97,6 +98,22 @@ def played_of(events: Iterable[Mapping[str, Any]]) -> Played:
     for event in events:
         played.take(event)
     return played
+
+
+_EVENTS = {"rehearsal.host_joined": JOIN, "rehearsal.host_noticed": NOTICE,
+           "rehearsal.host_lost": LOSS}
+
+
+def rows_played(events: Iterable[Mapping[str, Any]], hosts: Iterable[str]) -> list[Row]:
+    """Return the trace as it was played, in seconds since the start of the run. `hosts` were there
+    from the start."""
+    rows, began = [Row(0.0, JOIN, host) for host in hosts], None
+    for event in events:
+        if event["event"] == "run.started" and began is None:
+            began = float(event["time"])
+        elif kind := _EVENTS.get(event["event"]):
+            rows.append(Row(float(event["time"]) - (began or 0.0), kind, str(event["host"])))
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)

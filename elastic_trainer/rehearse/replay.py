@@ -34,7 +34,13 @@ from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
 from elastic_trainer.host.modes import private, write_text
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.rehearse import storm, trace
-from elastic_trainer.rehearse.outcome import Outcome, cost_of_useful_hour, outcome_of, played_of
+from elastic_trainer.rehearse.outcome import (
+    Outcome,
+    cost_of_useful_hour,
+    outcome_of,
+    played_of,
+    rows_played,
+)
 from elastic_trainer.rehearse.stage import Stage, play, started
 from elastic_trainer.rehearse.timetable import Moment, peak, timetable
 from elastic_trainer.wire.plain import plain, plain_output
@@ -43,7 +49,7 @@ HOSTS, SPEED = 4, 10.0
 HOST_BYTES = 6 * 2**27
 """The memory of a worker of the demo with torch (0.5 GiB), and half of that as a reserve."""
 LEAST_HOSTS, HOSTS_EACH_CORE = 4, 2
-OUTPUT, OUTCOME, LAST_LINES = "output.log", "rehearsal.json", 15
+OUTPUT, OUTCOME, PLAYED, LAST_LINES = "output.log", "rehearsal.json", "trace.csv", 15
 OURS = ("-H", "-hostfile", "--hostfile", "--host-discovery-script", "-np", "--num-proc", "--min-np",
         "--min-num-proc", "--workers", "--min-workers", "--standby")
 """Options of `run` that name hosts and workers: the trace does that."""
@@ -213,8 +219,9 @@ def rehearse(wanted: Rehearsal) -> int:
         print_end(run_dir / OUTPUT)
         return code or 1
     _, result = read_log(run_dir)
-    outcome = outcome_of(played_of(Reader(run_dir).events(to_the_end=True)), verify(run_dir),
-                         result, twin)
+    events = list(Reader(run_dir).events(to_the_end=True))
+    outcome = outcome_of(played_of(events), verify(run_dir), result, twin)
+    write_text(run_dir / PLAYED, trace.text_of(rows_played(events, wanted.hosts)))
     write_text(run_dir / OUTCOME, json.dumps(
         {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
     if code:

@@ -82,6 +82,12 @@ def parse_trace(text: str, source: str, notice_s: float = NOTICE_S) -> list[Row]
     return completed(rows, source, notice_s, announces=is_recorded)
 
 
+def text_of(rows: Iterable[Row]) -> str:
+    """Return rows as a file of the documented form."""
+    return "\n".join([",".join(HEADER), *(f"{row.time_s:.3f},{row.event},{row.host}"
+                                          for row in rows)]) + "\n"
+
+
 def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
               announces: bool = False) -> list[Row]:
     """Return rows in the order of time, from 0 s on, with a loss behind each notice.

@@ -22,7 +22,6 @@ Last line: one JSON object with goodput, goodput_at_trace_rate, peer_goodput, bi
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import os
@@ -42,6 +41,8 @@ import netlab  # noqa: E402
 from cluster import JOB  # noqa: E402
 from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 from stock_job import StockJob  # noqa: E402
+
+from elastic_trainer.rehearse.trace import listed, read_trace  # noqa: E402
 
 HOUR_S = 3600.0
 NOTICE_S = 120.0
@@ -64,14 +65,7 @@ class Step:
 
 def capacity(trace: Path) -> list[tuple[float, int]]:
     """Return (seconds, nodes present from then on) of the trace's first hour."""
-    with open(trace) as file:
-        rows = [(int(at) / 1000, 1 if what == "add" else -1) for at, what, _ in csv.reader(file)]
-    nodes, found = 0, []
-    for at, group in itertools.groupby((row for row in rows if row[0] < HOUR_S),
-                                       key=lambda row: row[0]):
-        nodes += sum(change for _, change in group)
-        found.append((at, nodes))
-    return found
+    return [(at, nodes) for at, nodes in listed(read_trace(trace, notice_s=0.0)) if at < HOUR_S]
 
 
 def scaled(nodes: Sequence[tuple[float, int]], hosts: int,
