@@ -36,7 +36,6 @@ from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.rehearse import storm, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
-    cost_of_useful_hour,
     outcome_of,
     played_of,
     rows_played,
@@ -67,7 +66,6 @@ class Rehearsal:
     speed: float
     moments: list[Moment]
     has_twin: bool
-    prices: Path | None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -122,8 +120,6 @@ def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
         help="the notice of a removed node, in seconds of the trace (%(default)g); 0: none")
     add("--twin", action="store_true",
         help="train the undisturbed twin afterwards, and compare the bits of the weights")
-    add("--prices", type=Path, metavar="FILE",
-        help="a TOML file with the prices of hosts, as `report` reads it")
     add("--run", metavar="NAME", help="the run's name (runs/NAME)")
     add("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
     add("--example", choices=examples, help=f"rehearse a demo ({examples[0]})")
@@ -149,7 +145,7 @@ def parse(argv: Sequence[str], examples: Sequence[str],
     return Rehearsal(
         run_dir=run_dir, command=command or demo(options.example or examples[0], options),
         options=others, source=f"{options.trace or options.storm}", speed=options.speed,
-        moments=moments, has_twin=options.twin, prices=options.prices)
+        moments=moments, has_twin=options.twin)
 
 
 def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[str]) -> None:
@@ -206,7 +202,6 @@ def rehearse(wanted: Rehearsal) -> int:
     from elastic_trainer.observe.segments import Reader
     from elastic_trainer.observe.verify import verify
 
-    price = price_of(wanted.prices)
     run_dir = wanted.run_dir
     print(f"rehearsal {run_dir.name}: {wanted.source} on {len(wanted.hosts)} local hosts, "
           f"{wanted.speed:g} times as fast; the run is in {shown(run_dir)}. Stop it with Ctrl-C",
@@ -226,7 +221,7 @@ def rehearse(wanted: Rehearsal) -> int:
         {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
     if code:
         print_end(run_dir / OUTPUT)
-    print_outcome(wanted, outcome, price)
+    print_outcome(wanted, outcome)
     return 0 if outcome.is_right else code or 1
 
 
@@ -269,8 +264,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 # --- what is printed ------------------------------------------------------------------------------
 
-def print_outcome(wanted: Rehearsal, outcome: Outcome, price: tuple[str, float, float] | None
-                  ) -> None:
+def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
     """Print the judgement as a table, the verdict in one line, and the next command."""
     from rich.console import Console
     from rich.table import Table
@@ -281,7 +275,7 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome, price: tuple[str, float, 
                   show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for label, text in rows(outcome, wanted.speed, price):
+    for label, text in rows(outcome):
         table.add_row(label, Text(plain(text)))
     console.print(table)
     for fault in outcome.faults:
@@ -295,37 +289,15 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome, price: tuple[str, float, 
                   soft_wrap=True)
 
 
-def rows(outcome: Outcome, speed: float, price: tuple[str, float, float] | None
-         ) -> list[tuple[str, str]]:
-    """Return the outcome as pairs of a label and a text. `price`: currency, spot, on demand."""
+def rows(outcome: Outcome) -> list[tuple[str, str]]:
+    """Return the outcome as pairs of a label and a text."""
     stall = ("none" if outcome.stall_per_failure_s is None else
              f"{outcome.stall_per_failure_s:.2f} s for each of {outcome.failures} failures")
-    found = [("trace", outcome.played), ("samples", outcome.samples),
-             ("lineage", outcome.lineage), ("bits", outcome.bits),
-             ("goodput", f"{outcome.goodput:.1%} here; {outcome.forecast_goodput:.1%} is the "
-                         f"forecast at the trace's own speed"),
-             ("stall per failure", stall)]
-    if price:
-        currency, spot, on_demand = price
-        cost = cost_of_useful_hour(outcome.mean_hosts, outcome.forecast_goodput, spot)
-        other = outcome.mean_hosts * on_demand
-        saved = f"{1.0 - cost / other:.0%}" if other else "nothing"
-        found.append(("forecast of cost",
-                      f"{cost:.2f} {currency} for an hour of useful training on "
-                      f"{outcome.mean_hosts:.1f} hosts; on demand {other:.2f} {currency}, "
-                      f"so spot saves {saved}"))
-    return found
-
-
-def price_of(file: Path | None) -> tuple[str, float, float] | None:
-    """Return the currency and the prices of a local host for an hour. Raises ConfigError."""
-    if file is None:
-        return None
-    from elastic_trainer.observe import prices
-
-    found = prices.load(file)
-    price = found.of("127.0.0.1", "")
-    return found.currency, price.spot, price.on_demand
+    return [("trace", outcome.played), ("samples", outcome.samples),
+            ("lineage", outcome.lineage), ("bits", outcome.bits),
+            ("goodput", f"{outcome.goodput:.1%} here; {outcome.forecast_goodput:.1%} is the "
+                        f"forecast at the trace's own speed"),
+            ("stall per failure", stall)]
 
 
 def print_end(log: Path) -> None:
