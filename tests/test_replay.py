@@ -257,6 +257,7 @@ def rehearsed() -> list[Event]:
     story.say("rehearsal.host_noticed", host="b", notice_s=12.0)
     story.say("rehearsal.host_lost", host="b", noticed=True)
     story.say("rehearsal.host_lost", host="c", noticed=False)
+    story.say("rehearsal.hosts_gone", again_s=3.0)
     story.lose_all()
     story.say("rehearsal.host_joined", host="d")
     story.start(1)

@@ -112,4 +112,8 @@ REHEARSAL = (
         "rehearsal.host_lost", INFO,
         "The trace takes a host: its processes are killed. `noticed`: it was announced.",
         has(host=NAME, noticed=FLAG), "the trace takes host {host} now"),
+    EventKind(
+        "rehearsal.hosts_gone", INFO,
+        "The trace has taken all hosts. `again_s`: the time until it adds one.",
+        has(again_s=SECONDS), "no host is left; the trace adds one in {again_s:.0f} s"),
 )

@@ -75,8 +75,9 @@ class Played:
                 self._change(float(event["time"]), -1)
                 self.lost += 1
                 self.sudden += not event.get("noticed")
-                self.zeros += not self._hosts
                 self._taken.add(str(event["host"]))
+            case "rehearsal.hosts_gone":
+                self.zeros += 1
             case "driver.worker_gone" if self.speed:
                 ending = ENDINGS.get(str(event.get("reason")))
                 if ending and ending.is_lost and event.get("host") not in self._taken:

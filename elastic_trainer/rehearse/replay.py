@@ -84,7 +84,8 @@ def run(argv: Sequence[str], examples: Sequence[str],
     ConfigError."""
     wanted = parse(argv, examples, demo)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     try:
         return rehearse(wanted)
     except KeyboardInterrupt:

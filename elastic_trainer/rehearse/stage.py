@@ -44,6 +44,8 @@ class Stage:
         self.run_dir, self.file = run_dir, run_dir / "hosts"
         self.events = Events(run_dir, run=run_dir.name)
         self.listed = list(hosts)
+        self.present = set(hosts)
+        """The hosts that have power."""
         self.noticed: set[str] = set()
         self.lost: set[str] = set()
         self._write()
@@ -52,12 +54,14 @@ class Stage:
         """Return the command that prints the list."""
         return shlex.join([sys.executable, "-S", str(DISCOVERY), "hosts-file", str(self.file)])
 
-    def act(self, moment: Moment, ends: Mapping[str, float]) -> None:
-        """Let a moment happen. `ends`: the time of each host's loss."""
+    def act(self, moment: Moment, ends: Mapping[str, float], again_s: float) -> None:
+        """Let a moment happen. `ends`: the time of each host's loss; `again_s`: the time until the
+        next host joins."""
         leaving = {*moment.noticed, *moment.lost}
         self.listed = [host for host in self.listed if host not in leaving] + list(moment.joined)
         self.noticed |= set(moment.noticed)
         self.lost |= set(moment.lost)
+        self.present = (self.present | set(moment.joined)) - set(moment.lost)
         self._write()
         for host in moment.joined:
             self.events.emit("rehearsal.host_joined", host=host)
@@ -66,6 +70,8 @@ class Stage:
                              notice_s=round(ends[host] - moment.at_s, 3))
         for host in moment.lost:
             self.events.emit("rehearsal.host_lost", host=host, noticed=host in self.noticed)
+        if moment.lost and not self.present:
+            self.events.emit("rehearsal.hosts_gone", again_s=round(again_s, 3))
 
     def kill_lost(self, workers: Mapping[str, LiveWorker]) -> None:
         """Kill the workers on lost hosts."""
@@ -96,7 +102,9 @@ def play(process: subprocess.Popen[bytes], stage: Stage, moments: Sequence[Momen
             began = time.monotonic()
             stage.events.emit("rehearsal.started", hosts=len(stage.listed), **facts)
         while began is not None and due and due[0].at_s <= time.monotonic() - began:
-            stage.act(due.popleft(), ends)
+            moment = due.popleft()
+            again_s = next((one.at_s for one in due if one.joined), moment.at_s) - moment.at_s
+            stage.act(moment, ends, again_s)
         stage.kill_lost(now.workers)
         time.sleep(TURN_S)
     return process.returncode
