@@ -47,6 +47,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
                                  help="draw the run into this file")
             command.add_argument("--timeline", type=Path, metavar="FILE",
                                  help="join the timelines of all workers into this file")
+            command.add_argument("--trace", type=Path, metavar="FILE",
+                                 help="write the whole run as a Perfetto trace into this file")
     hosts = commands.add_parser("hosts", help="show the fleet's table")
     hosts.add_argument("hosts_file", type=Path, help="the poller's --hosts-file")
 
@@ -69,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
                 return show_progress(folders[0])
         if len(folders) > 1 or options.json or options.markdown:
             return show_results(folders, options)
-        return show_report(folders[0], options)
+        code = show_report(folders[0], options)
+        return write_trace(folders[0], options.trace) if options.trace else code
     except PermissionError as error:
         raise ConfigError(
             f"This user may not read {error.filename}. Its owner lets a group in by: chgrp -R "
@@ -136,6 +139,18 @@ def show_report(run_dir: Path, options: argparse.Namespace) -> int:
     if options.svg:
         write_svg(options.svg, timeline, history, result)
     show_phases(run_dir, options.timeline)
+    return 0
+
+
+def write_trace(run_dir: Path, file: Path) -> int:
+    """Write the whole run as a Perfetto trace. Raises ConfigError."""
+    from elastic_trainer.observe import tracks
+
+    try:
+        print(plain(tracks.write_trace(run_dir, file)))
+    except OSError as error:
+        raise ConfigError(f"--trace {file} cannot be written: {error.strerror}. Name a file in a "
+                          f"folder that exists and that you may write to.") from error
     return 0
 
 

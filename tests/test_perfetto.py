@@ -1,0 +1,199 @@
+"""The trace of a run, as a viewer reads it: with the classes of the wheel `perfetto`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_report import RUN, event, generation, step
+
+from elastic_trainer.observe import tracks
+from elastic_trainer.observe.perfetto import SLACK_NS, Slice, laned
+from elastic_trainer.observe.trace import Trace
+from elastic_trainer.observe.tracks import Tracks, steps_of, write_trace
+
+pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+Event = dict[str, Any]
+
+
+@dataclass
+class Track:
+    """What a viewer shows of one track."""
+
+    name: str
+    parent: int
+    slices: list[tuple[int, int, str, int, dict[str, Any]]] = field(default_factory=list)
+    """Start, end, name, depth, facts."""
+    marks: list[str] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+
+def viewed(file: Path) -> dict[str, list[Track]]:
+    """Return the tracks of a trace by name. Asserts that each slice ends, and that the packets of
+    a track are in the order of time."""
+    tracks: dict[int, Track] = {}
+    names: dict[tuple[str, int], str] = {}
+    open_slices: dict[int, list[Any]] = defaultdict(list)
+    last: dict[int, int] = defaultdict(int)
+    for packet in pb.Trace.FromString(file.read_bytes()).packet:
+        for kind in ("event_names", "debug_annotation_names"):
+            names |= {(kind, one.iid): one.name for one in getattr(packet.interned_data, kind)}
+        if packet.HasField("track_descriptor"):
+            told = packet.track_descriptor
+            assert told.uuid not in tracks
+            tracks[told.uuid] = Track(told.name, told.parent_uuid)
+        if not packet.HasField("track_event"):
+            continue
+        told, track = packet.track_event, tracks[packet.track_event.track_uuid]
+        facts = {names["debug_annotation_names", one.name_iid]:
+                 getattr(one, one.WhichOneof("value")) for one in told.debug_annotations}
+        name = names["event_names", told.name_iid] if told.name_iid else ""
+        if told.type in (pb.TrackEvent.TYPE_SLICE_BEGIN, pb.TrackEvent.TYPE_SLICE_END):
+            assert packet.timestamp >= last[told.track_uuid], track.name
+            last[told.track_uuid] = packet.timestamp
+        if told.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
+            open_slices[told.track_uuid].append((packet.timestamp, name, facts))
+        elif told.type == pb.TrackEvent.TYPE_SLICE_END:
+            start, name, facts = open_slices[told.track_uuid].pop()
+            depth = len(open_slices[told.track_uuid])
+            track.slices.append((start, packet.timestamp, name, depth, facts))
+        elif told.type == pb.TrackEvent.TYPE_INSTANT:
+            track.marks.append(name)
+        else:
+            track.counts.append(told.double_counter_value)
+    assert not any(open_slices.values())
+    found: dict[str, list[Track]] = defaultdict(list)
+    for track in tracks.values():
+        found[track.name].append(track)
+    return found
+
+
+def written(folder: Path, events: list[Event]) -> Path:
+    """Return the trace of a run with these events."""
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_trace(folder, folder / "run.pftrace")
+    return folder / "run.pftrace"
+
+
+FORMED = [event(5.9, "driver.host_added", host=f"local-{number}", slots=1) for number in (1, 2)]
+WORLD = ["local-1/0/1", "local-2/0/1"]
+STORY = sorted([
+    *({**one, "workers": WORLD} if one["event"] == "driver.generation_formed" else one
+      for one in RUN), *[one | {"time": 0.9} for one in FORMED],
+    event(9.85, "driver.generation_formed", generation=2, size=1, hosts=["local-1"],
+          workers=WORLD[:1], reason="death"),
+    event(9.95, "worker.pause_ended", generation=2, step=2, duration_s=0.4, noticing_s=0.1,
+          deciding_s=0.05, forming_s=0.1, transfer_s=0.05, redoing_s=0.1)],
+    key=lambda one: one["time"])
+
+
+def of(seen: Mapping[str, list[Track]], name: str) -> list[tuple[float, float, str]]:
+    """Return the slices of the only track with a name, in seconds."""
+    (track,) = seen[name]
+    return sorted((start / 1e9, end / 1e9, what) for start, end, what, *_ in track.slices)
+
+
+def test_the_trace_has_all_of_the_run(tmp_path: Path) -> None:
+    """Attempts, generations, steps, checkpoints, hosts, workers and marks, at their times."""
+    seen = viewed(written(tmp_path, STORY))
+    assert of(seen, "attempts") == [(1.0, 12.0, "attempt 1"), (13.0, 25.0, "attempt 2")]
+    assert of(seen, "generations") == [(6.0, 9.9, "generation 1"), (9.9, 12.0, "generation 2"),
+                                       (16.0, 25.0, "generation 1")]
+    assert [what for *_, what in of(seen, "books") if what not in tracks.PARTS] == [
+        "booting", "training", "pausing", "training", "restarting", "training"]
+    assert of(seen, "checkpoints") == [(8.4, 8.5, "checkpoint")]
+    steps = sorted(seen["steps"][0].slices)
+    assert [facts["step"] for *_, facts in steps] == [0, 1, 2, 3, 2, 3]
+    assert all(end <= start for (_, end, *_), (start, *_) in zip(steps, steps[1:], strict=False))
+    assert of(seen, "worker local-2/0/1") == [
+        (1.0, 5.0, "boots"), (5.0, 5.0, "ready"), (5.0, 9.6, "in the world")]
+    assert of(seen, "worker local-1/0/1")[-1] == (5.0, 12.0, "in the world")
+    assert of(seen, "host local-1") == [(0.9, 25.0, "on the list")]
+    assert seen["host local-2"][0].marks == ["driver.host_added", "driver.worker_gone"]
+    assert seen["workers"][0].counts == [2, 2, 0, 2, 0]
+    assert len(seen["samples/s"][0].counts) == len(seen["loss"][0].counts) == 6
+
+
+def test_the_parts_of_a_pause_are_inside_it(tmp_path: Path) -> None:
+    """In their order, without a gap."""
+    (books,) = viewed(written(tmp_path, STORY))["books"]
+    pause = next(one for one in books.slices if one[2] == "pausing")
+    parts = sorted(one for one in books.slices if one[3] == 1)
+    assert [name for _, _, name, *_ in parts] == list(tracks.PARTS)
+    assert parts[0][0] >= pause[0] and parts[-1][1] <= pause[1]
+    assert all(first[1] == second[0] for first, second in zip(parts, parts[1:], strict=False))
+
+
+def test_the_spans_of_a_worker_are_below_it(tmp_path: Path) -> None:
+    """Each step with its phases inside, and collectives on a row of their own."""
+    trace = Trace(tmp_path / "timeline")
+    trace.open(worker="local-1/0/1", generation=1, rank=0, size=2)
+    for number in range(3):
+        trace.begin_step(number, 0)
+        with trace.span("forward"):
+            began = trace.now()
+        trace.add_transfer("ring.0", began)
+        trace.end_step()
+    trace.close()
+    seen = viewed(written(tmp_path, STORY))
+    (loop,) = seen["loop"]
+    assert sorted((name, depth, facts["step"]) for *_, name, depth, facts in loop.slices) == [
+        ("forward", 1, 0), ("forward", 1, 1), ("forward", 1, 2),
+        ("step", 0, 0), ("step", 0, 1), ("step", 0, 2)]
+    assert len(seen["network"][0].slices) == 3
+    owner = seen["worker local-1/0/1"][0]
+    assert loop.parent and seen["host local-1"] and owner.slices
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 5_000)), max_size=40))
+def test_slices_of_a_track_never_overlap_but_nest(times: list[tuple[int, int]]) -> None:
+    """None is lost, and none is moved by more than the error of a timeline's clock."""
+    slices = [Slice(start, start + length, "x") for start, length in times]
+    lanes = laned(slices)
+    assert sum(map(len, lanes)) == len(slices)
+    moved = sorted((one.start, one.end) for lane in lanes for one in lane)
+    assert all(end >= start for start, end in moved)
+    assert all(any(abs(start - one.start) <= SLACK_NS and abs(end - one.end) <= SLACK_NS
+                   for one in slices) for start, end in moved)
+    for lane in lanes:
+        for first in lane:
+            for second in lane:
+                inside = first.start <= second.start and second.end <= first.end
+                behind = second.start >= first.end
+                assert inside or behind or (second.start, -second.end) <= (first.start, -first.end)
+
+
+def test_neighbouring_steps_of_a_long_run_share_a_slice() -> None:
+    """Of one generation only; their number, samples and time are kept."""
+    long = Tracks()
+    for number in (1, 2):
+        long.take(generation(100.0 * number, number, 0, "memory", 0.1))
+        for at in range(25):
+            long.take(step(100.0 * number + at + 1, at, generation=number))
+    slices = list(steps_of(long, 10))
+    assert [one.facts["steps"] for one in slices] == [10, 10, 5, 10, 10, 5]
+    assert [one.facts["step"] for one in slices] == [0, 10, 20, 0, 10, 20]
+    assert {one.facts["samples/s"] for one in slices} == {8.0}
+    assert slices[0].start == 100 * 10**9 and slices[0].end == 110 * 10**9
+
+
+def test_marks_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace stays small, and says so."""
+    monkeypatch.setattr(tracks, "MAX_MARKS", 3)
+    seen = Tracks()
+    for one in STORY:
+        seen.take(one)
+    assert seen.count == 3 and seen.left_out > 0
+
+
+def test_a_run_without_steps_has_a_trace(tmp_path: Path) -> None:
+    """Of what has happened so far."""
+    seen = viewed(written(tmp_path, RUN[:5]))
+    assert of(seen, "attempts") == [(1.0, 4.0, "attempt 1")] and "steps" not in seen
