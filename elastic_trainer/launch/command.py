@@ -13,6 +13,7 @@
     elastic-trainer hosts HOSTS_FILE
     elastic-trainer standby [--slots N] -- python my_train.py …
     elastic-trainer tune|scaling [options] -- python my_train.py …
+    elastic-trainer plan --hosts 1000 --storm rate=12/h,bulk=0.4
 
 `./horovodrun_elastic.sh …` sets up and then calls `elastic-trainer run …`.
 """
@@ -79,6 +80,10 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.measure import scaling
 
         return scaling.run(argv[1:])
+    if argv[:1] == ["plan"]:
+        from elastic_trainer.rehearse import plan
+
+        return plan.run(argv[1:])
     if argv[:1] == ["standby"]:
         from elastic_trainer.standby import service
 
@@ -115,5 +120,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
                         help="find the number of shards that is fastest in the memory there is")
     commands.add_parser("scaling", add_help=False,
                         help="measure how the steps of a script scale with the workers")
+    commands.add_parser("plan", add_help=False,
+                        help="rehearse a fleet without processes: goodput, price, advice")
     return parser, commands.add_parser(
         "checkpoints", help="list, show, verify, prune or export checkpoints")

@@ -1,0 +1,256 @@
+"""A run without processes: the policies of driver and checkpoints over a list of changes.
+
+changes, costs, policy → here → outcome → advice
+
+What always holds:
+1. Nothing here runs step by step. The time between two changes is one entry of an array: a month
+   of 1,000 hosts takes milliseconds.
+2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
+3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
+   that was published, or loses nothing if all hosts left under notice.
+4. The oldest host is lost first. (So a host that boots is lost only with all that are older.)
+
+What it does not do: slow steps down while workers boot or checkpoints are sent; lose checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_trainer.config import Limits
+from elastic_trainer.rehearse.costs import Costs
+from elastic_trainer.rehearse.pools import HOUR_S, Change
+from elastic_trainer.state.cadence import Cadence
+
+Floats = npt.NDArray[np.float64]
+Wholes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a user decides."""
+
+    shards: int
+    checkpoint: Cadence = Cadence()
+    standby: bool = True
+    """Each host has a booted worker that waits: it matters when a worker crashes."""
+    first: int = 1
+    """How many workers the first generation of an attempt waits for (-np), at most `start_s`."""
+    fewest: int = 1
+    """Wait while fewer workers are left (--min-np)."""
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run has done."""
+
+    goodput: float
+    """As `report` defines it: the time of kept steps, by the time since the first generation."""
+    steps: float
+    samples_per_hour: float
+    pausing_s: float
+    waiting_s: float
+    """Fewer than `fewest` workers, or none: restarts included."""
+    redone_s: float
+    """The time of steps that a start from a checkpoint does again."""
+    began_s: float
+    """When the first generation started; the end, if none did."""
+    attempts: int
+    changes: int
+
+
+@dataclass(frozen=True)
+class World:
+    """The workers that stand ready, from each moment until the next."""
+
+    times: Floats
+    sizes: Wholes
+    pauses: Floats
+    """The pause that begins at each moment, with its growth left out; 0: nothing changes."""
+    noticed: npt.NDArray[np.bool_]
+    """Nobody was lost without a notice at this moment."""
+
+
+def simulate(changes: Sequence[Change], costs: Costs, policy: Policy, seconds: float,
+             seed: int = 0) -> Outcome:
+    """Return the outcome of a run of this duration."""
+    return outcome_of(world_of(changes, costs, policy, seconds, seed), costs, policy, seconds, seed)
+
+
+def outcome_of(world: World, costs: Costs, policy: Policy, seconds: float, seed: int) -> Outcome:
+    """Return the outcome of a run in a world, which depends on nothing that is chosen here."""
+    return _Run(world, costs, policy, seconds, np.random.default_rng(seed)).outcome()
+
+
+# --- who stands ready -----------------------------------------------------------------------------
+
+def world_of(changes: Sequence[Change], costs: Costs, policy: Policy, seconds: float,
+             seed: int) -> World:
+    """Return who stands ready when: of the policy, only `standby` and `limits` matter.
+
+    A host that joins while nobody trains boots in the next attempt.
+    """
+    chance = np.random.default_rng(seed)
+    rows = np.array([change for change in changes if change.time_s < seconds],
+                    dtype=np.float64).reshape(-1, 5)
+    times, counts = rows[:, 0], rows[:, 1:].astype(np.int64)
+    joined, noticed, lost, crashed = counts.T
+    again = costs.standby_s if policy.standby else costs.boot_s
+    began, is_new = _repeated(times, joined, crashed)
+    boots = np.where(is_new, chance.choice(costs.boot_s, began.size),
+                     chance.choice(again, began.size))
+    gone, is_noticed = _repeated(times, noticed, lost + crashed)
+    ready = np.maximum.accumulate(began + boots) if began.size else began
+    for zero in _zeros(ready, gone):  # an attempt ends: workers that boot start again
+        restart = zero + float(chance.choice(costs.give_up_s))
+        late = (began <= restart) & (ready > zero)
+        ready[late] = restart + boots[late]
+        ready = np.maximum.accumulate(ready)
+    return _joined(_together(began, ready, policy.limits.settle_s), gone, is_noticed, costs,
+                   chance)
+
+
+def _repeated(times: Floats, firsts: Wholes,
+              seconds: Wholes) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return each time as often as both counts say, and whether the first count has brought it."""
+    counts = np.stack([firsts, seconds], axis=1).ravel()
+    return np.repeat(times, firsts + seconds), np.repeat(np.tile([True, False], times.size), counts)
+
+
+def _zeros(ready: Floats, gone: Floats) -> list[float]:
+    """Return the moments at which the last worker that stands ready is lost."""
+    before = np.searchsorted(ready, gone, side="left")  # ready earlier than each loss
+    left = before - np.arange(1, gone.size + 1)
+    is_zero = (left <= 0) & (before > np.arange(gone.size))
+    return list(gone[is_zero])
+
+
+def _together(began: Floats, ready: Floats, settle_s: float) -> Floats:
+    """Return when newcomers enter: one waits for others that boot, at most `settle_s`."""
+    enters = ready.copy()
+    starts, at = began.tolist(), 0
+    moments = ready.tolist()
+    while at < len(moments):
+        stop = at + 1
+        while (stop < len(moments) and moments[stop] <= moments[at] + settle_s
+               and starts[stop] <= moments[stop - 1]):
+            stop += 1
+        enters[at:stop] = moments[stop - 1]
+        at = stop
+    return enters
+
+
+def _joined(ready: Floats, gone: Floats, is_noticed: npt.NDArray[np.bool_], costs: Costs,
+            chance: np.random.Generator) -> World:
+    """Join arrivals and losses into one list of moments."""
+    moments, places = np.unique(np.concatenate([ready, gone]), return_inverse=True)
+    of_ready, of_gone = places[: ready.size], places[ready.size :]
+    arrived, left = (np.zeros(moments.size, dtype=np.int64) for _ in range(2))
+    np.add.at(arrived, of_ready, 1)
+    np.add.at(left, of_gone, 1)
+    sizes = np.maximum(0, np.cumsum(arrived) - np.cumsum(left))
+    noticed = np.ones(moments.size, dtype=bool)
+    noticed[of_gone[~is_noticed]] = False
+    before = np.concatenate([[0], sizes[:-1]])
+    is_lost, is_change = ~noticed & (before > 0), (arrived > 0) | (before != sizes)
+    pauses = np.where(is_lost, chance.choice(costs.loss_s, moments.size),
+                      np.where(is_change, chance.choice(costs.change_s, moments.size), 0.0))
+    return World(moments, sizes, pauses, noticed)
+
+
+# --- what the run does ----------------------------------------------------------------------------
+
+class _Run:
+    """The lives of a run: from the first generation of an attempt until nobody is left."""
+
+    def __init__(self, world: World, costs: Costs, policy: Policy, seconds: float,
+                 chance: np.random.Generator):
+        self.world, self.costs, self.policy = world, costs, policy
+        self.seconds, self.chance = seconds, chance
+        self.began: float | None = None
+        self.steps = self.useful_s = self.trained_s = self.pausing_s = self.redone_s = 0.0
+        self.attempts = self.zeros = self.changes = 0
+
+    def outcome(self) -> Outcome:
+        """Live all lives."""
+        is_zero = self.world.sizes == 0
+        stops = [*(np.flatnonzero(is_zero)), self.world.times.size]
+        first = 0
+        for stop in stops:
+            if stop > first:
+                self._live(first, int(stop))
+            first = int(stop) + 1
+        began = self.seconds if self.began is None else self.began
+        wall_s = max(self.seconds - began, 1e-9)
+        return Outcome(
+            goodput=min(1.0, max(0.0, self.useful_s / wall_s)), steps=self.steps,
+            samples_per_hour=self.steps * self.costs.batch / max(self.seconds, 1e-9) * HOUR_S,
+            pausing_s=self.pausing_s, redone_s=self.redone_s,
+            waiting_s=max(0.0, wall_s - self.trained_s - self.pausing_s),
+            began_s=began, attempts=self.attempts, changes=self.changes)
+
+    def _live(self, first: int, stop: int) -> None:
+        """Train between two moments at which nobody was ready."""
+        world, costs, policy = self.world, self.costs, self.policy
+        ends = self.world.times[stop] if stop < world.times.size else self.seconds
+        times, sizes = world.times[first:stop], world.sizes[first:stop]
+        start = self._start(times, sizes, float(ends))
+        if start is None:
+            return
+        self.attempts += 1
+        self.began = start if self.began is None else self.began
+        froms = np.maximum(times, start)
+        untils = np.maximum(np.append(times[1:], ends), start)
+        grown = world.pauses[first:stop] + costs.grow_s * np.maximum(0, sizes - costs.world)
+        paused = np.where((world.pauses[first:stop] > 0) & (times > start), grown, 0.0)
+        self.changes += int((paused > 0).sum())
+        over = np.maximum.accumulate(times + paused)
+        trained = np.maximum(0.0, untils - np.maximum(froms, over))
+        trained[sizes < policy.fewest] = 0.0
+        self.pausing_s += float((untils - froms - trained)[sizes >= policy.fewest].sum())
+        self._train(trained, sizes, is_lost=stop < world.times.size,
+                    is_noticed=bool(stop < world.times.size and world.noticed[stop]))
+
+    def _start(self, times: Floats, sizes: Wholes, ends: float) -> float | None:
+        """Return when the first generation trains; None: the life is too short."""
+        policy = self.policy
+        enough = np.flatnonzero(sizes >= policy.first)
+        few = np.flatnonzero(sizes >= policy.fewest)
+        found = [float(times[enough[0]])] if enough.size else []
+        if few.size:
+            found.append(max(float(times[0]) + policy.limits.start_s, float(times[few[0]])))
+        if not found:
+            return None
+        start = min(found) + float(self.chance.choice(self.costs.enter_s))
+        return start if start < ends else None
+
+    def _train(self, trained: Floats, sizes: Wholes, *, is_lost: bool, is_noticed: bool) -> None:
+        """Count the steps of a life, without those that the loss of everybody takes back."""
+        costs, policy = self.costs, self.policy
+        step_s = costs.step_s(sizes, policy.shards)
+        each_s = step_s + costs.between_s
+        whole_s = float(trained.sum())
+        if not whole_s:
+            return
+        mean_s = float((trained * each_s).sum() / whole_s)
+        every_s = policy.checkpoint.interval_s(cost_s=costs.checkpoint_s, losses=self.zeros,
+                                               observed_s=self.trained_s, step_s=mean_s)
+        share = every_s / (every_s + costs.checkpoint_s)
+        done = np.cumsum(trained)
+        steps, useful = np.cumsum(trained / each_s), np.cumsum(trained * step_s / each_s)
+        kept_s = whole_s
+        if is_lost and not is_noticed:
+            cycle_s = every_s + costs.checkpoint_s
+            published = np.floor((whole_s - costs.publish_s) / cycle_s)
+            kept_s = max(0.0, float(published) * cycle_s)
+        self.zeros += is_lost
+        done, steps, useful = (np.append(0.0, sums) for sums in (done, steps, useful))
+        self.steps += share * float(np.interp(kept_s, done, steps))
+        self.useful_s += share * float(np.interp(kept_s, done, useful))
+        self.trained_s += whole_s
+        self.redone_s += whole_s - kept_s

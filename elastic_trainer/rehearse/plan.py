@@ -1,0 +1,206 @@
+"""`elastic-trainer plan`: a fleet and a policy, rehearsed without processes.
+
+    elastic-trainer plan --hosts 1000 --days 30 --storm rate=12/h,bulk=0.4,zero=0.001
+    elastic-trainer plan --trace FILE --costs runs/NAME
+    elastic-trainer plan --pool name=a,hosts=600,price=0.9,loss=0.05/h --pool name=b,hosts=400
+
+command line → here → advice (questions, choices) → table, JSON, one sentence for each question
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
+from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
+from elastic_trainer.rehearse.model import Policy
+from elastic_trainer.rehearse.pools import HOUR_S, parse_pool
+from elastic_trainer.rehearse.storms import storm_pool, trace_of
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.wire.plain import plain
+
+SEEDS = 20
+MEASURED_WORLD = 48
+"""The largest world whose pauses were measured (tests/bench/world_size.py)."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    where = parser.add_argument_group("the fleet (one of them)")
+    where.add_argument("--storm", metavar="rate=12/h,bulk=0.4,zero=0.1",
+                       help="a generated fleet of --hosts hosts, as in replay")
+    where.add_argument("--trace", type=Path, metavar="FILE",
+                       help="a recorded fleet, as in replay; repeated if the time is longer")
+    where.add_argument("--pool", action="append", default=[],
+                       metavar="name=a,hosts=500,price=0.9,loss=0.05/h",
+                       help="hosts of one type and zone; repeat it for several pools")
+    add("--hosts", type=int, help="hosts that are wanted, with --storm")
+    add("--days", type=float, help="the time to rehearse, in days (default: 30 days, or the trace)")
+    add("--hours", type=float, help="the same, in hours")
+    add("--price", type=float, default=1.0, help="of a host for an hour (%(default)s)")
+    add("--costs", type=Path, metavar="runs/NAME",
+        help="take the costs from the event log of a run or a replay")
+    add("--cost", action="append", default=[], metavar="NAME=NUMBER",
+        help="set one cost, e.g. loss_s=0.5; repeat it for several")
+    add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
+    add("--checkpoint-every", default="auto", help="as in train() (%(default)s)")
+    add("--no-standby", action="store_true", help="hosts have no standby")
+    add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
+    add("--min-np", type=int, default=1, help="wait while fewer are left (%(default)s)")
+    add("--seeds", type=int, default=SEEDS, help="repetitions (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-trainer plan", allow_abbrev=False,
+        description="Rehearse a run on a fleet without processes: which checkpoint interval, "
+                    "how many shards, standbys and spare hosts, which pools, and what goodput and "
+                    "price to expect.")
+    add_options(parser)
+    options = parser.parse_args(argv)
+    began = time.perf_counter()
+    planner = planner_of(options)
+    forecast = planner.forecast()
+    questions = planner.questions(options.checkpoint_every)
+    took_s = time.perf_counter() - began
+    if options.json:
+        print(json.dumps(as_json(planner, forecast, questions) | {"took_s": round(took_s, 2)}))
+    else:
+        show(planner, forecast, questions, took_s)
+    return 0
+
+
+def planner_of(options: argparse.Namespace) -> Planner:
+    """Return what answers, from the options. Raises ConfigError."""
+    given = [name for name in ("storm", "trace", "pool") if getattr(options, name)]
+    if len(given) != 1:
+        raise ConfigError(f"The fleet is given by {len(given)} options. Give one of --storm, "
+                          f"--trace and --pool, e.g. --hosts 100 --storm rate=12/h,bulk=0.4.")
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds is {options.seeds}. Use 1 or more.")
+    costs = with_values(read_costs(options.costs) if options.costs else Costs(), options.cost)
+    fleet, length_s = fleet_of(options)
+    seconds = length_s
+    if options.days is not None or options.hours is not None:
+        seconds = 24 * HOUR_S * (options.days or 0.0) + HOUR_S * (options.hours or 0.0)
+    if seconds <= 0.0:
+        raise ConfigError("The time to rehearse is 0 s. Give e.g. --days 30 or --hours 8.")
+    if fleet.hosts < 1:
+        raise ConfigError("The fleet has no hosts. Give e.g. --hosts 100.")
+    try:
+        cadence = Cadence.parse(options.checkpoint_every)
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint-every: {error}") from error
+    shards = options.shards or costs.shards or 4 * fleet.hosts
+    if shards < 1:
+        raise ConfigError(f"--shards is {shards}. Use 1 or more.")
+    policy = Policy(shards=shards, checkpoint=cadence, standby=not options.no_standby,
+                    first=options.np or fleet.hosts, fewest=options.min_np)
+    return Planner(fleet, costs, policy, seconds, options.seeds)
+
+
+def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
+    """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
+    month_s = 30 * 24 * HOUR_S
+    if options.trace:
+        trace = trace_of(options.trace)
+        return Fleet(trace=tuple(trace), price=options.price), trace[-1].time_s
+    if options.pool:
+        pools = tuple(map(parse_pool, options.pool))
+        if len({pool.name for pool in pools}) < len(pools):
+            raise ConfigError("Two pools have the same name. Give each --pool a name of its own.")
+        return Fleet(pools=pools), month_s
+    if not options.hosts or options.hosts < 1:
+        raise ConfigError(f"--hosts is {options.hosts}. A storm needs a number of hosts, e.g. "
+                          f"--hosts 100.")
+    return Fleet(pools=(storm_pool(options.storm, options.hosts, options.price),)), month_s
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+def as_json(planner: Planner, forecast: Choice, questions: Sequence[Question]) -> dict[str, Any]:
+    """Return all that was found."""
+    costs = {name: value for name, value in asdict(planner.costs).items() if name != "measured"}
+    return {"seconds": planner.seconds, "hosts": planner.fleet.hosts,
+            "seeds": len(planner.seeds), "shards": planner.policy.shards,
+            "forecast": forecast.row() | counts(forecast),
+            "questions": {one.name: [choice.row() for choice in one.choices]
+                          for one in questions},
+            "advice": {one.name: one.advice() for one in questions},
+            "costs": costs, "measured": list(planner.costs.measured)}
+
+
+def counts(choice: Choice) -> dict[str, float]:
+    """Return the means of what happens in a run."""
+    outcomes = choice.outcomes
+    return {name: round(sum(getattr(one, name) for one in outcomes) / len(outcomes), 2)
+            for name in ("changes", "attempts", "pausing_s", "waiting_s", "redone_s")}
+
+
+def show(planner: Planner, forecast: Choice, questions: Sequence[Question],
+         took_s: float) -> None:
+    """Print the tables and the sentences for a person."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=f"{planner.fleet.hosts} hosts for {planner.seconds / HOUR_S:.1f} h, "
+                        f"{len(planner.seeds)} repetitions", title_justify="left")
+    for heading in ("", "goodput", "90 %", "samples/h", "price", "90 %"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_row("forecast, as given", *cells(forecast), end_section=True)
+    for question in (one for one in questions if one.choices):
+        table.add_row(Text(question.name, style="bold"))
+        for choice in question.choices:
+            name = f"{'*' if choice is question.best else ' '} {plain(choice.name)}"
+            table.add_row(Text(name + " (given)" * choice.is_given), *cells(choice),
+                          end_section=choice is question.choices[-1])
+    console.print(table)
+    for line in sentences(planner, forecast, questions, took_s):
+        console.print(Text(plain(line)))
+
+
+def cells(choice: Choice) -> list[str]:
+    """Return the numbers of a row, with their bounds."""
+    goodput, price = choice.goodput, choice.million
+    return [f"{goodput[1]:.1%}", f"{100 * goodput[0]:.1f}–{100 * goodput[2]:.1f}",
+            f"{choice.samples_per_hour[1]:.3e}" if choice.samples_per_hour[1] >= 1e6
+            else f"{choice.samples_per_hour[1]:.0f}",
+            f"{price[1]:.4g}", f"{price[0]:.4g}–{price[2]:.4g}"]
+
+
+def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
+              took_s: float) -> list[str]:
+    """Return what is printed below the table."""
+    happens, costs = counts(forecast), planner.costs
+    lines = ["The price is that of 10^6 samples. 90 % of the repetitions are between the bounds. "
+             "* is advised.", f"A run has {happens['changes']:.0f} changes of its world and "
+             f"{happens['attempts']:.1f} attempts. It pauses for {happens['pausing_s']:.0f} s, "
+             f"waits for hosts for {happens['waiting_s']:.0f} s, and does "
+             f"{happens['redone_s']:.0f} s again."]
+    lines += [question.advice() for question in questions]
+    if costs.batch == 1:
+        lines.append("A step counts as one sample: --cost batch=N has its samples.")
+    missing = [name for name in ("loss_s", "change_s", "boot_s", "give_up_s", "shard_s")
+               if name not in costs.measured]
+    if missing:
+        lines.append(f"Not measured, so by default: {', '.join(missing)}. --costs runs/NAME takes "
+                     f"the costs from a run.")
+    if planner.fleet.hosts > max(MEASURED_WORLD, costs.world):
+        lines.append(f"Pauses of more than {MEASURED_WORLD} workers were never measured: each "
+                     f"worker adds {costs.grow_s:g} s (--cost grow_s=…).")
+    if costs.shards != planner.policy.shards or len(questions[1].choices) > 1:
+        lines.append("A shard of half the samples is taken to need half the time; `elastic-trainer "
+                     "tune` measures it.")
+    return [*lines, f"Rehearsed in {took_s:.1f} s."]

@@ -1,0 +1,305 @@
+"""The laws of `plan`: what a fleet without processes does, and what is advised."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_report import RUN, event, step
+
+from elastic_trainer import ConfigError
+from elastic_trainer.config import Limits
+from elastic_trainer.launch.command import main
+from elastic_trainer.rehearse.advice import Fleet, Planner, repeated, shards_for
+from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, with_values
+from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
+from elastic_trainer.rehearse.plan import run
+from elastic_trainer.rehearse.pools import Change, Pool, changes_of, host_hours, parse_pool
+from elastic_trainer.rehearse.storms import storm_pool, trace_of
+from elastic_trainer.state.cadence import Cadence
+
+COSTS = Costs(loss_s=(2.0,), change_s=(1.0,), boot_s=(10.0,), standby_s=(0.5,), give_up_s=(7.0,),
+              enter_s=(3.0,), checkpoint_s=0.0, publish_s=5.0, shards=8, shard_s=0.5, grow_s=0.0)
+POLICY = Policy(shards=8, checkpoint=Cadence(seconds=100.0), first=4)
+START = Change(0.0, joined=4)
+BOOTED = 13.0
+"""Boot and entering."""
+
+
+def after(*changes: Change, seconds: float = 1013.0, costs: Costs = COSTS,
+          policy: Policy = POLICY) -> Outcome:
+    """Return what four hosts do with these changes."""
+    return simulate([START, *changes], costs, policy, seconds)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+def test_an_undisturbed_run_loses_only_its_checkpoints() -> None:
+    """Four workers own two shards each, so a step takes a second."""
+    alone = after()
+    assert (alone.goodput, alone.steps, alone.attempts) == (pytest.approx(1.0),
+                                                            pytest.approx(1000.0), 1)
+    paid = after(costs=replace(COSTS, checkpoint_s=1.0))
+    assert paid.goodput == pytest.approx(100.0 / 101.0)
+
+
+def test_each_change_costs_its_pause_once() -> None:
+    """A loss, a notice and a newcomer cost their own pauses; two at one moment cost one."""
+    lost = after(Change(200.0, lost=1))
+    assert lost.pausing_s == 2.0 and lost.steps == pytest.approx(187.0 + 811.0 / 1.5)
+    assert after(Change(200.0, noticed=1)).pausing_s == 1.0
+    assert after(Change(200.0, joined=1)).pausing_s == 1.0
+    assert after(Change(200.0, lost=2)).pausing_s == 2.0
+    assert after(Change(200.0, lost=1), Change(201.0, lost=1)).pausing_s == 3.0
+    larger = replace(COSTS, grow_s=0.5, world=2)
+    assert after(Change(200.0, lost=1), costs=larger).pausing_s == 2.5
+
+
+def test_newcomers_that_boot_at_a_time_enter_together() -> None:
+    """One that stands ready waits for another one that boots, at most settle_s."""
+    assert after(Change(200.0, joined=1), Change(205.0, joined=1)).changes == 1
+    assert after(Change(200.0, joined=1), Change(250.0, joined=1)).changes == 2
+    alone = replace(POLICY, limits=Limits(settle_s=1.0))
+    assert after(Change(200.0, joined=1), Change(205.0, joined=1), policy=alone).changes == 2
+
+
+def test_the_loss_of_everybody_goes_back_to_the_last_checkpoint() -> None:
+    """That was published: not to one on its way. Then the next attempt starts from it."""
+    back = Change(300.0, joined=4)
+    gone = after(Change(288.0, lost=4), back)
+    assert gone.redone_s == pytest.approx(75.0) and gone.attempts == 2
+    assert gone.waiting_s == pytest.approx(300.0 + BOOTED - 288.0)
+    on_its_way = after(Change(216.0, lost=4), back)
+    assert on_its_way.redone_s == pytest.approx(103.0)
+
+
+def test_nothing_is_done_again_if_all_leave_under_notice() -> None:
+    """They write a checkpoint first."""
+    left = after(Change(288.0, noticed=4), Change(300.0, joined=4))
+    assert left.redone_s == 0.0 and left.attempts == 2
+
+
+def test_hosts_that_come_before_the_driver_gives_up_boot_in_the_next_attempt() -> None:
+    """A worker of an attempt that has no state left is no worker of the next one."""
+    early = after(Change(288.0, lost=4), Change(289.0, joined=4))
+    assert early.waiting_s == pytest.approx(7.0 + BOOTED)
+
+
+def test_an_attempt_waits_for_np_workers_for_a_minute() -> None:
+    """Then fewer are enough, but at least --min-np."""
+    few = after(Change(288.0, lost=4), Change(300.0, joined=3))
+    assert few.waiting_s == pytest.approx(300.0 + 10.0 + 60.0 + 3.0 - 288.0)
+    never = after(Change(288.0, lost=4), Change(300.0, joined=3),
+                  policy=replace(POLICY, fewest=4))
+    assert never.attempts == 1
+
+
+def test_a_standby_takes_the_place_of_a_worker_that_crashed() -> None:
+    """Without one the host is back after a boot."""
+    crashed = Change(200.0, crashed=1)
+    with_it = after(crashed)
+    without = after(crashed, policy=replace(POLICY, standby=False))
+    assert with_it.steps > without.steps and with_it.changes == without.changes == 2
+
+
+CHANGES = st.lists(st.tuples(st.floats(1.0, 900.0), st.integers(0, 3), st.integers(0, 2),
+                             st.integers(0, 2), st.integers(0, 1)), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CHANGES)
+def test_books_close_and_goodput_is_a_part_whatever_the_changes(
+        rows: list[tuple[float, int, int, int, int]]) -> None:
+    """Kept, redone, pausing and waiting add up to the time since the first generation."""
+    found = after(*sorted(Change(*row) for row in rows))
+    assert 0.0 <= found.goodput <= 1.0
+    assert min(found.steps, found.redone_s, found.pausing_s, found.waiting_s) >= 0.0
+    wall_s = 1013.0 - found.began_s
+    others_s = found.redone_s + found.pausing_s + found.waiting_s
+    assert found.goodput * wall_s + others_s == pytest.approx(wall_s, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CHANGES, st.floats(0.0, 900.0))
+def test_the_workers_that_stand_ready_are_those_that_have_booted_and_are_not_lost(
+        rows: list[tuple[float, int, int, int, int]], moment: float) -> None:
+    """As counted host by host, oldest first, as long as not everybody is lost."""
+    hosts: list[float] = []
+    changes = [Change(0.0, joined=40), *sorted(Change(*row) for row in rows)]
+    for one in changes:
+        if one.time_s <= moment:
+            del hosts[: one.noticed + one.lost + one.crashed]
+            hosts += [one.time_s + 10.0] * (one.joined + one.crashed)
+    alone = replace(POLICY, limits=Limits(settle_s=0.0), standby=False)
+    world = world_of(changes, COSTS, alone, 1000.0, 0)
+    at = np.searchsorted(world.times, moment, side="right") - 1
+    assert (world.sizes[at] if at >= 0 else 0) == sum(ready <= moment for ready in hosts)
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+def test_costs_are_those_of_the_log() -> None:
+    """Pauses by the reason of their generation, boots, restarts, checkpoints and steps."""
+    formed = event(9.7, "driver.generation_formed", generation=2, reason="death")
+    ended = event(9.95, "worker.pause_ended", generation=2, size=2, duration_s=0.4)
+    published = {"pause_s": 0.05, "duration_s": 0.3}
+    told = [one | published if one["event"] == "state.checkpoint_published" else one
+            for one in RUN]
+    costs = costs_of(sorted([*told, formed, ended], key=lambda one: one["time"]))
+    assert costs.loss_s == (0.4,) and costs.change_s == Costs().change_s
+    assert costs.boot_s == (3.0, 4.0) and costs.give_up_s == (2.0,)
+    assert (costs.checkpoint_s, costs.publish_s) == (0.05, 0.3)
+    assert (costs.shards, costs.batch, costs.fixed_s, costs.shard_s) == (2, 8, 0.0, 1.0)
+    assert "loss_s" in costs.measured and "change_s" not in costs.measured
+
+
+def test_the_time_of_a_step_is_fitted_over_the_worlds() -> None:
+    """Worlds of 1, 2 and 4 own 8, 4 and 2 of 8 shards."""
+    exact = {size: [0.3 + 0.1 * 8 / size] * 5 for size in (1, 2, 4)}
+    assert fitted(exact, 8) == (pytest.approx(0.3), pytest.approx(0.1))
+    assert fitted({4: [0.5, 0.5]}, 8) == (0.0, pytest.approx(0.25))
+    assert fitted({1: [0.1], 4: [1.0]}, 8)[1] == 0.0
+    assert Costs(shards=8, fixed_s=0.3, shard_s=0.1).step_s(
+        np.array([4, 3]), 16) == pytest.approx([0.3 + 4 * 0.05, 0.3 + 6 * 0.05])
+
+
+def test_the_time_between_steps_is_no_useful_time() -> None:
+    """It lowers goodput, as in the report."""
+    slow = [event(0.0, "job.described", **{
+        "dataset_size": 80, "global_batch": 8, "shards": 8, "seed": 0}),
+        *(step(2.0 * number, number) | {"size": 4} for number in range(10))]
+    costs = costs_of(slow)
+    assert costs.between_s == 1.0
+    assert simulate([START], replace(costs, checkpoint_s=0.0), POLICY, 1000.0).goodput == (
+        pytest.approx(0.5))
+
+
+# --- fleets ---------------------------------------------------------------------------------------
+
+def test_a_pool_loses_what_it_says_and_never_more_than_it_has() -> None:
+    """The same seed gives the same changes; bulk and zero take several hosts at once."""
+    pool = Pool(hosts=50, loss=0.2, bulk=0.4, zero=0.02, notice=0.5, replace=60.0)
+    changes = changes_of(pool, 200 * 3600.0, 1)
+    assert changes == changes_of(pool, 200 * 3600.0, 1) != changes_of(pool, 200 * 3600.0, 2)
+    here = np.cumsum([one.joined - one.noticed - one.lost for one in changes])
+    assert here.min() >= 0 and here.max() == 50
+    losses = [one.noticed + one.lost for one in changes if one.noticed or one.lost]
+    assert sum(losses) / 200.0 / 50.0 == pytest.approx(0.2, rel=0.15)
+    assert max(losses) > 40 and 0.3 < sum(count > 1 for count in losses) / len(losses) < 0.55
+    assert host_hours(changes, 200 * 3600.0) == pytest.approx(200 * 50, rel=0.05)
+
+
+def test_a_trace_is_repeated_from_any_place() -> None:
+    """The number of hosts is always that of the trace."""
+    trace = [Change(0.0, joined=3), Change(100.0, lost=2), Change(200.0, joined=4)]
+    for seed in range(20):
+        changes = repeated(trace, 1000.0, seed)
+        here = np.cumsum([one.joined - one.noticed - one.lost for one in changes])
+        assert set(here) <= {3, 1, 5} and changes[-1].time_s < 1000.0
+        assert [one.time_s for one in changes] == sorted(one.time_s for one in changes)
+
+
+def test_both_forms_of_a_trace_are_read(tmp_path: Path) -> None:
+    """The recorded one, and the simple one. Changes at one moment are one."""
+    (tmp_path / "a").write_text("0,add,a\n0,add,b\n1500,remove,a\n")
+    (tmp_path / "b").write_text("time_s,event,host\n0,join,a\n0,join,b\n1.5,loss,a\n")
+    assert trace_of(tmp_path / "a") == trace_of(tmp_path / "b") == [
+        Change(0.0, joined=2), Change(1.5, lost=1)]
+    (tmp_path / "c").write_text("time_s,event,host\n0,jump,a\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        trace_of(tmp_path / "c")
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+def advice(fleet: Fleet, policy: Policy = POLICY, hours: float = 50.0, seeds: int = 4) -> Any:
+    """Return the questions by name."""
+    planner = Planner(fleet, COSTS, policy, hours * 3600.0, seeds)
+    return {one.name: one for one in planner.questions("100s")}
+
+
+def test_each_question_takes_the_choice_that_is_cheapest() -> None:
+    """One shard a host leaves half the fleet idle as soon as one host is lost. A spare host, or
+    other shards, mend that. The cheap pool is the better one."""
+    dear = Pool(name="dear", hosts=8, price=2.0, loss=0.5)
+    cheap = Pool(name="cheap", hosts=8, price=1.0, loss=0.5, crash=0.2, zero=0.05)
+    found = advice(Fleet(pools=(dear, cheap)), replace(POLICY, shards=16, standby=False))
+    assert found["shards"].best.name != "16 shards"
+    assert found["spare hosts"].best.name == "1 more"
+    assert found["pools"].best.name == "cheap alone"
+    assert found["standbys"].best.name == "one a host"
+    assert "cheap alone instead of the given mix" in found["pools"].advice()
+    for question in found.values():
+        for choice in question.choices:
+            low, mean, high = choice.goodput
+            assert 0.0 <= low <= mean <= high <= 1.0
+
+
+def test_the_interval_of_checkpoints_follows_the_losses_of_everybody() -> None:
+    """A fleet that is never lost gives no reason to choose, and one that is lost often does."""
+    safe = advice(Fleet(pools=(Pool(hosts=8, loss=0.05),)))["checkpoint_every"]
+    assert safe.best is safe.given and "0 of 4 repetitions" in safe.advice()
+    wild = advice(Fleet(pools=(Pool(hosts=8, loss=1.0, zero=0.5),)))["checkpoint_every"]
+    assert wild.best.name in ("auto", "10s", "30s") and wild.gain(wild.best) > 0.001
+
+
+def test_a_month_of_a_thousand_hosts_is_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    """All questions, as one JSON object."""
+    assert run(["--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7", "--seeds",
+                "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == 30 * 86_400 and found["hosts"] == 1000
+    assert found["forecast"]["changes"] > 3000 and 0.9 < found["forecast"]["goodput"][1] < 1.0
+    assert set(found["advice"]) == set(found["questions"]) == {
+        "checkpoint_every", "shards", "standbys", "spare hosts", "pools"}
+
+
+def test_the_table_has_each_choice_and_a_sentence_for_each_question(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """The pools as they are given on the command line."""
+    assert main(["plan", "--pool", "name=a,hosts=6,price=0.9,loss=0.1/h,crash=0.1/h,zero=0.1",
+                 "--pool", "name=b,hosts=4,price=2,loss=0.01/h,replace=3min", "--hours", "40",
+                 "--seeds", "3", "--checkpoint-every", "20s", "--cost", "batch=64"]) == 0
+    output = capsys.readouterr().out
+    for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "shards: ", "pools: ",
+                 "standbys: ", "spare hosts: ", "checkpoint_every: "):
+        assert text in output, text
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ([], "given by 0 options"),
+    (["--storm", "rate=1/h"], "--hosts is None"),
+    (["--storm", "rate=x", "--hosts", "4"], "rate=x"),
+    (["--storm", "bulk=0.9,zero=0.4", "--hosts", "4"], "bulk 0.9 and zero 0.4"),
+    (["--pool", "hosts=4,loss=often"], "loss=often"),
+    (["--pool", "hosts=0"], "no whole number of hosts"),
+    (["--pool", "hosts=4,notice=2"], "notice 2"),
+    (["--pool", "hosts=4", "--pool", "hosts=5"], "same name"),
+    (["--pool", "hosts=4", "--cost", "loss=1"], "'loss=1'"),
+    (["--pool", "hosts=4", "--costs", "/nowhere"], "no events.jsonl"),
+    (["--pool", "hosts=4", "--checkpoint-every", "often"], "'often'"),
+    (["--pool", "hosts=4", "--days", "0"], "is 0 s"),
+    (["--trace", "/nowhere"], "cannot be read"),
+])
+def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence of fact, and one with what to give."""
+    assert main(["plan", *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_storm_is_a_pool() -> None:
+    """Its rate counts the events of the whole fleet."""
+    pool = storm_pool("rate=12/h,bulk=0.4,zero=0.1,seed=7", 10, 2.0)
+    changes = changes_of(pool, 500 * 3600.0, 7)
+    events = sum(bool(one.lost or one.noticed) for one in changes)
+    assert events / 500.0 == pytest.approx(12.0, rel=0.35)  # fewer while hosts are missing
+    assert parse_pool("hosts=3,loss=2.4/d,replace=2min") == Pool(hosts=3, loss=0.1, replace=120.0)
+    assert with_values(Costs(), ["loss_s=3", "batch=7"]).loss_s == (3.0,)
+    assert shards_for(100, 300) == [95, 100, 190, 200]
