@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.segments import Reader, has_events
@@ -68,10 +69,10 @@ class Costs:
     measured: tuple[str, ...] = ()
     """The names of the costs that come from a log."""
 
-    def step_s(self, world: np.ndarray, shards: int) -> np.ndarray:
+    def step_s(self, world: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.float64]:
         """Return the time of a step in worlds of these sizes."""
         shard_s = self.shard_s * (self.shards or shards) / shards
-        owned: np.ndarray = -(-shards // np.maximum(world, 1))
+        owned = -(-shards // np.maximum(world, 1))
         return self.fixed_s + shard_s * owned
 
 

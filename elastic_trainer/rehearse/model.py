@@ -132,7 +132,7 @@ def _zeros(ready: Floats, gone: Floats) -> list[float]:
 
 def _together(began: Floats, ready: Floats, settle_s: float) -> Floats:
     """Return when newcomers enter: one waits for others that boot, at most `settle_s`."""
-    enters = ready.copy()
+    enters: Floats = ready.copy()
     starts, at = began.tolist(), 0
     moments = ready.tolist()
     while at < len(moments):

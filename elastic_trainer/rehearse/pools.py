@@ -4,7 +4,7 @@
 
 What always holds:
 1. The same pool, seed and duration give the same changes. Pools do not depend on each other.
-2. A pool never loses more hosts than it has.
+2. A pool never loses more hosts than it has, and only a zero takes the last one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from elastic_trainer.config import ConfigError
 
 HOUR_S = 3600.0
-BULK_SIZE = 3.2
-"""The mean number of hosts that a loss in bulk takes: 40 of 79 removals of the p3 trace take more
-than one node, at most 6 and 3.2 on average."""
+NOTICE_S = 120.0
+"""From a notice until the machine is taken (AWS)."""
 _SCALES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "day": 24 * HOUR_S}
 
 
@@ -49,8 +48,10 @@ class Pool:
     """Of a host for an hour."""
     loss: float = 0.0
     """Losses of a host in an hour."""
+    rate: float = 0.0
+    """Events of loss of the whole pool in an hour, however many hosts it has; besides `loss`."""
     bulk: float = 0.0
-    """The share of the events of loss that take several hosts."""
+    """The share of the events of loss that take several hosts: between 2 and a quarter of them."""
     zero: float = 0.0
     """The share of the events of loss that take all hosts of the pool."""
     notice: float = 0.0
@@ -61,47 +62,67 @@ class Pool:
     """The mean seconds until hosts that were lost are replaced."""
 
 
+    @property
+    def event_size(self) -> float:
+        """The mean number of hosts that an event of loss takes."""
+        several = (2 + max(2, self.hosts // 4)) / 2.0
+        return (1.0 - self.bulk - self.zero) + self.bulk * several + self.zero * self.hosts
+
+
 def changes_of(pool: Pool, seconds: float, seed: int) -> list[Change]:
-    """Return what happens to a pool. A group of hosts that is lost is replaced at once."""
-    chance = random.Random(f"{pool.name} {seed}")
-    found, here = [Change(0.0, joined=pool.hosts)], pool.hosts
-    back: list[tuple[float, int]] = []
-    size = (1.0 - pool.bulk - pool.zero) + pool.bulk * BULK_SIZE + pool.zero * pool.hosts
-    events_per_host_s = pool.loss / HOUR_S / size if size else 0.0
-    crashes_per_host_s = pool.crash / HOUR_S
-    now = 0.0
-    while True:
-        rate = here * (events_per_host_s + crashes_per_host_s)
-        following = now + chance.expovariate(rate) if rate else seconds
-        if back and back[0][0] <= min(following, seconds):
-            now, count = heapq.heappop(back)
-            here += count
-            found.append(Change(now, joined=count))
-            continue
-        now = following
-        if now >= seconds:
-            return found
-        if chance.random() * rate < here * crashes_per_host_s:
-            found.append(Change(now, crashed=1))
-            continue
-        count = min(here, _size(pool, chance, here))
-        here -= count
-        is_noticed = chance.random() < pool.notice
-        found.append(Change(now, noticed=count) if is_noticed else Change(now, lost=count))
-        heapq.heappush(back, (now + chance.expovariate(1.0 / max(pool.replace, 1e-9)), count))
+    """Return what happens to a pool: by the distribution of storm.py, without names of hosts."""
+    return _Drawn(pool, seconds, seed).changes()
 
 
-def _size(pool: Pool, chance: random.Random, here: int) -> int:
-    """Return how many hosts an event of loss takes: 2 or more in bulk, geometrically."""
-    kind = chance.random()
-    if kind < pool.zero:
-        return here
-    if kind >= pool.zero + pool.bulk:
-        return 1
-    count = 2
-    while chance.random() < 1.0 - 1.0 / (BULK_SIZE - 1.0):
-        count += 1
-    return count
+class _Drawn:
+    """A pool while its changes are drawn."""
+
+    def __init__(self, pool: Pool, seconds: float, seed: int):
+        self.pool, self.seconds = pool, seconds
+        self.chance = random.Random(f"{pool.name} {seed}")
+        self.here = pool.hosts
+        self.found = [Change(0.0, joined=pool.hosts)]
+        self.back: list[tuple[float, int]] = []
+        """When how many hosts return, as a heap."""
+
+    def changes(self) -> list[Change]:
+        """Draw event after event: the time to the next one is exponential."""
+        pool, now = self.pool, 0.0
+        per_host = pool.loss / HOUR_S / pool.event_size
+        while True:
+            losses, crashes = pool.rate / HOUR_S + self.here * per_host, self.here * pool.crash
+            rate = losses + crashes / HOUR_S
+            following = now + self.chance.expovariate(rate) if rate else self.seconds
+            if self.back and self.back[0][0] <= min(following, self.seconds):
+                now, count = heapq.heappop(self.back)
+                self.here += count
+                self.found.append(Change(now, joined=count))
+            elif following >= self.seconds:
+                return self.found
+            elif self.chance.random() * rate < losses:
+                now = following
+                self._lose(now)
+            else:
+                now = following
+                self.found.append(Change(now, crashed=1))
+
+    def _lose(self, now: float) -> None:
+        pool, kind = self.pool, self.chance.random()
+        count = min(1, self.here - 1)
+        if kind < pool.zero:
+            count = self.here
+        elif kind < pool.zero + pool.bulk:
+            count = min(self.chance.randint(2, max(2, pool.hosts // 4)), self.here - 1)
+        if count < 1:
+            return
+        is_noticed = self.chance.random() < pool.notice
+        self.here -= count
+        self.found.append(Change(now, noticed=count) if is_noticed else Change(now, lost=count))
+        if kind < pool.zero:  # until all return nobody may
+            count += sum(others for _, others in self.back)
+            self.back = []
+        again_s = now + NOTICE_S * is_noticed + self.chance.expovariate(1.0 / pool.replace)
+        heapq.heappush(self.back, (again_s, count))
 
 
 def merged(lists: Iterable[Sequence[Change]]) -> list[Change]:
@@ -111,8 +132,9 @@ def merged(lists: Iterable[Sequence[Change]]) -> list[Change]:
 
 
 def host_hours(changes: Iterable[Change], seconds: float) -> float:
-    """Return the hours of hosts, from joining to leaving."""
-    return sum((change.joined - change.noticed - change.lost) * (seconds - change.time_s)
+    """Return the hours of hosts that are paid, from joining until they are taken."""
+    return sum((change.joined - change.lost) * (seconds - change.time_s)
+               - change.noticed * max(0.0, seconds - change.time_s - NOTICE_S)
                for change in changes if change.time_s < seconds) / HOUR_S
 
 
@@ -133,6 +155,9 @@ def parse_pool(text: str) -> Pool:
     pool = Pool(**given)
     shares = {"bulk": pool.bulk, "zero": pool.zero, "bulk + zero": pool.bulk + pool.zero,
               "notice": pool.notice}
+    if pool.replace <= 0.0:
+        raise ConfigError(f"--pool {pool.name} has replace 0. Use the mean seconds until a lost "
+                          f"host is replaced, e.g. replace=3min.")
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"--pool {pool.name} has {name} {share:g}, which is no share of the "

@@ -17,7 +17,7 @@ import itertools
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.rehearse.pools import BULK_SIZE, Change, Pool, number
+from elastic_trainer.rehearse.pools import Change, Pool, number
 
 HEAD = ["time_s", "event", "host"]
 KINDS = {"join": "joined", "add": "joined", "notice": "noticed", "loss": "lost", "remove": "lost"}
@@ -42,9 +42,8 @@ def storm_pool(text: str, hosts: int, price: float) -> Pool:
     if not 0.0 <= bulk + zero <= 1.0:
         raise ConfigError(f"--storm has bulk {bulk:g} and zero {zero:g}, which are shares of the "
                           f"losses. Use numbers whose sum is at most 1.")
-    size = (1.0 - bulk - zero) + bulk * BULK_SIZE + zero * hosts
     return Pool(name=f"storm {given['seed']:.0f}", hosts=hosts, price=price, bulk=bulk,
-                zero=zero, notice=given["notice"], loss=given["rate"] * size / hosts)
+                zero=zero, notice=given["notice"], rate=given["rate"])
 
 
 def trace_of(path: Path) -> list[Change]:
