@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import RUN, event, generation, step
 
@@ -152,6 +152,7 @@ def test_the_spans_of_a_worker_are_below_it(tmp_path: Path) -> None:
     assert loop.parent and seen["host local-1"] and owner.slices
 
 
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 5_000)), max_size=40))
 def test_slices_of_a_track_never_overlap_but_nest(times: list[tuple[int, int]]) -> None:
     """None is lost, and none is moved by more than the error of a timeline's clock."""

@@ -103,8 +103,8 @@ def show_results(run_dirs: list[Path], options: argparse.Namespace) -> int:
     from elastic_trainer.observe import comparison
     from elastic_trainer.observe.report import summarize_log
 
-    if len(run_dirs) > 1 and (options.svg or options.timeline):
-        raise ConfigError("--svg and --timeline are of one run. Name one folder.")
+    if len(run_dirs) > 1 and (options.svg or options.timeline or options.trace):
+        raise ConfigError("--svg, --timeline and --trace are of one run. Name one folder.")
     results = []
     for folder in run_dirs:
         _need_events(folder, "reported")

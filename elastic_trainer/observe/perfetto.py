@@ -44,10 +44,12 @@ def laned(slices: Iterable[Slice]) -> list[list[Slice]]:
     lanes: list[tuple[list[Slice], list[int]]] = []
     for one in sorted(slices, key=lambda slice: (slice.start, -slice.end)):
         for placed, open_ends in lanes:
-            start = max(one.start, placed[-1].start)
-            while open_ends and open_ends[-1] <= one.start + SLACK_NS:
-                start = max(start, open_ends.pop())
-            if not open_ends or one.end <= open_ends[-1] + SLACK_NS:
+            start, depth = max(one.start, placed[-1].start), len(open_ends)
+            while depth and open_ends[depth - 1] <= one.start + SLACK_NS:
+                depth -= 1
+                start = max(start, open_ends[depth])
+            if not depth or one.end <= open_ends[depth - 1] + SLACK_NS:
+                del open_ends[depth:]
                 break
         else:
             placed, open_ends, start = [], [], one.start
