@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import RUN, event, step
 
-from elastic_trainer import ConfigError
 from elastic_trainer.config import Limits
 from elastic_trainer.launch.command import main
 from elastic_trainer.rehearse.advice import Fleet, Planner, repeated, shards_for
 from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, with_values
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
 from elastic_trainer.rehearse.plan import run
-from elastic_trainer.rehearse.pools import Change, Pool, changes_of, host_hours, parse_pool
-from elastic_trainer.rehearse.storms import storm_pool, trace_of
+from elastic_trainer.rehearse.pools import (
+    Change,
+    Pool,
+    changes_of,
+    host_hours,
+    of_rows,
+    of_storm,
+    parse_pool,
+)
+from elastic_trainer.rehearse.storm import parse_storm, rows_of
+from elastic_trainer.rehearse.trace import parse_trace
 from elastic_trainer.state.cadence import Cadence
 
 COSTS = Costs(loss_s=(2.0,), change_s=(1.0,), boot_s=(10.0,), standby_s=(0.5,), give_up_s=(7.0,),
@@ -205,15 +212,25 @@ def test_a_trace_is_repeated_from_any_place() -> None:
         assert [one.time_s for one in changes] == sorted(one.time_s for one in changes)
 
 
-def test_both_forms_of_a_trace_are_read(tmp_path: Path) -> None:
-    """The recorded one, and the simple one. Changes at one moment are one."""
-    (tmp_path / "a").write_text("0,add,a\n0,add,b\n1500,remove,a\n")
-    (tmp_path / "b").write_text("time_s,event,host\n0,join,a\n0,join,b\n1.5,loss,a\n")
-    assert trace_of(tmp_path / "a") == trace_of(tmp_path / "b") == [
-        Change(0.0, joined=2), Change(1.5, lost=1)]
-    (tmp_path / "c").write_text("time_s,event,host\n0,jump,a\n")
-    with pytest.raises(ConfigError, match="line 2"):
-        trace_of(tmp_path / "c")
+def test_a_host_leaves_the_world_once() -> None:
+    """At its notice, or where it has none at its loss. Changes at one moment are one."""
+    rows = parse_trace("time_s,event,host\n0,join,a\n0,join,b\n0,join,c\n5,notice,a\n"
+                       "9,loss,b\n125,loss,a\n", "a test")
+    assert of_rows(rows) == [Change(0.0, joined=3), Change(5.0, noticed=1), Change(9.0, lost=1)]
+
+
+def test_a_storm_has_the_distribution_of_the_one_that_replay_plays() -> None:
+    """Without names of hosts it is drawn faster."""
+    storm, seconds = parse_storm("rate=20/h,bulk=0.3,zero=0.05,notice=0.5,hours=400"), 400 * 3600.0
+    both = [of_rows(rows_of(storm, 12)), changes_of(of_storm(storm, 12, 1.0), seconds, 1)]
+    found = []
+    for changes in both:
+        here = np.cumsum([one.joined - one.noticed - one.lost for one in changes])
+        found.append([
+            sum(bool(one.lost) for one in changes), sum(bool(one.noticed) for one in changes),
+            sum(one.lost + one.noticed for one in changes), sum(here == 0),
+            host_hours(changes, seconds)])
+    assert found[0] == pytest.approx(found[1], rel=0.15)
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -274,9 +291,9 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
 
 @pytest.mark.parametrize(("options", "text"), [
     ([], "given by 0 options"),
-    (["--storm", "rate=1/h"], "--hosts is None"),
+    (["--storm", "calm"], "--hosts is None"),
     (["--storm", "rate=x", "--hosts", "4"], "rate=x"),
-    (["--storm", "bulk=0.9,zero=0.4", "--hosts", "4"], "bulk 0.9 and zero 0.4"),
+    (["--storm", "rate=9/h,bulk=0.9,zero=0.4", "--hosts", "4"], "bulk + zero 1.3"),
     (["--pool", "hosts=4,loss=often"], "loss=often"),
     (["--pool", "hosts=0"], "no whole number of hosts"),
     (["--pool", "hosts=4,notice=2"], "notice 2"),
@@ -294,12 +311,8 @@ def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str
     assert text in capsys.readouterr().err
 
 
-def test_a_storm_is_a_pool() -> None:
-    """Its rate counts the events of the whole fleet."""
-    pool = storm_pool("rate=12/h,bulk=0.4,zero=0.1,seed=7", 10, 2.0)
-    changes = changes_of(pool, 500 * 3600.0, 7)
-    events = sum(bool(one.lost or one.noticed) for one in changes)
-    assert events / 500.0 == pytest.approx(12.0, rel=0.35)  # fewer while hosts are missing
+def test_values_of_the_command_line_have_units() -> None:
+    """An hour for rates, seconds for times."""
     assert parse_pool("hosts=3,loss=2.4/d,replace=2min") == Pool(hosts=3, loss=0.1, replace=120.0)
     assert with_values(Costs(), ["loss_s=3", "batch=7"]).loss_s == (3.0,)
     assert shards_for(100, 300) == [95, 100, 190, 200]

@@ -21,8 +21,9 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
-from elastic_trainer.rehearse.pools import HOUR_S, parse_pool
-from elastic_trainer.rehearse.storms import storm_pool, trace_of
+from elastic_trainer.rehearse.pools import HOUR_S, of_rows, of_storm, parse_pool
+from elastic_trainer.rehearse.storm import parse_storm
+from elastic_trainer.rehearse.trace import read_trace
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.wire.plain import plain
 
@@ -113,7 +114,7 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
     month_s = 30 * 24 * HOUR_S
     if options.trace:
-        trace = trace_of(options.trace)
+        trace = of_rows(read_trace(options.trace))
         return Fleet(trace=tuple(trace), price=options.price), trace[-1].time_s
     if options.pool:
         pools = tuple(map(parse_pool, options.pool))
@@ -123,7 +124,8 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     if not options.hosts or options.hosts < 1:
         raise ConfigError(f"--hosts is {options.hosts}. A storm needs a number of hosts, e.g. "
                           f"--hosts 100.")
-    return Fleet(pools=(storm_pool(options.storm, options.hosts, options.price),)), month_s
+    pool = of_storm(parse_storm(options.storm), options.hosts, options.price)
+    return Fleet(pools=(pool,)), month_s
 
 
 # --- what is printed ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Pools of hosts, and the changes that they bring: losses one by one, in bulk, or of all at once.
 
---pool, --storm → here → list of changes → model
+--pool, storm, trace → here → list of changes → model
 
 What always holds:
 1. The same pool, seed and duration give the same changes. Pools do not depend on each other.
@@ -10,6 +10,7 @@ What always holds:
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -17,10 +18,9 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.rehearse.storm import HOUR_S, Storm
+from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row
 
-HOUR_S = 3600.0
-NOTICE_S = 120.0
-"""From a notice until the machine is taken (AWS)."""
 _SCALES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "day": 24 * HOUR_S}
 
 
@@ -59,7 +59,7 @@ class Pool:
     crash: float = 0.0
     """Crashes of a worker in an hour, on a host that stays."""
     replace: float = 180.0
-    """The mean seconds until hosts that were lost are replaced."""
+    """The mean seconds until lost hosts are replaced: one half fixed, one half exponential."""
 
 
     @property
@@ -121,8 +121,30 @@ class _Drawn:
         if kind < pool.zero:  # until all return nobody may
             count += sum(others for _, others in self.back)
             self.back = []
-        again_s = now + NOTICE_S * is_noticed + self.chance.expovariate(1.0 / pool.replace)
+        again_s = now + NOTICE_S * is_noticed + (
+            pool.replace + self.chance.expovariate(1.0 / pool.replace)) / 2
         heapq.heappush(self.back, (again_s, count))
+
+
+def of_storm(storm: Storm, hosts: int, price: float) -> Pool:
+    """Return the pool whose changes have the distribution of a storm."""
+    return Pool(name=f"storm {storm.seed}", hosts=hosts, price=price, rate=storm.rate,
+                bulk=storm.bulk, zero=storm.zero, notice=storm.notice, replace=storm.replace)
+
+
+def of_rows(rows: Iterable[Row]) -> list[Change]:
+    """Return the changes of a trace. A host under notice leaves the world at its notice."""
+    noticed, found = set[str](), list[Change]()
+    for time_s, group in itertools.groupby(rows, key=lambda row: row.time_s):
+        events = list(group)
+        noticed |= {row.host for row in events if row.event == NOTICE}
+        lost = [row.host for row in events if row.event == LOSS]
+        change = Change(time_s, joined=sum(row.event == JOIN for row in events),
+                        noticed=sum(row.event == NOTICE for row in events),
+                        lost=sum(host not in noticed for host in lost))
+        noticed -= set(lost)
+        found += [change] if any(change[1:]) else []
+    return found
 
 
 def merged(lists: Iterable[Sequence[Change]]) -> list[Change]:

@@ -36,8 +36,8 @@ from elastic_trainer.host.processes import is_worker  # noqa: E402
 from elastic_trainer.observe.report import summarize  # noqa: E402
 from elastic_trainer.rehearse.costs import costs_of  # noqa: E402
 from elastic_trainer.rehearse.model import Policy, simulate  # noqa: E402
-from elastic_trainer.rehearse.pools import Change  # noqa: E402
-from elastic_trainer.rehearse.storms import trace_of  # noqa: E402
+from elastic_trainer.rehearse.pools import Change, of_rows  # noqa: E402
+from elastic_trainer.rehearse.trace import read_trace  # noqa: E402
 from elastic_trainer.state.cadence import Cadence  # noqa: E402
 
 FIRST, MOST, EVERY_STEPS = 4, 5, 60
@@ -150,7 +150,7 @@ def main() -> None:
             play(Path(folder, str(seed)), seed, options.seconds) for seed in (1, 2))
         kept = options.keep or Path(folder, "kept")
         keep(kept, 1, first, calm)
-        trace = trace_of(keep(kept, 2, second, changes))
+        trace = of_rows(read_trace(keep(kept, 2, second, changes)))
     seconds = second[-1]["time"] - second[0]["time"]
     goodput, foretold = summarize(second)["goodput"], forecast(first, trace, seconds)
     error = 100.0 * abs(goodput - foretold)
