@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from elastic_trainer.config import Limits
 from elastic_trainer.rehearse.costs import Costs
-from elastic_trainer.rehearse.pools import HOUR_S, Change
+from elastic_trainer.rehearse.pools import Change
+from elastic_trainer.rehearse.storm import HOUR_S
 from elastic_trainer.state.cadence import Cadence
 
 Floats = npt.NDArray[np.float64]

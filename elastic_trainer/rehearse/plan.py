@@ -21,8 +21,8 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
-from elastic_trainer.rehearse.pools import HOUR_S, of_rows, of_storm, parse_pool
-from elastic_trainer.rehearse.storm import parse_storm
+from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
+from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
 from elastic_trainer.rehearse.trace import read_trace
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.wire.plain import plain
