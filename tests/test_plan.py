@@ -189,7 +189,7 @@ def test_the_time_between_steps_is_no_useful_time() -> None:
 
 # --- fleets ---------------------------------------------------------------------------------------
 
-def test_a_pool_loses_what_it_says_and_never_more_than_it_has() -> None:
+def test_a_pool_loses_by_its_rate_and_never_more_than_it_has() -> None:
     """The same seed gives the same changes; bulk and zero take several hosts at once."""
     pool = Pool(hosts=50, loss=0.2, bulk=0.4, zero=0.02, notice=0.5, replace=60.0)
     changes = changes_of(pool, 200 * 3600.0, 1)
