@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from elastic_trainer.rehearse.outcome import (
     played_of,
     rows_played,
 )
-from elastic_trainer.rehearse.replay import room_of
+from elastic_trainer.rehearse.replay import price_of, room_of, rows
 from elastic_trainer.rehearse.stage import started
 from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
@@ -342,12 +343,23 @@ def test_workers_that_the_trace_did_not_take_are_named() -> None:
 
 
 def test_the_forecast_spreads_the_losses_over_the_time_of_the_trace() -> None:
-    """Ten times as fast, losses take ten times the share; what else takes time stays."""
+    """Ten times as fast, losses take ten times the share. The share without a host stays, and so
+    does what else takes time."""
     result = {"goodput": 0.7, "wall_s": 110.0, "steps": 70, "steps_rolled_back": 5,
               "books": {"booting_s": 10.0, "stopped_s": 0.0, "pausing_s": 10.0,
                         "restarting_s": 5.0}}
     assert forecast(result, 10.0) == pytest.approx(0.7 + 0.2 * 0.9)
     assert forecast(result, 1.0) == pytest.approx(0.7)
+    assert forecast(result, 10.0, empty_s=4.0) == pytest.approx(0.7 + 0.16 * 0.9)
+
+
+def test_an_hour_of_useful_training_costs_more_than_an_hour_of_hosts(tmp_path: Path) -> None:
+    """By the goodput; the prices are those of `report`."""
+    (tmp_path / "prices.toml").write_text("[default]\nspot = 0.5\non_demand = 2.0\n")
+    price = price_of(tmp_path / "prices.toml")
+    outcome = replace(judged(rehearsed()), mean_hosts=4.0, forecast_goodput=0.8)
+    assert dict(rows(outcome, price))["forecast of cost"] == (
+        "2.50 USD for an hour of useful training on 4.0 hosts; on demand 8.00, so spot saves 69%")
 
 
 # --- processes ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ twin's (if there is one), and the trace changed the fleet at least once.
 
 The forecast is for the same trace at its own speed. A pause takes as long there, and the time
 between two losses is `speed` times as long. So the share of the time that losses took is divided
-by `speed`, and the rest of the goodput stays.
+by `speed`. The share without any host stays, and so does what else the goodput lacks.
 
 What it does not do: forecast samples in an hour, since local hosts share one machine.
 """
@@ -43,6 +43,8 @@ class Played:
     host_s: float = 0.0
     """The seconds of all hosts, from the start of the clock until the run finished."""
     played_s: float = 0.0
+    empty_s: float = 0.0
+    """The time without any host."""
     others: Counter[str] = field(default_factory=Counter)
     """Workers that were lost on hosts which the trace did not take, by reason."""
     reduce: str = "exact"
@@ -90,6 +92,7 @@ class Played:
     def _change(self, now: float, hosts: int) -> None:
         self.host_s += self._hosts * max(0.0, now - self._since)
         self.played_s += max(0.0, now - self._since)
+        self.empty_s += 0.0 if self._hosts else max(0.0, now - self._since)
         self._hosts, self._since = self._hosts + hosts, now
 
 
@@ -154,7 +157,6 @@ def outcome_of(played: Played, verdict: Verdict, result: Mapping[str, Any],
         faults.append("The run ended before the trace changed anything. Train more steps, or use "
                       "a higher --speed.")
     bits, fault = _bits(result.get("weights_sha256"), twin, played.reduce)
-    stall_s, failures = _stall(result, played)
     return Outcome(
         faults=tuple(faults + ([fault] if fault else [])),
         samples=f"{verdict.samples} in {verdict.steps} steps, "
@@ -163,14 +165,15 @@ def outcome_of(played: Played, verdict: Verdict, result: Mapping[str, Any],
                 f"{count(verdict.attempts, 'attempt')} and "
                 f"{count(verdict.generations, 'generation')}",
         bits=bits, goodput=result["goodput"],
-        forecast_goodput=round(forecast(result, played.speed or 1.0), 4),
-        failures=failures, stall_per_failure_s=stall_s, mean_hosts=round(played.mean_hosts, 3),
-        played=_story(played))
+        forecast_goodput=round(forecast(result, played.speed or 1.0, played.empty_s), 4),
+        failures=result["failures"], stall_per_failure_s=result["stall_per_failure_s"],
+        mean_hosts=round(played.mean_hosts, 3), played=_story(played))
 
 
-def forecast(result: Mapping[str, Any], speed: float) -> float:
-    """Return the goodput of the same trace at its own speed."""
-    goodput, trained_s, lost_s = float(result["goodput"]), _trained_s(result), _lost_s(result)
+def forecast(result: Mapping[str, Any], speed: float, empty_s: float = 0.0) -> float:
+    """Return the goodput of the same trace at its own speed; `empty_s`: the time without hosts."""
+    goodput, trained_s = float(result["goodput"]), _trained_s(result)
+    lost_s = max(0.0, _lost_s(result) - empty_s)
     if not trained_s:
         return 0.0
     return min(1.0, goodput + min(lost_s / trained_s, 1.0 - goodput) * (1.0 - 1.0 / speed))
@@ -191,14 +194,6 @@ def _lost_s(result: Mapping[str, Any]) -> float:
     useful_s = result["goodput"] * _trained_s(result)
     dropped_s = result["steps_rolled_back"] * useful_s / max(1, result["steps"])
     return float(result["books"]["pausing_s"] + result["books"]["restarting_s"] + dropped_s)
-
-
-def _stall(result: Mapping[str, Any], played: Played) -> tuple[float | None, int]:
-    """Return the stall per failure, as `report` has it, and the number of failures."""
-    if "stall_per_failure_s" in result:
-        return result["stall_per_failure_s"], int(result["failures"])
-    failures = played.lost
-    return (round(_lost_s(result) / failures, 3) if failures else None), failures
 
 
 def _bits(ours: str | None, twin: str | None, reduce: str) -> tuple[str, str]:

@@ -28,14 +28,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
 from elastic_trainer.host.modes import private, write_text
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
+from elastic_trainer.observe.sentences import count
 from elastic_trainer.rehearse import storm, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
+    cost_of_useful_hour,
     outcome_of,
     played_of,
     rows_played,
@@ -54,6 +56,14 @@ OURS = ("-H", "-hostfile", "--hostfile", "--host-discovery-script", "-np", "--nu
 """Options of `run` that name hosts and workers: the trace does that."""
 
 
+class Price(NamedTuple):
+    """Of a host for an hour."""
+
+    currency: str
+    spot: float
+    on_demand: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """A rehearsal as it was asked for."""
@@ -66,6 +76,7 @@ class Rehearsal:
     speed: float
     moments: list[Moment]
     has_twin: bool
+    price: Price | None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -121,6 +132,8 @@ def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
         help="the notice of a removed node, in seconds of the trace (%(default)g); 0: none")
     add("--twin", action="store_true",
         help="train the undisturbed twin afterwards, and compare the bits of the weights")
+    add("--prices", type=Path, metavar="FILE",
+        help="a TOML file with the prices of a host, as `report` reads it")
     add("--run", metavar="NAME", help="the run's name (runs/NAME)")
     add("--runs-dir", type=Path, default=Path("runs"), help="where runs are kept (%(default)s)")
     add("--example", choices=examples, help=f"rehearse a demo ({examples[0]})")
@@ -146,7 +159,8 @@ def parse(argv: Sequence[str], examples: Sequence[str],
     return Rehearsal(
         run_dir=run_dir, command=command or demo(options.example or examples[0], options),
         options=others, source=f"{options.trace or options.storm}", speed=options.speed,
-        moments=moments, has_twin=options.twin)
+        moments=moments, has_twin=options.twin,
+        price=price_of(options.prices))
 
 
 def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[str]) -> None:
@@ -188,6 +202,17 @@ def hosts_of(wanted: int | None, most: int) -> int:
             f"{gibibytes(limit_bytes())} of free memory, which is room for {room} local hosts. "
             + (f"Use --hosts {min(HOSTS, room)}." if room else "Free some memory."))
     return given
+
+
+def price_of(file: Path | None) -> Price | None:
+    """Return the price of a local host for an hour. Raises ConfigError."""
+    if file is None:
+        return None
+    from elastic_trainer.observe import prices
+
+    found = prices.load(file)
+    host = found.of("127.0.0.1", "")
+    return Price(found.currency, host.spot, host.on_demand)
 
 
 def room_of(cores: int, memory_bytes: int) -> int:
@@ -276,13 +301,13 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
                   show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for label, text in rows(outcome):
+    for label, text in rows(outcome, wanted.price):
         table.add_row(label, Text(plain(text)))
     console.print(table)
     for fault in outcome.faults:
         console.print(Text(plain(f"wrong: {fault}"), style="red"), soft_wrap=True)
-    verdict = ("passed: nothing was lost, nothing was repeated" if outcome.is_right
-               else "FAILED, for the reasons above")
+    verdict = ("passed: each sample counted once" if outcome.is_right else
+               f"FAILED: {count(len(outcome.faults), 'reason')} above")
     console.print(Text(f"rehearsal {verdict}", style="bold green" if outcome.is_right else
                        "bold red"), soft_wrap=True)
     folder = shown(wanted.run_dir)
@@ -290,15 +315,23 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
                   soft_wrap=True)
 
 
-def rows(outcome: Outcome) -> list[tuple[str, str]]:
+def rows(outcome: Outcome, price: Price | None) -> list[tuple[str, str]]:
     """Return the outcome as pairs of a label and a text."""
     stall = ("none" if outcome.stall_per_failure_s is None else
-             f"{outcome.stall_per_failure_s:.2f} s for each of {outcome.failures} failures")
-    return [("trace", outcome.played), ("samples", outcome.samples),
-            ("lineage", outcome.lineage), ("bits", outcome.bits),
-            ("goodput", f"{outcome.goodput:.1%} here; {outcome.forecast_goodput:.1%} is the "
-                        f"forecast at the trace's own speed"),
-            ("stall per failure", stall)]
+             f"{outcome.stall_per_failure_s:.2f} s, {count(outcome.failures, 'failure')}")
+    found = [("trace", outcome.played), ("samples", outcome.samples),
+             ("lineage", outcome.lineage), ("bits", outcome.bits),
+             ("goodput", f"{outcome.goodput:.1%} here; {outcome.forecast_goodput:.1%} is the "
+                         f"forecast at the trace's own speed"),
+             ("stall per failure", stall)]
+    if price:
+        cost = cost_of_useful_hour(outcome.mean_hosts, outcome.forecast_goodput, price.spot)
+        other = outcome.mean_hosts * price.on_demand
+        saved = f", so spot saves {1.0 - cost / other:.0%}" if other > cost else ""
+        found.append(("forecast of cost",
+                      f"{cost:.2f} {price.currency} for an hour of useful training on "
+                      f"{outcome.mean_hosts:.1f} hosts; on demand {other:.2f}{saved}"))
+    return found
 
 
 def print_end(log: Path) -> None:
