@@ -43,6 +43,7 @@ from elastic_trainer.observe.courier import new_run_id
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import write_result
 from elastic_trainer.observe.segments import compress
+from elastic_trainer.observe.versions import versions
 
 DRIVER = "elastic_trainer.launch.horovodrun"
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
@@ -119,7 +120,8 @@ class Supervisor:
         """Run attempts to the end; returns the exit code. `options` are for the event log."""
         past = self.log.read()
         end_orphans(past, self.run_dir, self.ssh, self.events)  # of a supervisor that was killed
-        self.events.emit("run.started", attempt=past.attempt + 1, options=options)
+        self.events.emit("run.started", attempt=past.attempt + 1, options=options,
+                         versions=versions())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         new_run_id(self.run_dir, self.run_id)

@@ -225,6 +225,13 @@ class Accounts:
 
     def book_step(self, step_s: float, checkpoint_s: float, until: float) -> None:
         """Book a finished step, and before it the time behind the last one."""
+        gap_s = until - step_s - self.until
+        if not self._waiting and 0.0 <= gap_s < SHORT_S and not checkpoint_s:  # nearly all steps
+            self._steps_from = min(self._steps_from, self.until)
+            self._in_steps[Account.IDLE] += gap_s
+            self._in_steps[Account.USEFUL] += step_s
+            self.until = until
+            return
         begins = min(max(self.until, until - step_s), until)
         pause_ends = min(self.until + checkpoint_s, begins)
         self.book(Account.CHECKPOINT, pause_ends)
@@ -304,7 +311,7 @@ class Accounts:
         """Take the workers of a new world in the order of their ranks, with their hosts."""
         self._hosts = tuple(dict.fromkeys(members.values()))
         spares = list(members)[self.shards:] if self.shards else []
-        for host, crew in self.crews.items():
+        for host, crew in list(self.crews.items()):
             if crew.is_doubtful:
                 self._cut(host, now)
             crew.ready |= crew.members
@@ -315,7 +322,7 @@ class Accounts:
             crew.members.add(worker)
             if worker in spares:
                 crew.spares.add(worker)
-        for host in self.crews:
+        for host in list(self.crews):
             self._change(host, now)
 
     def booted(self) -> list[str]:
@@ -332,7 +339,7 @@ class Accounts:
 
     def close(self) -> None:
         """End the lives of all hosts, at the time of the last booking."""
-        for host, crew in self.crews.items():
+        for host, crew in list(self.crews.items()):
             if crew.is_doubtful:
                 self._cut(host, self.until)
         self.book(Account.IDLE, self.until)
@@ -342,11 +349,12 @@ class Accounts:
 
     def _cut(self, host: str, now: float) -> None:
         """End the life of a host that went with its attempt: the next one has not listed it."""
-        slots, self.crews[host] = self.crews[host].slots, Crew()
-        self._wait(Change(now, host, None, -slots, is_cut=True))
+        self._wait(Change(now, host, None, -self.crews.pop(host).slots, is_cut=True))
 
     def _change(self, host: str, now: float, slots: int = 0) -> None:
         part = self.crews[host].part
+        if part is None:
+            del self.crews[host]  # each machine of a cloud has a name of its own: there are many
         before = next((change.part for change in reversed(self._waiting) if change.host == host),
                       self.lives.setdefault(host, Life()).part)
         if part is not before or slots:

@@ -43,6 +43,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
             command.add_argument("--prices", type=Path, metavar="FILE",
                                  help="the prices of the hosts (TOML), for what the run costs")
+            command.add_argument("--html", type=Path, metavar="FILE",
+                                 help="write the report as one page into this file")
             command.add_argument("--svg", type=Path, metavar="FILE",
                                  help="draw the run into this file")
             command.add_argument("--timeline", type=Path, metavar="FILE",
@@ -69,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
                 return show_verdict(folders[0])
             case "watch":
                 return show_progress(folders[0])
+        if options.html:
+            return write_page(folders, options)
         if len(folders) > 1 or options.json or options.markdown:
             return show_results(folders, options)
         code = show_report(folders[0], options)
@@ -114,6 +118,27 @@ def show_results(run_dirs: list[Path], options: argparse.Namespace) -> int:
         print(comparison.as_json(results) if options.json else comparison.markdown(results))
     else:
         comparison.print_side_by_side(results)
+    return 0
+
+
+def write_page(run_dirs: list[Path], options: argparse.Namespace) -> int:
+    """Write the page about a run, or about several."""
+    from dataclasses import replace
+
+    from elastic_trainer.observe.page import page, read
+
+    runs = []
+    for folder in run_dirs:
+        _need_events(folder, "reported")
+        run = read(folder)
+        runs.append(replace(run, result={**run.result, **_costs(dict(run.result),
+                                                                options.prices)}))
+    try:
+        options.html.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {options.html} cannot be written: {error.strerror}. Name a file "
+                          f"in a folder that exists and that you may write to.") from error
+    print(f"The report is in {options.html}.")
     return 0
 
 

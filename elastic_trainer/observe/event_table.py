@@ -58,7 +58,8 @@ _VERDICT = one_of("finished", "failed", "user_error", "interrupted")
 
 _RUN = (
     EventKind("run.started", INFO, "A person, or the service, has started the run or resumed it.",
-              has(options=OBJECT), "run {run} started", Phase.STOPPED),
+              (*has(options=OBJECT), *may_read(versions=OBJECT)), "run {run} started",
+              Phase.STOPPED),
     EventKind(
         "attempt.started", INFO,
         "The supervisor starts the driver. `counted_by` names the process that logs the progress "

@@ -37,7 +37,7 @@ def _marks(timeline: Timeline, start: float, end: float, columns: int) -> str:
     """Return the line of marks. A lost worker or a new attempt hides a change of size."""
     marks = [" "] * columns
     for change in timeline.changes:
-        if start <= change.time <= end:
+        if start <= change.time <= end and change.mark in SIGNS:
             column = int(columns * (change.time - start) / max(end - start, 1e-6))
             column = min(columns - 1, column)
             if marks[column] in " +-":

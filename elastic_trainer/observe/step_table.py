@@ -88,7 +88,9 @@ class StepTable:
             if start is not None and (number + 1) * ROWS <= start:
                 continue
             block, low = self._blocks.get(number), number * ROWS
-            mine = [low + at for at, has in enumerate(block.has) if has] if block else []
+            from_here = max(0, (start or 0) - low)
+            mine = [low + at for at, has in enumerate(block.has[from_here:], from_here)
+                    if has] if block else []
             if odd:
                 mine = sorted([*mine, *(step for step in odd if step // ROWS == number)])
             yield from (step for step in mine if start is None or step >= start)

@@ -56,13 +56,14 @@ svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .restarting { fill: #cf222e; } .booting { fill: #8c959f; } .band { fill-opacity: .3; }
 .mark { fill: none; stroke-width: 2; } .lost { stroke: #cf222e; } .larger { stroke: #1a7f37; }
 .smaller { stroke: #9a6700; } .restart { stroke: #8250df; } .stem { stroke-dasharray: 2 3; }
-.stopped { stroke: #59636e; stroke-dasharray: 6 4; }
+.stopped { stroke: #59636e; stroke-dasharray: 6 4; } .leaves { stroke: #9a6700; }
+.checkpoint { stroke: #59636e; }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #0d1117; } text { fill: #f0f6fc; } .dim { fill: #9198a1; }
   .grid { stroke: #3d444d; } .rate { fill: #4493f8; stroke: #4493f8; }
   .fleet { stroke: #9198a1; } .lost { stroke: #f85149; } .larger { stroke: #3fb950; }
   .smaller { stroke: #d29922; } .restart { stroke: #ab7df8; } .restarting { fill: #f85149; }
-  .stopped { stroke: #9198a1; }
+  .stopped { stroke: #9198a1; } .leaves { stroke: #d29922; } .checkpoint { stroke: #9198a1; }
 }
 """
 SHAPES = {
@@ -70,8 +71,10 @@ SHAPES = {
     Mark.LARGER: ("larger", "M-5,0 L5,0 M0,-5 L0,5"),
     Mark.SMALLER: ("smaller", "M-5,0 L5,0"),
     Mark.RESTART: ("restart", "M0,-5 L5,0 L0,5 L-5,0 Z"),
+    Mark.LEAVES: ("leaves", "M0,5 L-5,-4 L5,-4 Z"),
+    Mark.CHECKPOINT: ("checkpoint", "M0,-4 L0,4"),
 }
-"""Class and outline of each mark: a cross, a plus, a minus, a diamond."""
+"""Class and outline of each mark: a cross, a plus, a minus, a diamond, a triangle, a stroke."""
 BANDS = (Phase.PAUSING, Phase.RESTARTING, Phase.BOOTING)
 
 Period = tuple[Phase, float, float]
@@ -138,7 +141,10 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     _draw_stops(root, axis)
     groups = grouped(axis, timeline.changes)
     _draw_marks(root, axis, groups)
-    _draw_legend(root, {group[0].mark for group in groups}, {phase for phase, _, _ in periods})
+    _draw_checkpoints(root, axis, timeline.checkpoints)
+    marks = {group[0].mark for group in groups}
+    _draw_legend(root, marks | ({Mark.CHECKPOINT} if timeline.checkpoints else set()),
+                 {phase for phase, _, _ in periods})
     indent(root)
     return tostring(root, encoding="unicode") + "\n"
 
@@ -267,9 +273,9 @@ def grouped(axis: Axis, changes: Sequence[Change]) -> list[list[Change]]:
         match (last[0].mark, change.mark) if is_near else ():
             case (mark, again) if mark is again:
                 last.append(change)
-            case (Mark.LOST, Mark.SMALLER):
+            case (Mark.LOST | Mark.LEAVES, Mark.SMALLER) | (Mark.LOST, Mark.LEAVES):
                 pass
-            case (Mark.SMALLER, Mark.LOST):
+            case (Mark.SMALLER | Mark.LEAVES, Mark.LOST):
                 groups[-1] = [change]
             case _:
                 groups.append([change])
@@ -282,6 +288,15 @@ def label(group: Sequence[Change]) -> str:
     if len(group) == 1:
         return next(iter(losses), "")
     return ", ".join(f"{number} {how}" for how, number in losses.items())
+
+
+def _draw_checkpoints(root: Element, axis: Axis, times: Sequence[float]) -> None:
+    """Draw a stroke for each checkpoint, below the world; checkpoints in one place share it."""
+    strokes = SubElement(root, "g", {"class": "checkpoints"})
+    places = Counter(round(axis.x(time)) for time in times if axis.start <= time <= axis.end)
+    for x, number in sorted(places.items()):
+        stroke = _mark(strokes, x, FLEET_BOTTOM, Mark.CHECKPOINT)
+        SubElement(stroke, "title").text = count(number, "checkpoint")
 
 
 def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase]) -> None:

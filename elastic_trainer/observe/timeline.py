@@ -25,6 +25,8 @@ class Mark(Enum):
     SMALLER = "smaller world"
     LARGER = "larger world"
     RESTART = "everybody gone: a new attempt"
+    LEAVES = "a host leaves the list"
+    CHECKPOINT = "a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Timeline:
         self.size = 0
         """Workers in the newest world."""
         self.first_size = 0
+        self.checkpoints = array("d")
+        """When each was published."""
 
     def through(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Take the events, and yield them."""
@@ -72,6 +76,10 @@ class Timeline:
                     self._mark(event, Mark.LARGER if self.size > before else Mark.SMALLER)
             case "attempt.started" if self.size:
                 self._mark(event, Mark.RESTART)
+            case "driver.host_removed":
+                self._mark(event, Mark.LEAVES)
+            case "state.checkpoint_published":
+                self.checkpoints.append(float(event["time"]))
 
     def _mark(self, event: Mapping[str, Any], mark: Mark, how: str = "") -> None:
         self.changes.append(Change(float(event["time"]), mark, self.size, how))

@@ -15,6 +15,7 @@ from typing import Any
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
+from elastic_trainer.observe.versions import versions
 from elastic_trainer.order import facts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState
@@ -75,7 +76,7 @@ class Account:
     def begin(self, rank: int, sparse: Mapping[str, int]) -> None:
         """Begin the account of an attempt; `sparse` has the bytes of sparse gradients."""
         if rank == 0 and not self.launch.driver:  # no launcher logs this attempt
-            self.events.emit("run.started", options={})
+            self.events.emit("run.started", options={}, versions=versions())
             self.events.emit("attempt.started")
         for remark in (*self.job.remarks, *remarks_on_sparse(sparse)):
             self.remark(remark, rank)
