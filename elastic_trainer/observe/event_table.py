@@ -344,10 +344,9 @@ _WORLD = (
         "The evaluation behind this step is the best so far. Its checkpoint is published before "
         "the next step, and stays.", has(step=STEP, metric=NAME, value=NUMBER),
         "the best {metric} so far: {value:.6g}, behind step {step}"),
-    EventKind(
-        "worker.step_redone", INFO,
-        "A step was in flight when the world changed, and is done again.", _STEP,
-        "step {step} was in flight and is done again"),
+    EventKind("worker.step_redone", INFO,
+              "A step was in flight when the world changed, and is done again.", _STEP,
+              "step {step} was in flight and is done again"),
     EventKind("worker.rolled_forward", DETAIL,
               "The worker applied a step that other members had applied.", has(step=STEP)),
     EventKind("worker.state_received", DETAIL, "A newcomer has received the state.",
@@ -357,9 +356,8 @@ _WORLD = (
         "The worker starts anew in place and keeps its state, because Horovod would abort it.",
         has(where=one_of("init", "training"), error=TEXT),
         "worker {worker} restarts in place and keeps its state"),
-    EventKind(
-        "worker.revived", INFO, "The worker has its state again.", has(step=STEP),
-        "worker {worker} has its state again"),
+    EventKind("worker.revived", INFO, "The worker has its state again.", has(step=STEP),
+              "worker {worker} has its state again"),
     EventKind(
         "worker.arithmetic_differs", WARNING,
         "A worker computes other bits than the world. In exact mode it gets no place (`refused`), "
