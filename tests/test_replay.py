@@ -31,7 +31,7 @@ from elastic_trainer.rehearse.outcome import (
     played_of,
     rows_played,
 )
-from elastic_trainer.rehearse.replay import price_of, room_of, rows
+from elastic_trainer.rehearse.replay import end_of, price_of, room_of, rows
 from elastic_trainer.rehearse.stage import started
 from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
@@ -351,6 +351,12 @@ def test_the_forecast_spreads_the_losses_over_the_time_of_the_trace() -> None:
     assert forecast(result, 10.0) == pytest.approx(0.7 + 0.2 * 0.9)
     assert forecast(result, 1.0) == pytest.approx(0.7)
     assert forecast(result, 10.0, empty_s=4.0) == pytest.approx(0.7 + 0.16 * 0.9)
+
+
+def test_a_traceback_is_shown_and_no_summary_over_it() -> None:
+    """Of a run that failed: the lines before the table, or the last ones if it has none."""
+    assert end_of("ValueError: x\nrun x   \n| table |\n", "x") == ["ValueError: x"]
+    assert end_of("".join(f"{number}\n" for number in range(99)), "x")[-1] == "98"
 
 
 def test_an_hour_of_useful_training_costs_more_than_an_hour_of_hosts(tmp_path: Path) -> None:

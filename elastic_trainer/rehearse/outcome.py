@@ -153,7 +153,7 @@ def outcome_of(played: Played, verdict: Verdict, result: Mapping[str, Any],
     faults = list(verdict.violations[:MOST_SENTENCES])
     if not result["finished"]:
         faults.insert(0, f"The run did not finish: it has {result['steps']} steps.")
-    if not played.changes and not played.noticed:
+    elif not played.changes and not played.noticed:
         faults.append("The run ended before the trace changed anything. Train more steps, or use "
                       "a higher --speed.")
     bits, fault = _bits(result.get("weights_sha256"), twin, played.reduce)

@@ -335,9 +335,15 @@ def rows(outcome: Outcome, price: Price | None) -> list[tuple[str, str]]:
 
 
 def print_end(log: Path) -> None:
-    """Print the last lines of a launcher's output on stderr."""
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    """Print the last lines of a launcher's output, before its summary, on stderr."""
+    lines = end_of(log.read_text(errors="replace"), log.parent.name)
     print(f"the last lines of {shown(log)}:", *map(plain_output, lines), sep="\n", file=sys.stderr)
+
+
+def end_of(output: str, name: str) -> list[str]:
+    """Return the last lines of the output of a run, before its summary: a traceback is there."""
+    summaries = list(re.finditer(rf"^run {re.escape(name)}\s*$", output, re.MULTILINE))
+    return output[: summaries[-1].start() if summaries else None].splitlines()[-LAST_LINES:]
 
 
 def shown(path: Path) -> str:
