@@ -229,7 +229,7 @@ def test_local_hosts_are_bounded_by_cores_and_memory() -> None:
     (["--storm", "rough", "python", "x.py"], "comes after --"),
     (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
     (["--storm", "rough", "--run", "a/b"], "--run is 'a/b'"),
-    (["--storm", "rough", "--run", "there"], "a rehearsal begins with a new"),
+    (["--storm", "rough", "--run", "there"], "a rehearsal begins with new ones"),
 ])
 def test_a_mistake_of_the_user_is_refused_before_anything_starts(
         argv: list[str], fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -237,6 +237,7 @@ def test_a_mistake_of_the_user_is_refused_before_anything_starts(
     """With exit code 2, and no folder is made."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "there").mkdir(parents=True)
+    (tmp_path / "runs" / "there" / "events.jsonl").write_text("{}\n")
     assert main(["replay", *argv]) == 2
     assert fact in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["there"]
@@ -366,6 +367,20 @@ def test_an_hour_of_useful_training_costs_more_than_an_hour_of_hosts(tmp_path: P
     outcome = replace(judged(rehearsed()), mean_hosts=4.0, forecast_goodput=0.8)
     assert dict(rows(outcome, price))["forecast of cost"] == (
         "2.50 USD for an hour of useful training on 4.0 hosts; on demand 8.00, so spot saves 69%")
+
+
+def test_a_run_that_the_launcher_refuses_ends_with_its_reason(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """And with its exit code. There is nothing to judge, and the name can be used again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    for _ in range(2):
+        assert main(["replay", "--storm", "rough", "--run", "x", "--config", "no.toml", "--",
+                     "python", "x.py"]) == 2
+        printed = capsys.readouterr()
+        assert "--config no.toml cannot be read" in printed.err
+        assert "before its first step" in printed.out and "passed" not in printed.out
 
 
 # --- processes ------------------------------------------------------------------------------------

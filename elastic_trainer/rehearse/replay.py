@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
-from elastic_trainer.host.modes import private, write_text
+from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
+from elastic_trainer.observe.segments import EVENTS_FILE
 from elastic_trainer.observe.sentences import count
 from elastic_trainer.rehearse import storm, trace
 from elastic_trainer.rehearse.outcome import (
@@ -94,15 +95,19 @@ def run(argv: Sequence[str], examples: Sequence[str],
     """Run the command; returns the exit code. `demo` returns the command of an example. Raises
     ConfigError."""
     wanted = parse(argv, examples, demo)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup
+                signal.signal(number, _interrupt)
         return rehearse(wanted)
     except KeyboardInterrupt:
         print(f"elastic-trainer: The rehearsal was stopped, and its run has ended. Look at it: "
               f"elastic-trainer report {shown(wanted.run_dir)}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -153,9 +158,11 @@ def parse(argv: Sequence[str], examples: Sequence[str],
     moments = timetable(rows, hosts_of(options.hosts, peak(rows)), options.speed)
     name = options.run or f"replay-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (options.runs_dir / name).resolve()
-    if run_dir.exists():
-        raise ConfigError(f"There is a run {shown(run_dir)}, and a rehearsal begins with a new "
-                          f"one. Use another name (--run).")
+    for folder in (run_dir, twin_of(run_dir)):
+        log = folder / EVENTS_FILE
+        if log.exists() and log.stat().st_size:  # it is empty if the launcher has refused to start
+            raise ConfigError(f"There is a run {shown(folder)}, and a rehearsal begins with new "
+                              f"ones. Use another name (--run).")
     return Rehearsal(
         run_dir=run_dir, command=command or demo(options.example or examples[0], options),
         options=others, source=f"{options.trace or options.storm}", speed=options.speed,
@@ -204,6 +211,11 @@ def hosts_of(wanted: int | None, most: int) -> int:
     return given
 
 
+def twin_of(run_dir: Path) -> Path:
+    """Return the folder of the undisturbed twin."""
+    return run_dir.with_name(run_dir.name + "-twin")
+
+
 def price_of(file: Path | None) -> Price | None:
     """Return the price of a local host for an hour. Raises ConfigError."""
     if file is None:
@@ -236,17 +248,18 @@ def rehearse(wanted: Rehearsal) -> int:
     code = follow(wanted, run_dir, ["--host-discovery-script", stage.discovery(), "-np", "1",
                                     "--min-np", "1"], stage)
     twin = train_twin(wanted) if wanted.has_twin and code == 0 else None
-    if not (run_dir / "events.jsonl").exists():
+    if code:
         print_end(run_dir / OUTPUT)
-        return code or 1
     _, result = read_log(run_dir)
+    if code and not result["steps"]:
+        print(f"rehearsal FAILED: its run ended with exit code {code}, before its first step. The "
+              f"reason is above", flush=True)
+        return code
     events = list(Reader(run_dir).events(to_the_end=True))
     outcome = outcome_of(played_of(events), verify(run_dir), result, twin)
     write_text(run_dir / PLAYED, trace.text_of(rows_played(events, wanted.hosts)))
     write_text(run_dir / OUTCOME, json.dumps(
         {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
-    if code:
-        print_end(run_dir / OUTPUT)
     print_outcome(wanted, outcome)
     return 0 if outcome.is_right else code or 1
 
@@ -274,8 +287,8 @@ def train_twin(wanted: Rehearsal) -> str:
     """Train the undisturbed twin; return the digest of its weights, "" if it did not finish."""
     from elastic_trainer.observe.report import summarize_log
 
-    run_dir = wanted.run_dir.with_name(wanted.run_dir.name + "-twin")
-    run_dir.mkdir(mode=0o700)
+    run_dir = twin_of(wanted.run_dir)
+    make_folder(run_dir)
     print(f"the undisturbed twin: {len(wanted.hosts)} workers, in {shown(run_dir)}", flush=True)
     code = follow(wanted, run_dir, ["--workers", str(len(wanted.hosts)), "--standby", "0"], None)
     if code:
