@@ -20,7 +20,7 @@ import numpy as np
 
 from elastic_trainer.rehearse.costs import Costs
 from elastic_trainer.rehearse.model import Outcome, Policy, World, outcome_of, world_of
-from elastic_trainer.rehearse.pools import Change, Pool, changes_of, host_hours, merged
+from elastic_trainer.rehearse.pools import Lives, Pool, lives_of, merged, repeated
 from elastic_trainer.state.cadence import Cadence
 
 ALIKE = 0.001
@@ -35,7 +35,7 @@ FEW = 3
 class Drawn(NamedTuple):
     """What one seed brings."""
 
-    changes: Sequence[Change]
+    lives: Lives
     price: float
     """Of all hosts, for the whole time."""
 
@@ -45,7 +45,7 @@ class Fleet:
     """Where hosts come from: pools, or a trace with the price of a host for an hour."""
 
     pools: tuple[Pool, ...] = ()
-    trace: tuple[Change, ...] = ()
+    trace: Lives | None = field(default=None, compare=False)
     price: float = 1.0
 
     @property
@@ -53,17 +53,16 @@ class Fleet:
         """Count the hosts that are wanted, or the most of the trace."""
         if self.pools:
             return sum(pool.hosts for pool in self.pools)
-        here = np.cumsum(list(map(_gain, self.trace)))
-        return int(here.max(initial=0))
+        return self.trace.most if self.trace else 0
 
     def draw(self, seconds: float, seed: int) -> Drawn:
-        """Return the changes of one seed, and what the hosts cost."""
-        if not self.pools:
-            changes = repeated(self.trace, seconds, seed)
-            return Drawn(changes, host_hours(changes, seconds) * self.price)
-        found = [changes_of(pool, seconds, seed) for pool in self.pools]
-        return Drawn(merged(found), sum(host_hours(changes, seconds) * pool.price
-                                        for changes, pool in zip(found, self.pools, strict=True)))
+        """Return the lives of one seed, and what the hosts cost."""
+        if self.trace:
+            lives = repeated(self.trace, seconds, seed)
+            return Drawn(lives, lives.hours(seconds) * self.price)
+        found = [lives_of(pool, seconds, seed) for pool in self.pools]
+        return Drawn(merged(found), sum(lives.hours(seconds) * pool.price
+                                        for lives, pool in zip(found, self.pools, strict=True)))
 
     def with_spares(self, count: int) -> Fleet:
         """Return a fleet with more hosts in its largest pool."""
@@ -71,30 +70,6 @@ class Fleet:
         return replace(self, pools=tuple(
             replace(pool, hosts=pool.hosts + count) if pool is largest else pool
             for pool in self.pools))
-
-
-def repeated(trace: Sequence[Change], seconds: float, seed: int) -> list[Change]:
-    """Return a trace for a time: as it is, or if it is shorter, again and again from a place that
-    depends on the seed. Where two copies meet, hosts join or leave until the number fits."""
-    length = max((change.time_s for change in trace), default=0.0)
-    if length >= seconds or length <= 0.0:
-        return [change for change in trace if change.time_s < seconds]
-    place = float(np.random.default_rng(seed).uniform(0.0, length))
-    found, here, start = list[Change](), 0, -place
-    while start < seconds:
-        present = sum(map(_gain, (one for one in trace if start + one.time_s <= max(start, 0.0))))
-        more = present - here
-        found.append(Change(max(start, 0.0), joined=max(0, more), noticed=max(0, -more)))
-        later = [one._replace(time_s=start + one.time_s) for one in trace
-                 if max(start, 0.0) < start + one.time_s < seconds]
-        found += later
-        here = present + sum(map(_gain, later))
-        start += length
-    return found
-
-
-def _gain(change: Change) -> int:
-    return change.joined - change.noticed - change.lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +157,7 @@ class Planner:
         drawn, key = self.drawn(fleet), (fleet, policy.standby)
         if key not in self._worlds:
             self._worlds[key] = [
-                world_of(one.changes, self.costs, policy, self.seconds, seed)
+                world_of(one.lives, self.costs, policy, self.seconds, seed)
                 for one, seed in zip(drawn, self.seeds, strict=True)]
         outcomes = [outcome_of(world, self.costs, policy, self.seconds, seed)
                     for world, seed in zip(self._worlds[key], self.seeds, strict=True)]

@@ -1,6 +1,6 @@
-"""A run without processes: the policies of driver and checkpoints over a list of changes.
+"""A run without processes: the policies of driver and checkpoints over the lives of hosts.
 
-changes, costs, policy → here → outcome → advice
+lives of hosts, costs, policy → here → outcome → advice
 
 What always holds:
 1. Nothing here runs step by step. The time between two changes is one entry of an array: a month
@@ -15,7 +15,6 @@ What it does not do: slow steps down while workers boot or checkpoints are sent;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +22,10 @@ import numpy.typing as npt
 
 from elastic_trainer.config import Limits
 from elastic_trainer.rehearse.costs import Costs
-from elastic_trainer.rehearse.pools import Change
+from elastic_trainer.rehearse.pools import Flags, Floats, Lives
 from elastic_trainer.rehearse.storm import HOUR_S
 from elastic_trainer.state.cadence import Cadence
 
-Floats = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 
 
@@ -73,14 +71,15 @@ class World:
     sizes: Wholes
     pauses: Floats
     """The pause that begins at each moment, with its growth left out; 0: nothing changes."""
-    noticed: npt.NDArray[np.bool_]
-    """Nobody was lost without a notice at this moment."""
+    left: Wholes
+    """Workers that leave under notice at each moment."""
+    lost: Wholes
+    """Workers that are lost at each moment."""
 
 
-def simulate(changes: Sequence[Change], costs: Costs, policy: Policy, seconds: float,
-             seed: int = 0) -> Outcome:
+def simulate(lives: Lives, costs: Costs, policy: Policy, seconds: float, seed: int = 0) -> Outcome:
     """Return the outcome of a run of this duration."""
-    return outcome_of(world_of(changes, costs, policy, seconds, seed), costs, policy, seconds, seed)
+    return outcome_of(world_of(lives, costs, policy, seconds, seed), costs, policy, seconds, seed)
 
 
 def outcome_of(world: World, costs: Costs, policy: Policy, seconds: float, seed: int) -> Outcome:
@@ -90,78 +89,70 @@ def outcome_of(world: World, costs: Costs, policy: Policy, seconds: float, seed:
 
 # --- who stands ready -----------------------------------------------------------------------------
 
-def world_of(changes: Sequence[Change], costs: Costs, policy: Policy, seconds: float,
-             seed: int) -> World:
+def world_of(lives: Lives, costs: Costs, policy: Policy, seconds: float, seed: int) -> World:
     """Return who stands ready when: of the policy, only `standby` and `limits` matter.
 
     A host that joins while nobody trains boots in the next attempt.
     """
     chance = np.random.default_rng(seed)
-    rows = np.array([change for change in changes if change.time_s < seconds],
-                    dtype=np.float64).reshape(-1, 5)
-    times, counts = rows[:, 0], rows[:, 1:].astype(np.int64)
-    joined, noticed, lost, crashed = counts.T
-    again = costs.standby_s if policy.standby else costs.boot_s
-    began, is_new = _repeated(times, joined, crashed)
-    boots = np.where(is_new, chance.choice(costs.boot_s, began.size),
-                     chance.choice(again, began.size))
-    gone, is_noticed = _repeated(times, noticed, lost + crashed)
-    ready = np.maximum.accumulate(began + boots) if began.size else began
+    is_soon = lives.joined < seconds
+    began, gone = lives.joined[is_soon], lives.gone[is_soon]
+    noticed, again = lives.noticed[is_soon], lives.again[is_soon]
+    boots = np.where(again, chance.choice(costs.standby_s if policy.standby else costs.boot_s,
+                                          began.size), chance.choice(costs.boot_s, began.size))
+    ready = began + boots
     for zero in _zeros(ready, gone):  # an attempt ends: workers that boot start again
         restart = zero + float(chance.choice(costs.give_up_s))
-        late = (began <= restart) & (ready > zero)
+        late = (began <= restart) & (ready > zero) & (gone > zero)
         ready[late] = restart + boots[late]
-        ready = np.maximum.accumulate(ready)
-    return _joined(_together(began, ready, policy.limits.settle_s), gone, is_noticed, costs,
+    enters = _together(began, ready, gone, policy.limits.settle_s)
+    is_seen = (enters < gone) & (enters < seconds)
+    is_left = is_seen & (gone < seconds)
+    return _joined(enters[is_seen], gone[is_left & noticed], gone[is_left & ~noticed], costs,
                    chance)
-
-
-def _repeated(times: Floats, firsts: Wholes,
-              seconds: Wholes) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return each time as often as both counts say, and whether the first count has brought it."""
-    counts = np.stack([firsts, seconds], axis=1).ravel()
-    return np.repeat(times, firsts + seconds), np.repeat(np.tile([True, False], times.size), counts)
 
 
 def _zeros(ready: Floats, gone: Floats) -> list[float]:
     """Return the moments at which the last worker that stands ready is lost."""
-    before = np.searchsorted(ready, gone, side="left")  # ready earlier than each loss
-    left = before - np.arange(1, gone.size + 1)
-    is_zero = (left <= 0) & (before > np.arange(gone.size))
-    return list(gone[is_zero])
+    was_ready = ready < gone
+    ends = gone[was_ready & np.isfinite(gone)]
+    times = np.concatenate([ready[was_ready], ends])
+    signs = np.concatenate([np.ones(int(was_ready.sum())), np.full(ends.size, -1.0)])
+    order = np.argsort(times, kind="stable")
+    sizes = np.cumsum(signs[order])
+    return list(times[order][(sizes <= 0) & (signs[order] < 0)])
 
 
-def _together(began: Floats, ready: Floats, settle_s: float) -> Floats:
+def _together(began: Floats, ready: Floats, gone: Floats, settle_s: float) -> Floats:
     """Return when newcomers enter: one waits for others that boot, at most `settle_s`."""
     enters: Floats = ready.copy()
-    starts, at = began.tolist(), 0
-    moments = ready.tolist()
-    while at < len(moments):
+    order = np.argsort(np.where(ready < gone, ready, np.inf), kind="stable")
+    count = int((ready < gone).sum())
+    starts, moments = began[order].tolist(), ready[order].tolist()
+    at = 0
+    while at < count:
         stop = at + 1
-        while (stop < len(moments) and moments[stop] <= moments[at] + settle_s
+        while (stop < count and moments[stop] <= moments[at] + settle_s
                and starts[stop] <= moments[stop - 1]):
             stop += 1
-        enters[at:stop] = moments[stop - 1]
+        enters[order[at:stop]] = moments[stop - 1]
         at = stop
     return enters
 
 
-def _joined(ready: Floats, gone: Floats, is_noticed: npt.NDArray[np.bool_], costs: Costs,
+def _joined(arrivals: Floats, leaving: Floats, losses: Floats, costs: Costs,
             chance: np.random.Generator) -> World:
-    """Join arrivals and losses into one list of moments."""
-    moments, places = np.unique(np.concatenate([ready, gone]), return_inverse=True)
-    of_ready, of_gone = places[: ready.size], places[ready.size :]
-    arrived, left = (np.zeros(moments.size, dtype=np.int64) for _ in range(2))
-    np.add.at(arrived, of_ready, 1)
-    np.add.at(left, of_gone, 1)
-    sizes = np.maximum(0, np.cumsum(arrived) - np.cumsum(left))
-    noticed = np.ones(moments.size, dtype=bool)
-    noticed[of_gone[~is_noticed]] = False
+    """Join arrivals, departures under notice and losses into one list of moments."""
+    every = (arrivals, leaving, losses)
+    times, places = np.unique(np.concatenate(every), return_inverse=True)
+    bounds = np.cumsum([part.size for part in every])[:-1]
+    came, left, lost = (np.bincount(part, minlength=times.size)
+                        for part in np.split(places.ravel(), bounds))
+    sizes = np.cumsum(came - left - lost)
     before = np.concatenate([[0], sizes[:-1]])
-    is_lost, is_change = ~noticed & (before > 0), (arrived > 0) | (before != sizes)
-    pauses = np.where(is_lost, chance.choice(costs.loss_s, moments.size),
-                      np.where(is_change, chance.choice(costs.change_s, moments.size), 0.0))
-    return World(moments, sizes, pauses, noticed)
+    pauses = np.where((lost > 0) & (before > 0), chance.choice(costs.loss_s, times.size),
+                      chance.choice(costs.change_s, times.size))
+    return World(times, sizes, pauses, left, lost)
 
 
 # --- what the run does ----------------------------------------------------------------------------
@@ -214,8 +205,9 @@ class _Run:
         trained = np.maximum(0.0, untils - np.maximum(froms, over))
         trained[sizes < policy.fewest] = 0.0
         self.pausing_s += float((untils - froms - trained)[sizes >= policy.fewest].sum())
-        self._train(trained, sizes, is_lost=stop < world.times.size,
-                    is_noticed=bool(stop < world.times.size and world.noticed[stop]))
+        self._train(trained, sizes, world.left[first:stop] > 0,
+                    is_lost=stop < world.times.size and bool(world.lost[stop]))
+        self.zeros += stop < world.times.size
 
     def _start(self, times: Floats, sizes: Wholes, ends: float) -> float | None:
         """Return when the first generation trains; None: the life is too short."""
@@ -230,27 +222,33 @@ class _Run:
         start = min(found) + float(self.chance.choice(self.costs.enter_s))
         return start if start < ends else None
 
-    def _train(self, trained: Floats, sizes: Wholes, *, is_lost: bool, is_noticed: bool) -> None:
-        """Count the steps of a life, without those that the loss of everybody takes back."""
+    def _train(self, trained: Floats, sizes: Wholes, drained: Flags, *, is_lost: bool) -> None:
+        """Count the steps of a life, without those that the loss of everybody takes back.
+
+        `drained`: at the beginning of these times somebody left under notice.
+        """
         costs, policy = self.costs, self.policy
         step_s = costs.step_s(sizes, policy.shards)
         each_s = step_s + costs.between_s
-        whole_s = float(trained.sum())
+        done, steps, useful = (np.append(0.0, np.cumsum(part)) for part in (
+            trained, trained / each_s, trained * step_s / each_s))
+        whole_s = float(done[-1])
         if not whole_s:
             return
-        mean_s = float((trained * each_s).sum() / whole_s)
-        every_s = policy.checkpoint.interval_s(cost_s=costs.checkpoint_s, losses=self.zeros,
-                                               observed_s=self.trained_s, step_s=mean_s)
-        share = every_s / (every_s + costs.checkpoint_s)
-        done = np.cumsum(trained)
-        steps, useful = np.cumsum(trained / each_s), np.cumsum(trained * step_s / each_s)
-        kept_s = whole_s
-        if is_lost and not is_noticed:
-            cycle_s = every_s + costs.checkpoint_s
-            published = np.floor((whole_s - costs.publish_s) / cycle_s)
-            kept_s = max(0.0, float(published) * cycle_s)
-        self.zeros += is_lost
-        done, steps, useful = (np.append(0.0, sums) for sums in (done, steps, useful))
+        every_s = policy.checkpoint.interval_s(
+            cost_s=costs.checkpoint_s, losses=self.zeros, observed_s=self.trained_s,
+            step_s=whole_s / float(steps[-1]))
+        cycle_s, kept_s = every_s + costs.checkpoint_s, whole_s
+        if is_lost:  # a checkpoint is written when somebody leaves under notice, too
+            kept_s = float(done[:-1][drained].max(initial=0.0))
+            published_s = whole_s - costs.publish_s
+            if every := policy.checkpoint.steps:
+                step = self.steps + float(np.interp(published_s, done, steps))
+                written_s = float(np.interp(step // every * every - self.steps, steps, done))
+            else:
+                written_s = kept_s + max(0.0, (published_s - kept_s) // cycle_s) * cycle_s
+            kept_s = max(kept_s, written_s)
+        share = every_s / cycle_s
         self.steps += share * float(np.interp(kept_s, done, steps))
         self.useful_s += share * float(np.interp(kept_s, done, useful))
         self.trained_s += whole_s

@@ -114,8 +114,8 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
     month_s = 30 * 24 * HOUR_S
     if options.trace:
-        trace = of_rows(read_trace(options.trace))
-        return Fleet(trace=tuple(trace), price=options.price), trace[-1].time_s
+        rows = read_trace(options.trace)
+        return Fleet(trace=of_rows(rows), price=options.price), rows[-1].time_s
     if options.pool:
         pools = tuple(map(parse_pool, options.pool))
         if len({pool.name for pool in pools}) < len(pools):

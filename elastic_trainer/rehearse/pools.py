@@ -1,40 +1,62 @@
-"""Pools of hosts, and the changes that they bring: losses one by one, in bulk, or of all at once.
+"""Pools of hosts, and the lives of their hosts: lost one by one, in bulk, or all at once.
 
---pool, storm, trace → here → list of changes → model
+--pool, storm, trace → here → lives → model
 
 What always holds:
-1. The same pool, seed and duration give the same changes. Pools do not depend on each other.
+1. The same pool, seed and duration give the same lives. Pools do not depend on each other.
 2. A pool never loses more hosts than it has, and only a zero takes the last one.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.storm import HOUR_S, Storm
-from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row
+from elastic_trainer.rehearse.trace import JOIN, NOTICE, NOTICE_S, Row
 
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 _SCALES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "day": 24 * HOUR_S}
 
 
-class Change(NamedTuple):
-    """A moment at which hosts come or go."""
+class Lives(NamedTuple):
+    """The hosts of a fleet, in the order of joining. Where a worker crashes and its host stays, the
+    life ends, and the next one of the host begins (`again`)."""
 
-    time_s: float
-    joined: int = 0
-    noticed: int = 0
-    """Hosts that leave under notice."""
-    lost: int = 0
-    """Hosts that vanish."""
-    crashed: int = 0
-    """Workers that die while their hosts stay."""
+    joined: Floats
+    gone: Floats
+    """When the host vanished or got its notice; infinite: it stays."""
+    noticed: Flags
+    again: Flags
+
+    @staticmethod
+    def of(rows: Iterable[tuple[float, float, bool, bool]]) -> Lives:
+        """Return the lives of (joined, gone, noticed, again)."""
+        table = np.array(sorted(rows, key=lambda row: row[0]), dtype=np.float64).reshape(-1, 4)
+        return Lives(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3] > 0)
+
+    @property
+    def most(self) -> int:
+        """The largest number of hosts at a time."""
+        ends = self.gone[np.isfinite(self.gone)]
+        times = np.concatenate([ends, self.joined])  # of equal times the ends first
+        signs = np.concatenate([np.full(ends.size, -1), np.ones(self.joined.size, dtype=int)])
+        return int(np.cumsum(signs[np.argsort(times, kind="stable")]).max(initial=0))
+
+    def hours(self, seconds: float) -> float:
+        """Return the hours of hosts that are paid: until they are taken."""
+        ends = np.minimum(self.gone + NOTICE_S * self.noticed, seconds)
+        return float(np.maximum(0.0, ends - self.joined).sum()) / HOUR_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,55 +91,72 @@ class Pool:
         return (1.0 - self.bulk - self.zero) + self.bulk * several + self.zero * self.hosts
 
 
-def changes_of(pool: Pool, seconds: float, seed: int) -> list[Change]:
+def lives_of(pool: Pool, seconds: float, seed: int) -> Lives:
     """Return what happens to a pool: by the distribution of storm.py, without names of hosts."""
-    return _Drawn(pool, seconds, seed).changes()
+    return _Drawn(pool, seconds, seed).lives()
 
 
 class _Drawn:
-    """A pool while its changes are drawn."""
+    """A pool while its lives are drawn."""
 
     def __init__(self, pool: Pool, seconds: float, seed: int):
         self.pool, self.seconds = pool, seconds
         self.chance = random.Random(f"{pool.name} {seed}")
-        self.here = pool.hosts
-        self.found = [Change(0.0, joined=pool.hosts)]
+        self.joined, self.gone = list[float](), list[float]()
+        self.noticed, self.again = list[bool](), list[bool]()
+        self.here: list[int] = []
+        """The places of the hosts that are there."""
         self.back: list[tuple[float, int]] = []
         """When how many hosts return, as a heap."""
+        self._join(0.0, pool.hosts)
 
-    def changes(self) -> list[Change]:
+    def lives(self) -> Lives:
         """Draw event after event: the time to the next one is exponential."""
         pool, now = self.pool, 0.0
         per_host = pool.loss / HOUR_S / pool.event_size
         while True:
-            losses, crashes = pool.rate / HOUR_S + self.here * per_host, self.here * pool.crash
-            rate = losses + crashes / HOUR_S
+            losses = pool.rate / HOUR_S + len(self.here) * per_host
+            rate = losses + len(self.here) * pool.crash / HOUR_S
             following = now + self.chance.expovariate(rate) if rate else self.seconds
             if self.back and self.back[0][0] <= min(following, self.seconds):
                 now, count = heapq.heappop(self.back)
-                self.here += count
-                self.found.append(Change(now, joined=count))
-            elif following >= self.seconds:
-                return self.found
-            elif self.chance.random() * rate < losses:
-                now = following
+                self._join(now, count)
+                continue
+            if following >= self.seconds:
+                return Lives(np.array(self.joined), np.array(self.gone), np.array(self.noticed),
+                             np.array(self.again))
+            now = following
+            if self.chance.random() * rate < losses:
                 self._lose(now)
             else:
-                now = following
-                self.found.append(Change(now, crashed=1))
+                self._leave(1, now)
+                self._join(now, 1, again=True)
+
+    def _join(self, now: float, count: int, *, again: bool = False) -> None:
+        self.here += range(len(self.joined), len(self.joined) + count)
+        self.joined += [now] * count
+        self.gone += [math.inf] * count
+        self.noticed += [False] * count
+        self.again += [again] * count
+
+    def _leave(self, count: int, now: float, *, is_noticed: bool = False) -> None:
+        for _ in range(count):
+            place = int(self.chance.random() * len(self.here))
+            host, self.here[place] = self.here[place], self.here[-1]
+            self.here.pop()
+            self.gone[host], self.noticed[host] = now, is_noticed
 
     def _lose(self, now: float) -> None:
-        pool, kind = self.pool, self.chance.random()
-        count = min(1, self.here - 1)
+        pool, kind, here = self.pool, self.chance.random(), len(self.here)
+        count = min(1, here - 1)
         if kind < pool.zero:
-            count = self.here
+            count = here
         elif kind < pool.zero + pool.bulk:
-            count = min(self.chance.randint(2, max(2, pool.hosts // 4)), self.here - 1)
+            count = min(self.chance.randint(2, max(2, pool.hosts // 4)), here - 1)
         if count < 1:
             return
         is_noticed = self.chance.random() < pool.notice
-        self.here -= count
-        self.found.append(Change(now, noticed=count) if is_noticed else Change(now, lost=count))
+        self._leave(count, now, is_noticed=is_noticed)
         if kind < pool.zero:  # until all return nobody may
             count += sum(others for _, others in self.back)
             self.back = []
@@ -127,37 +166,56 @@ class _Drawn:
 
 
 def of_storm(storm: Storm, hosts: int, price: float) -> Pool:
-    """Return the pool whose changes have the distribution of a storm."""
+    """Return the pool whose lives have the distribution of a storm."""
     return Pool(name=f"storm {storm.seed}", hosts=hosts, price=price, rate=storm.rate,
                 bulk=storm.bulk, zero=storm.zero, notice=storm.notice, replace=storm.replace)
 
 
-def of_rows(rows: Iterable[Row]) -> list[Change]:
-    """Return the changes of a trace. A host under notice leaves the world at its notice."""
-    noticed, found = set[str](), list[Change]()
-    for time_s, group in itertools.groupby(rows, key=lambda row: row.time_s):
-        events = list(group)
-        noticed |= {row.host for row in events if row.event == NOTICE}
-        lost = [row.host for row in events if row.event == LOSS]
-        change = Change(time_s, joined=sum(row.event == JOIN for row in events),
-                        noticed=sum(row.event == NOTICE for row in events),
-                        lost=sum(host not in noticed for host in lost))
-        noticed -= set(lost)
-        found += [change] if any(change[1:]) else []
-    return found
+def of_rows(rows: Iterable[Row]) -> Lives:
+    """Return the lives of a trace. A host under notice leaves the world at its notice."""
+    open_lives, found = dict[str, float](), list[tuple[float, float, bool, bool]]()
+    for row in rows:
+        if row.event == JOIN:
+            open_lives[row.host] = row.time_s
+        elif row.host in open_lives:
+            found.append((open_lives.pop(row.host), row.time_s, row.event == NOTICE, False))
+    return Lives.of([*found, *((joined, math.inf, False, False)
+                               for joined in open_lives.values())])
 
 
-def merged(lists: Iterable[Sequence[Change]]) -> list[Change]:
-    """Return the changes of several pools in the order of time."""
-    return sorted((change for changes in lists for change in changes),
-                  key=lambda change: change.time_s)
+def merged(parts: Sequence[Lives]) -> Lives:
+    """Return the lives of several pools."""
+    order = np.argsort(np.concatenate([part.joined for part in parts]), kind="stable")
+    return Lives(np.concatenate([part.joined for part in parts])[order],
+                 np.concatenate([part.gone for part in parts])[order],
+                 np.concatenate([part.noticed for part in parts])[order],
+                 np.concatenate([part.again for part in parts])[order])
 
 
-def host_hours(changes: Iterable[Change], seconds: float) -> float:
-    """Return the hours of hosts that are paid, from joining until they are taken."""
-    return sum((change.joined - change.lost) * (seconds - change.time_s)
-               - change.noticed * max(0.0, seconds - change.time_s - NOTICE_S)
-               for change in changes if change.time_s < seconds) / HOUR_S
+def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
+    """Return a trace for a time: as it is, or if it is shorter, again and again from a place that
+    depends on the seed. Hosts that are there at its end are those of the next beginning; if their
+    numbers differ, the others join or leave under notice."""
+    ends = trace.gone[np.isfinite(trace.gone)]
+    length = max(float(trace.joined.max(initial=0.0)), float(ends.max(initial=0.0)))
+    if length >= seconds or length <= 0.0:
+        return trace
+    start = -float(np.random.default_rng(seed).uniform(0.0, length))
+    rows, staying = list[tuple[float, float, bool, bool]](), list[float]()
+    while start < seconds:
+        for joined, gone, noticed in zip(trace.joined.tolist(), trace.gone.tolist(),
+                                         trace.noticed.tolist(), strict=True):
+            since = staying.pop() if joined == 0.0 and staying else start + joined
+            if gone < math.inf and start + gone > 0.0:
+                rows.append((max(0.0, since), start + gone, noticed, False))
+            elif gone == math.inf:
+                staying.insert(0, since)
+        fits = int((trace.joined == 0.0).sum())
+        start += length
+        rows += [(max(0.0, since), start, True, False) for since in staying[fits:]
+                 if since < start]
+        staying = staying[:fits]
+    return Lives.of([*rows, *((max(0.0, since), math.inf, False, False) for since in staying)])
 
 
 def parse_pool(text: str) -> Pool:

@@ -36,7 +36,7 @@ from elastic_trainer.host.processes import is_worker  # noqa: E402
 from elastic_trainer.observe.report import summarize  # noqa: E402
 from elastic_trainer.rehearse.costs import costs_of  # noqa: E402
 from elastic_trainer.rehearse.model import Policy, simulate  # noqa: E402
-from elastic_trainer.rehearse.pools import Change, of_rows  # noqa: E402
+from elastic_trainer.rehearse.pools import Lives, of_rows  # noqa: E402
 from elastic_trainer.rehearse.trace import read_trace  # noqa: E402
 from elastic_trainer.state.cadence import Cadence  # noqa: E402
 
@@ -117,11 +117,11 @@ def kill(cluster: Cluster, hosts: set[str]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def forecast(events: list[Event], changes: list[Change], seconds: float) -> float:
+def forecast(events: list[Event], lives: Lives, seconds: float) -> float:
     """Return the goodput of these changes by the costs of other events."""
     costs = costs_of(events)
     policy = Policy(shards=costs.shards, checkpoint=Cadence(steps=EVERY_STEPS), first=FIRST)
-    found = [simulate(changes, costs, policy, seconds, seed).goodput for seed in range(20)]
+    found = [simulate(lives, costs, policy, seconds, seed).goodput for seed in range(20)]
     return sum(found) / len(found)
 
 
