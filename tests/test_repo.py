@@ -267,7 +267,8 @@ CANNOT_BREAK = re.compile(r"sha256:[0-9a-f]{64}|^[0-9a-f]{64}  |https?://")
 """A digest, a line of deploy/hashes.txt, an address: a line with one may be longer."""
 NOT_WRAPPED = {".md": "tests/test_docs.py has the rule, with tables", ".py": "ruff has the rule",
                ".patch": "lines of Horovod's and Gloo's files", ".svg": "drawn by a program",
-               ".jsonl": "an event log of version 0.1", "licences.txt": "written by a program"}
+               ".jsonl": "an event log of version 0.1", ".gz": "compressed event logs",
+               "licences.txt": "written by a program"}
 """Kinds of files without this rule, and why."""
 
 
