@@ -22,7 +22,9 @@ from test_verify import Story
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.launch.command import main
+from elastic_trainer.observe.events import read_events
 from elastic_trainer.observe.report import summarize
+from elastic_trainer.observe.status import LiveWorker
 from elastic_trainer.observe.verify import judge
 from elastic_trainer.rehearse.outcome import (
     Outcome,
@@ -32,7 +34,7 @@ from elastic_trainer.rehearse.outcome import (
     rows_played,
 )
 from elastic_trainer.rehearse.replay import end_of, price_of, room_of, rows
-from elastic_trainer.rehearse.stage import started
+from elastic_trainer.rehearse.stage import Stage, started
 from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row, listed, parse_trace, text_of
@@ -391,7 +393,7 @@ def test_a_launcher_ends_with_the_rehearsal(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt), started(["sleep", "600"], log) as process:
             raise KeyboardInterrupt
         assert process.poll() == -signal.SIGTERM
-    code = ("import os, signal\nfrom elastic_trainer.rehearse.stage import started\n"
+    code = ("import os, signal\nfrom elastic_trainer.rehearse.stage import Stage, started\n"
             "with open(os.devnull, 'wb') as log, started(['sleep', '600'], log) as process:\n"
             "    print(process.pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -400,6 +402,43 @@ def test_a_launcher_ends_with_the_rehearsal(tmp_path: Path) -> None:
     while is_running(int(killed.stdout)):
         assert time.monotonic() < deadline
         time.sleep(POLL_S)
+
+
+def sleeper(host: str, run_dir: Path) -> subprocess.Popen[bytes]:
+    """Start a process that counts as the worker on a host of a run."""
+    env = os.environ | {"ELASTIC_TRAINER_WORKER": f"{host}/0/1",
+                        "ELASTIC_TRAINER_RUN_DIR": str(run_dir)}
+    return subprocess.Popen(["sleep", "600"], env=env)
+
+
+def test_a_host_under_notice_leaves_the_list_and_is_killed_when_it_is_lost(tmp_path: Path) -> None:
+    """It alone: neither the worker of another host, nor one of the same name of another run."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    stage = Stage(here, ["a", "b"])
+    ours, other, foreign = sleeper("a", here), sleeper("b", here), sleeper("a", there)
+    try:
+        assert other.poll() is foreign.poll() is None
+        workers = {"a/0/1": LiveWorker(host="a", pid=ours.pid),
+                   "b/0/1": LiveWorker(host="b", pid=other.pid)}
+        stage.act(Moment(1.0, ("c",), ("a",), ()), {"a": 3.0}, 0.0)
+        assert stage.file.read_text() == "b:1\nc:1\n"
+        stage.kill_lost(workers)
+        assert ours.poll() is None
+        stage.act(Moment(3.0, (), (), ("a",)), {"a": 3.0}, 0.0)
+        stage.kill_lost({"a/0/1": LiveWorker(host="a", pid=foreign.pid)})
+        stage.kill_lost(workers)
+        assert ours.wait(DEADLINE_S) == -signal.SIGKILL
+        assert other.poll() is foreign.poll() is None
+        stage.act(Moment(4.0, (), (), ("b", "c")), {"b": 4.0, "c": 4.0}, 7.0)
+        assert stage.file.read_text() == ""
+    finally:
+        for process in (ours, other, foreign):
+            process.kill()
+            process.wait()
+    assert [(event["event"], event.get("host")) for event in read_events(here)] == [
+        ("rehearsal.host_joined", "c"), ("rehearsal.host_noticed", "a"),
+        ("rehearsal.host_lost", "a"), ("rehearsal.host_lost", "b"), ("rehearsal.host_lost", "c"),
+        ("rehearsal.hosts_gone", None)]
 
 
 TRACE = """time_s,event,host
