@@ -324,8 +324,9 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
     console.print(Text(f"rehearsal {verdict}", style="bold green" if outcome.is_right else
                        "bold red"), soft_wrap=True)
     folder = shown(wanted.run_dir)
-    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html"),
-                  soft_wrap=True)
+    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html\n"
+                       f"a larger fleet: elastic-trainer plan --costs {folder} --hosts 100 "
+                       f"--storm rate=12/h,bulk=0.4"), soft_wrap=True)
 
 
 def rows(outcome: Outcome, price: Price | None) -> list[tuple[str, str]]:
