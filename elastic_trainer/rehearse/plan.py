@@ -179,7 +179,7 @@ def cells(choice: Choice) -> list[str]:
     return [f"{goodput[1]:.1%}", f"{100 * goodput[0]:.1f}–{100 * goodput[2]:.1f}",
             f"{choice.samples_per_hour[1]:.3e}" if choice.samples_per_hour[1] >= 1e6
             else f"{choice.samples_per_hour[1]:.0f}",
-            f"{price[1]:.4g}", f"{price[0]:.4g}–{price[2]:.4g}"]
+            f"{price[1]:.4g}", f"{price[0]:.3g}–{price[2]:.3g}"]
 
 
 def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],

@@ -1,5 +1,5 @@
-"""What the event log of a long run costs its readers: `verify` and `report`, each in a process of
-its own.
+"""What the event log of a long run costs its readers: `verify`, `report` and `report --trace`, each
+in a process of its own.
 
     python tests/bench/long_run.py [--steps 1000000] [--faults 10000]
 
@@ -7,8 +7,8 @@ The log has the lines that a run writes (a worker lost and a step done again at 
 checkpoint every 200 steps, every 50th fault the end of the attempt and a start from the newest
 checkpoint), in sealed and compressed segments.
 
-Last line: one JSON object with verify_s, verify_mb, report_s, report_mb (the peak of resident
-memory), and what was read.
+Last line: one JSON object with verify_s, verify_mb, report_s, report_mb, trace_s, trace_mb (the
+peak of resident memory), trace_file_mb, and what was read.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ def write(run_dir: Path, steps: int, faults: int) -> None:
     compress(run_dir, late_s=0.0)
 
 
-def cost(command: str, run_dir: Path) -> tuple[float, float, str]:
+def cost(command: str, run_dir: Path, *options: str) -> tuple[float, float, str]:
     """Return how long a command takes on a run, its peak of resident memory in MB, and what it
     says."""
     started = time.monotonic()
     done = subprocess.run([sys.executable, __file__, "--read", command,
-                           str(run_dir)],
+                           str(run_dir), *options],
                           capture_output=True,
                           text=True,
                           check=True)
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10**6)
     parser.add_argument("--faults", type=int, default=10**4)
-    parser.add_argument("--read", nargs=2, metavar=("COMMAND", "RUN_DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--read", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
         from elastic_trainer.__main__ import main as command_line
@@ -204,12 +204,16 @@ def main() -> None:
         print(verified)
         report_s, report_mb, reported = cost("report", run_dir)
         print(reported)
+        trace_s, trace_mb, _ = cost("report", run_dir, "--trace", f"{folder}/trace")
+        trace_file_mb = Path(folder, "trace").stat().st_size / 1e6
     assert f"in {options.steps} of {options.steps} steps, each counted exactly once" in verified
     print(
         json.dumps({
             "verify_s": round(verify_s,
                               1), "verify_mb": round(verify_mb), "report_s": round(report_s, 1),
-            "report_mb": round(report_mb), "steps": options.steps, "faults": options.faults,
+            "report_mb": round(report_mb), "trace_s": round(trace_s, 1),
+            "trace_mb": round(trace_mb), "trace_file_mb": round(trace_file_mb, 1),
+            "steps": options.steps, "faults": options.faults,
             "segments": len(sealed) + 1, "on_disk_mb": round(on_disk / 2**20)
         }))
 
