@@ -369,13 +369,30 @@ class Accounts:
 
     def totals(self) -> dict[Account, float]:
         """Return the seconds of all hosts together."""
-        return {account: sum(life.seconds[account] for life in self.lives.values())
-                for account in Account}
+        found = dict.fromkeys(Account, 0.0)
+        for host in self.lives:
+            for account, seconds in self.seconds(host).items():
+                found[account] += seconds
+        return found
+
+    def seconds(self, host: str) -> dict[Account, float]:
+        """Return the seconds of a host up to the last booking, by account."""
+        life = self.lives[host]
+        if life.part is None:
+            return life.seconds
+        self._end_steps()
+        now = self.ledger.seconds[life.part]
+        return {account: seconds + now[account] - life.mark[account]
+                for account, seconds in life.seconds.items()}
 
     def lane(self, host: str) -> Lane:
         """Return what a host did. There is a gap while the host was gone."""
+        self._end_steps()
         found: Lane = []
-        for part, start, end in self.lives[host].periods:
+        life = self.lives[host]
+        periods = life.periods if life.part is None else [
+            *life.periods, (life.part, life.since, self.until)]
+        for part, start, end in periods:
             lane = self.ledger.lanes[part]
             at = bisect_right(lane, start, key=lambda period: period[2])
             while at < len(lane) and lane[at][1] < end:

@@ -35,6 +35,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command = commands.add_parser(name, help=purpose)
         if name != "report":
             command.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+            if name == "watch":
+                command.add_argument("--web", action="store_true",
+                                     help="show the run as a page for a browser")
+                command.add_argument("--bind", metavar="ADDRESS:PORT",
+                                     help="where the page is (127.0.0.1:8765); another address "
+                                     "than a loopback one needs the token that is printed")
         else:
             command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
                                  help="e.g. runs/NAME; several are shown side by side")
@@ -70,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
             case "verify":
                 return show_verdict(folders[0])
             case "watch":
-                return show_progress(folders[0])
+                return show_progress(folders[0], options)
         if options.html:
             return write_page(folders, options)
         if len(folders) > 1 or options.json or options.markdown:
@@ -94,10 +100,17 @@ def show_verdict(run_dir: Path) -> int:
     return 0 if verdict.is_proved else 1
 
 
-def show_progress(run_dir: Path) -> int:
-    """Show a run until it is over."""
+def show_progress(run_dir: Path, options: argparse.Namespace) -> int:
+    """Show a run until it is over, or as a page until Ctrl-C."""
     from elastic_trainer.observe.watch import watch
 
+    if options.web:
+        from elastic_trainer.observe.web import DEFAULT_BIND, serve
+
+        serve(run_dir, options.bind or DEFAULT_BIND)
+        return 0
+    if options.bind:
+        raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
     watch(run_dir)
     return 0
 

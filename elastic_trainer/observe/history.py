@@ -123,6 +123,11 @@ class History:
     """End and seconds of pauses behind which no step has ended yet."""
     kept: StepTable = field(default_factory=lambda: StepTable("qddd"))
     """Step → samples, loss, step_s, time."""
+    next: int = 0
+    """The step behind the newest one of the kept steps."""
+    samples: int = 0
+    useful_s: float = 0.0
+    """Of the kept steps."""
     redone: set[tuple[int, int, int, int]] = field(default_factory=set)
     """Invocation, attempt, generation, step."""
     rolled_back: int = 0
@@ -190,7 +195,7 @@ class History:
 
     def _form(self, workers: Iterable[str]) -> None:
         self.formed = [str(worker) for worker in workers]
-        self.accounts.form({worker: self._host_of(worker) for worker in self.formed}, self.now)
+        self.accounts.form({worker: self.host_name(worker) for worker in self.formed}, self.now)
 
     def _generation_started(self, event: Event) -> None:
         attempt, step = self._attempt(event), int(event["step"])
@@ -211,9 +216,11 @@ class History:
         """Take back the steps that a start from a checkpoint has dropped."""
         dropped, since = dict[int, float](), math.inf
         for step in list(self.kept.steps(first)):
-            _, _, step_s, time = self.kept.pop(step) or (0, 0.0, 0.0, math.inf)
+            samples, _, step_s, time = self.kept.pop(step) or (0, 0.0, 0.0, math.inf)
+            self.samples, self.useful_s = self.samples - int(samples), self.useful_s - step_s
             dropped[step], since = step_s, min(since, time - step_s)
             self.dropped_s += step_s
+        self.next = min(self.next, first)
         if dropped:
             self.accounts.drop_steps(dropped, since)
             self.rolled_back += len(dropped)
@@ -237,16 +244,21 @@ class History:
             self._close_pauses()
         step, step_s = int(event["step"]), float(event.get("step_s") or 0.0)
         if step not in self.kept:
-            self.kept[step] = (int(event["samples"]), float(event["loss"]), step_s, self.now)
+            self._keep(step, int(event["samples"]), float(event["loss"]), step_s)
         if not self.open_pauses:
             self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
 
     def _commit_kept(self, event: Event) -> None:
         """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
         if (step := int(event["step"])) not in self.kept:
-            self.kept[step] = (0, math.nan, float(event["commit_s"]), self.now)
+            self._keep(step, 0, math.nan, float(event["commit_s"]))
         if not self.open_pauses:
             self._book_step(float(event["commit_s"]), 0.0)
+
+    def _keep(self, step: int, samples: int, loss: float, step_s: float) -> None:
+        self.kept[step] = (samples, loss, step_s, self.now)
+        self.next = max(self.next, step + 1)
+        self.samples, self.useful_s = self.samples + samples, self.useful_s + step_s
 
     def _book_step(self, step_s: float, checkpoint_s: float) -> None:
         self.is_redoing = False
@@ -263,15 +275,15 @@ class History:
 
     def _worker_started(self, event: Event) -> None:
         self._host(event).start(event["worker"], self.now)
-        self.accounts.start_worker(event["worker"], self._host_of(event["worker"]), self.now)
+        self.accounts.start_worker(event["worker"], self.host_name(event["worker"]), self.now)
 
     def _worker_ready(self, event: Event) -> None:
         self._host(event).ready(event["worker"], self.now)
-        self.accounts.ready_worker(event["worker"], self._host_of(event["worker"]), self.now)
+        self.accounts.ready_worker(event["worker"], self.host_name(event["worker"]), self.now)
 
     def _worker_gone(self, event: Event) -> None:
         self._host(event).gone(event["worker"], self.now)
-        self.accounts.end_worker(event["worker"], self._host_of(event["worker"]), self.now)
+        self.accounts.end_worker(event["worker"], self.host_name(event["worker"]), self.now)
         reason = str(event.get("reason"))
         if reason in ENDINGS and ENDINGS[reason].is_lost:
             self.lost[reason] += 1
@@ -315,7 +327,7 @@ class History:
         name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
         return self.hosts.setdefault(name, Host())
 
-    def _host_of(self, worker: str) -> str:
+    def host_name(self, worker: str) -> str:
         """Return the host of a worker. Its name begins with its host (place.py)."""
         return self.host_of.get(worker) or worker.partition("/")[0]
 

@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 
 from elastic_trainer.observe import charts, svg
+from elastic_trainer.observe.accounts import Part
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.page_style import STYLE
 from elastic_trainer.observe.report import read_log
@@ -30,6 +31,8 @@ from elastic_trainer.observe.summary_table import summary_rows
 from elastic_trainer.observe.timeline import Timeline
 from elastic_trainer.wire.plain import plain
 
+STATES = {Part.MEMBER: "trains", Part.SPARE: "has no shard", Part.READY: "waits for a place",
+          Part.BOOTING: "boots"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -161,6 +164,28 @@ def hosts(run: Run) -> Element:
     return section
 
 
+def fleet(run: Run) -> Element:
+    """Return the hosts that are there: what each is doing, its rank and its step."""
+    section, accounts = _section("The fleet"), run.history.accounts
+    ranks: dict[str, list[str]] = {}
+    for rank, worker in enumerate(run.history.formed):
+        ranks.setdefault(run.history.host_name(worker), []).append(str(rank))
+    rows = []
+    for host, crew in sorted(accounts.crews.items()):
+        if (part := crew.part) is None:
+            continue
+        is_in = part in (Part.MEMBER, Part.SPARE)
+        rows.append([host, run.history.type_of.get(host, ""), STATES[part],
+                     ", ".join(ranks.get(host, [])) if is_in else "",
+                     f"{run.history.next}" if part is Part.MEMBER else "",
+                     "" if crew.slots else "has left the list"])
+    if not rows:
+        SubElement(section, "p").text = "No host is there."
+        return section
+    _table(section, ["host", "type", "state", "rank", "step", ""], rows)
+    return section
+
+
 def books(run: Run) -> Element:
     """Return the seconds of all hosts by account."""
     section, seconds = _section("Where the time of the hosts went"), run.result["host_seconds"]
@@ -187,7 +212,7 @@ def recoveries(run: Run) -> Element:
     means = ", ".join(f"{part} {story.recovered_s[part] / story.recoveries:.3f} s"
                       for part in PARTS)
     SubElement(section, "p").text = (
-        f"{story.recoveries} recoveries; the mean of their parts: {means}. "
+        f"Recoveries: {story.recoveries}. The mean of their parts: {means}. "
         + (f"The {len(longest)} longest are shown." if story.recoveries > len(longest) else ""))
     return section
 
@@ -222,6 +247,17 @@ def events(run: Run) -> Element:
         SubElement(row, "td", {"colspan": "3"}).text = (
             f"… {story.left_out:,} events are left out here; the event log has them …")
     for it in story.newest:
+        _event(table, it)
+    return section
+
+
+def newest_events(run: Run) -> Element:
+    """Return the events in words, the newest first."""
+    section = _section("Events, the newest first")
+    box = _scroll(section)
+    box.set("class", "scroll tall")
+    table = SubElement(box, "table", {"class": "events"})
+    for it in (*reversed(run.story.newest), *reversed(run.story.first)):
         _event(table, it)
     return section
 

@@ -16,6 +16,7 @@ h1 { font-size: 1.6rem; margin: .5rem 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 article + article { border-top: 2px solid var(--line); margin-top: 3rem; }
 figure, .scroll { margin: 0; overflow-x: auto; }
+.tall { max-height: 26rem; overflow-y: auto; }
 p { margin: .5rem 0; } .dim { color: var(--dim); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
   gap: .6rem; }

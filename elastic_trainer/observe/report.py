@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.host.modes import write_text
-from elastic_trainer.observe.accounts import Account, Life
+from elastic_trainer.observe.accounts import Account
 from elastic_trainer.observe.history import Event, History, Host, history_of
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Reader
@@ -68,7 +68,8 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
     hosts: the workers of each, and their seconds booting and working (from ready until gone), and
         by account.
     """
-    samples, loss, useful_s = _kept(history)
+    newest, useful_s = history.kept.get(history.next - 1), history.useful_s
+    samples, loss = history.samples, newest[1] if newest and history.samples else None
     books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
     wall_s = sum(books.values())
     finished = history.finished or {}
@@ -108,23 +109,15 @@ def _failures(history: History, restarting_s: float) -> dict[str, Any]:
 
 
 def _host(history: History, name: str) -> dict[str, Any]:
-    host, life = history.hosts.get(name, Host()), history.accounts.lives.get(name, Life())
+    host, accounts = history.hosts.get(name, Host()), history.accounts
+    seconds = accounts.seconds(name) if name in accounts.lives else {}
     kind = {"type": history.type_of[name]} if history.type_of.get(name) else {}
-    return {**host.summary(), **kind, "seconds": _named(life.seconds)}
+    return {**host.summary(), **kind, "seconds": _named(seconds)}
 
 
 def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
     """Return the accounts that are not empty, by name."""
     return {account.value: round(spent, 3) for account, spent in seconds.items() if spent > 5e-4}
-
-
-def _kept(history: History) -> tuple[int, float | None, float]:
-    """Return samples, last loss and seconds of the kept steps."""
-    samples, loss, useful_s = 0, None, 0.0
-    for step in history.kept.steps():
-        step_samples, loss, step_s, _ = history.kept.get(step) or (0, None, 0.0, 0.0)
-        samples, useful_s = samples + int(step_samples), useful_s + step_s
-    return samples, loss if samples else None, useful_s
 
 
 def _goodput(useful_s: float, trained_s: float) -> float:

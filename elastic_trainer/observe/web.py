@@ -1,0 +1,230 @@
+"""`elastic-trainer watch RUN --web`: the story of a run as a page that follows it.
+
+    elastic-trainer watch runs/NAME --web --bind 127.0.0.1:8765
+
+event log → live → here → a browser
+
+What always holds:
+1. It only reads. It answers GET and HEAD, and each path that it does not know with 404.
+2. On a loopback address every user of the machine may read. On another address a reader needs the
+   token. It is in the address that the command prints, and then in a cookie.
+3. A page of another site reads nothing: the name in the header Host must be that of this server
+   (DNS rebinding), the cookie is SameSite=Strict, and nothing answers with CORS.
+4. The page loads nothing from elsewhere, which its Content-Security-Policy enforces.
+5. At most MOST_READERS connections are served at once, and a silent one ends after SILENT_S.
+
+It is Python's http.server: a page for a few people, that needs no package.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.observe import charts
+from elastic_trainer.observe.live import SECTIONS, Live
+from elastic_trainer.observe.page_style import STYLE
+from elastic_trainer.wire.plain import plain
+
+DEFAULT_BIND = "127.0.0.1:8765"
+TOKEN_VARIABLE = "ELASTIC_TRAINER_WATCH_TOKEN"
+MOST_READERS, SILENT_S = 32, 15.0
+COOKIE = "elastic_trainer_token"
+SCRIPT = """
+"use strict";
+let version = 0;
+const state = document.getElementById("state");
+function show(name, html) {
+  const section = document.getElementById(name);
+  const before = [...section.querySelectorAll("figure, .scroll")].map(
+    it => [it.scrollLeft, it.scrollTop]);
+  section.innerHTML = html;
+  section.querySelectorAll("figure, .scroll").forEach((it, at) => {
+    if (before[at]) [it.scrollLeft, it.scrollTop] = before[at];
+  });
+}
+async function follow() {
+  try {
+    const answer = await fetch("sections?newer=" + version, {cache: "no-store"});
+    if (!answer.ok) throw new Error(answer.status);
+    const news = await answer.json();
+    for (const [name, html] of Object.entries(news.sections)) show(name, html);
+    version = news.version;
+    state.textContent = "follows the run";
+  } catch (error) {
+    state.textContent = "elastic-trainer watch has ended: this is the last state that it told";
+    version = 0;
+  }
+  setTimeout(follow, document.hidden ? 5000 : 800);
+}
+follow();
+"""
+_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src "
+                               f"'sha256-{_DIGEST}'; connect-src 'self'; base-uri 'none'; "
+                               f"form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def shell(run: str) -> str:
+    """Return the page without its content, which follows."""
+    root = Element("html", {"lang": "en"})
+    head = SubElement(root, "head")
+    SubElement(head, "meta", {"charset": "utf-8"})
+    SubElement(head, "meta", {"name": "viewport", "content": "width=device-width"})
+    SubElement(head, "title").text = f"run {plain(run)}"
+    SubElement(head, "style").text = STYLE
+    body = SubElement(root, "body")
+    body.append(charts.patterns())
+    SubElement(body, "h1").text = f"run {plain(run)}"
+    SubElement(body, "p", {"id": "state", "class": "dim", "role": "status"}).text = "is read"
+    for name in SECTIONS:
+        SubElement(body, "div", {"id": name})
+    SubElement(body, "script").text = SCRIPT
+    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html")
+
+
+def address_of(bind: str) -> tuple[str, int]:
+    """Return host and port of --bind. Raises ConfigError."""
+    host, _, port = bind.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.ip_address(host)
+        if not 0 <= int(port) < 2**16:
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(f"--bind is {bind!r}. Give an address of this machine and a port, e.g. "
+                          f"{DEFAULT_BIND}, or [::1]:8765.") from error
+    return host, int(port)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one run. `texts` has what other paths answer, as plain text."""
+
+    daemon_threads = True
+    request_queue_size = MOST_READERS
+
+    def __init__(self, live: Live, bind: str, token: str = "",
+                 texts: dict[str, Callable[[], str]] | None = None):
+        host, port = address_of(bind)
+        self.live, self.texts = live, texts or {}
+        self.is_local = ipaddress.ip_address(host).is_loopback
+        self.token = "" if self.is_local else token or secrets.token_urlsafe(24)
+        self.seats = threading.BoundedSemaphore(MOST_READERS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"--bind {bind} cannot be used: {error.strerror}. Give an address of "
+                              f"this machine and a free port.") from error
+        self.place = f"[{host}]" if ":" in host else host
+        self.url = f"http://{self.place}:{self.server_port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.seats.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.seats.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a reader that has gone."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+    timeout = SILENT_S
+    server_version, sys_version = "elastic-trainer", ""
+
+    def do_GET(self) -> None:
+        path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
+        if not self._is_for_us():
+            return self._answer(403, "text/plain", "This is not the name of this server.\n")
+        if self.server.token and not self._is_known(query):
+            return self._answer(403, "text/plain", "The token is missing: open the address that "
+                                                   "elastic-trainer watch has printed.\n")
+        if path == "/" and "token" in query:
+            return self._answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
+                f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")})
+        if path == "/":
+            return self._answer(200, "text/html", shell(self.server.live.run_dir.name))
+        if path == "/sections":
+            newer = (query.get("newer") or ["0"])[0]
+            than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
+            return self._answer(200, "application/json", json.dumps(self.server.live.newer(than)))
+        if text := self.server.texts.get(path):
+            return self._answer(200, "text/plain", text())
+        return self._answer(404, "text/plain", "There is no such page.\n")
+
+    do_HEAD = do_GET
+
+    def _is_for_us(self) -> bool:
+        """True if the header Host names this server. A name of another site that resolves to this
+        address is none; with a token nothing hangs on it."""
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        return bool(self.server.token) or host in ("localhost", self.server.place)
+
+    def _is_known(self, query: dict[str, list[str]]) -> bool:
+        given = (query.get("token") or [""])[0] or self._cookie() or (
+            self.headers.get("Authorization", "").removeprefix("Bearer "))
+        return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+
+    def _cookie(self) -> str:
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+        except CookieError:
+            return ""
+        return cookie.value if cookie else ""
+
+    def _answer(self, code: int, kind: str, text: str, more: dict[str, str] | None = None) -> None:
+        body = text.encode()
+        self.send_response(code)
+        for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8",
+                            "Content-Length": str(len(body)), **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a line would have the token."""
+
+
+def serve(run_dir: Path, bind: str) -> None:
+    """Serve the page of a run until Ctrl-C. Raises ConfigError."""
+    server = Server(Live(run_dir), bind, os.environ.get(TOKEN_VARIABLE, ""))
+    more = f"?token={server.token}" if server.token else ""
+    print(f"The page of run {plain(run_dir.name)}: {server.url}{more}   (Ctrl-C ends it)",
+          flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()

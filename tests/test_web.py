@@ -1,0 +1,161 @@
+"""The page that follows a run: what it answers and refuses, and what a browser shows of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium, prepare
+from cluster import Cluster
+from s3_servers import Unavailable
+from test_accounts import STORY
+from test_report import write
+
+from elastic_trainer.__main__ import main
+from elastic_trainer.config import ConfigError
+from elastic_trainer.observe import live as live_module
+from elastic_trainer.observe.live import Live
+from elastic_trainer.observe.web import Server, address_of
+
+
+@contextmanager
+def served(run_dir: Path, bind: str = "127.0.0.1:0", **options: Any) -> Iterator[Server]:
+    server = Server(Live(run_dir), bind, **options)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(server: Server, path: str, method: str = "GET", **headers: str
+        ) -> tuple[int, http.client.HTTPMessage, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, answer.headers, text
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the log for each request."""
+    monkeypatch.setattr(live_module, "LEAST_S", 0.0)
+    monkeypatch.setattr(live_module, "REST", 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_reader_gets_what_is_newer_than_it_has(tmp_path: Path) -> None:
+    """First all sections, then nothing, then those that an event has changed."""
+    write(tmp_path, STORY[:12])
+    with served(tmp_path) as server:
+        first = json.loads(ask(server, "/sections?newer=0")[2])
+        assert {*first["sections"]} == {*live_module.SECTIONS}
+        same = json.loads(ask(server, f"/sections?newer={first['version']}")[2])
+        assert same == {"version": first["version"], "sections": {}}
+        write(tmp_path, STORY)
+        later = json.loads(ask(server, f"/sections?newer={first['version']}")[2])
+        assert "checkpoints" not in later["sections"]
+        assert "was killed (SIGKILL)" in later["sections"]["events"]
+        assert "a worker lost" in later["sections"]["picture"]
+        assert "trains" in later["sections"]["fleet"]
+        assert "finished" in later["sections"]["figures"]
+
+
+def test_a_page_reads_only_and_tells_no_other_site(tmp_path: Path) -> None:
+    """Another method, path or name of the server is refused; the policy forbids other sources."""
+    write(tmp_path, STORY)
+    with served(tmp_path, texts={"/more": lambda: "more\n"}) as server:
+        code, headers, text = ask(server, "/")
+        assert code == 200 and "<script>" in text and "http://" not in text
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "'unsafe-inline'" not in policy.split(
+            "script-src")[1]
+        assert headers["Cache-Control"] == "no-store" and "Access-Control" not in str(headers)
+        assert ask(server, "/", "HEAD")[2] == "" and ask(server, "/more")[2] == "more\n"
+        assert ask(server, "/../etc/passwd")[0] == 404
+        assert ask(server, "/", "POST")[0] == ask(server, "/", "DELETE")[0] == 501
+        port = server.server_port
+        assert ask(server, "/sections", Host=f"localhost:{port}")[0] == 200
+        assert ask(server, "/sections", Host=f"evil.example:{port}")[0] == 403
+        assert ask(server, "/sections?newer=-1&newer=x")[0] == 200
+
+
+def test_other_addresses_need_the_token(tmp_path: Path) -> None:
+    """It comes in the printed address once, and then in a cookie that scripts do not see; or, for a
+    program, in a header."""
+    write(tmp_path, STORY)
+    with served(tmp_path, "0.0.0.0:0") as server:
+        token = server.token
+        assert len(token) >= 32
+        assert ask(server, "/")[0] == ask(server, "/sections")[0] == 403
+        assert ask(server, "/?token=wrong")[0] == ask(server, "/", Cookie="x=é;")[0] == 403
+        code, headers, _ = ask(server, f"/?token={token}")
+        assert code == 303 and headers["Location"] == "/"
+        assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
+        cookie = headers["Set-Cookie"].split(";")[0]
+        assert ask(server, "/", Cookie=cookie)[0] == 200
+        assert ask(server, "/sections", Authorization=f"Bearer {token}")[0] == 200
+    with served(tmp_path, "0.0.0.0:0", token="mine") as server:
+        assert ask(server, "/?token=mine")[0] == 303
+
+
+@pytest.mark.parametrize("bind", ["8765", "localhost:8765", "127.0.0.1:x", "127.0.0.1:70000"])
+def test_a_wrong_address_is_named(tmp_path: Path, bind: str,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--bind is .*127.0.0.1:8765"):
+        address_of(bind)
+    assert main(["watch", str(tmp_path), "--bind", bind]) != 0
+    assert "Add --web" in capsys.readouterr().err
+
+
+def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
+        tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """Light and dark, 400 and 1600 px wide; nothing is asked of another place; the run goes on to
+    the same bits."""
+    try:
+        prepare()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    job = ("--steps", "160", "--step-s", "0.2")
+    with Cluster(tmp_path, job=job) as cluster, served(cluster.run_dir) as server, \
+            chromium() as browser:
+        asked: list[str] = []
+        pages = {}
+        for width, scheme in ((400, "dark"), (1600, "light")):
+            context = browser.new_context(viewport={"width": width, "height": 900},
+                                          color_scheme=scheme)
+            pages[width] = context.new_page()
+            pages[width].on("request", lambda request: asked.append(request.url))
+            pages[width].on("pageerror", lambda error: asked.append(f"error {error}"))
+            pages[width].goto(server.url)
+        cluster.wait_for_step(6)
+        for shown in pages.values():
+            shown.wait_for_selector("#picture .rate", timeout=60_000)
+            assert shown.locator("#picture .marks .lost").count() == 0
+        cluster.signal_worker("127.0.0.2", signal.SIGKILL)
+        colours = set()
+        for width, shown in pages.items():
+            shown.wait_for_selector("#picture .marks .mark.lost", state="attached",
+                                    timeout=60_000)
+            shown.wait_for_selector("#events td:has-text('was killed (SIGKILL)')")
+            assert shown.evaluate("document.documentElement.scrollWidth") <= width
+            colours.add(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
+            shown.screenshot(path=str(tmp_path / f"{width}.png"), full_page=True)
+        assert len(colours) == 2
+        (tmp_path / "hurry").touch()
+        pages[400].wait_for_selector("#figures :text('finished')", timeout=120_000)
+        assert cluster.finish() == 0
+        assert all(url.startswith(server.url) for url in asked), asked
+        cluster.assert_nothing_lost(twin_of(*job), victims=1)
