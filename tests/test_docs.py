@@ -57,6 +57,9 @@ EXTERNAL = {
     "https://docs.pytorch.org/docs/stable/notes/randomness.html",
     "https://github.com/uclasystem/bamboo",
     "https://ui.perfetto.dev",
+    "https://arxiv.org/abs/2410.21680",
+    "https://arxiv.org/abs/2509.16293",
+    "https://arxiv.org/abs/2602.00277",
 }
 """Every address outside the repository that a page links to; no test asks for them."""
 SHOWN = {"json", "text", "mermaid"}

@@ -73,7 +73,7 @@ def test_a_reader_gets_what_is_newer_than_it_has(tmp_path: Path) -> None:
         assert "finished" in later["sections"]["figures"]
 
 
-def test_a_page_reads_only_and_tells_no_other_site(tmp_path: Path) -> None:
+def test_a_page_only_reads_and_no_other_site_reads_it(tmp_path: Path) -> None:
     """Another method, path or name of the server is refused; the policy forbids other sources."""
     write(tmp_path, STORY)
     with served(tmp_path, texts={"/more": lambda: "more\n"}) as server:
