@@ -19,7 +19,7 @@ from elastic_trainer.config import Limits
 from elastic_trainer.launch.command import main
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.rehearse.advice import Fleet, Planner, shards_for
-from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, with_values
+from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, interval_of, with_values
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
 from elastic_trainer.rehearse.plan import run
 from elastic_trainer.rehearse.pools import (
@@ -106,12 +106,17 @@ def test_newcomers_that_boot_at_a_time_enter_together() -> None:
 
 def test_the_loss_of_everybody_goes_back_to_the_last_checkpoint() -> None:
     """That was published: not to one on its way. Then the next attempt starts from it."""
-    back = Change(300.0, joined=4)
-    gone = after(Change(288.0, lost=4), back)
+    back, steps = Change(300.0, joined=4), replace(POLICY, checkpoint=Cadence(steps=100))
+    gone = after(Change(288.0, lost=4), back, policy=steps)
     assert gone.redone_s == pytest.approx(75.0) and gone.attempts == 2
     assert gone.waiting_s == pytest.approx(300.0 + BOOTED - 288.0)
-    on_its_way = after(Change(216.0, lost=4), back)
+    on_its_way = after(Change(216.0, lost=4), back, policy=steps)
     assert on_its_way.redone_s == pytest.approx(103.0)
+    drained = after(Change(200.0, noticed=1), Change(216.0, lost=3), back, policy=steps)
+    assert drained.redone_s == pytest.approx(15.0)
+    redone = [simulate(lives(START, Change(288.0, lost=4), back), COSTS, POLICY, 1013.0,
+                       seed).redone_s for seed in range(40)]
+    assert 5.0 <= min(redone) < 20.0 and 90.0 < max(redone) <= 105.0
 
 
 def test_nothing_is_done_again_if_all_leave_under_notice() -> None:
@@ -200,6 +205,14 @@ def test_the_time_of_a_step_is_fitted_over_the_worlds() -> None:
         np.array([4, 3]), 16) == pytest.approx([0.3 + 4 * 0.05, 0.3 + 6 * 0.05])
 
 
+def test_the_interval_of_checkpoints_is_that_of_the_run() -> None:
+    """In steps, though a notice brings checkpoints between; in seconds, if the steps differ."""
+    assert interval_of([(50, 1.0), (100, 2.0), (133, 2.5), (150, 3.0), (200, 4.0)]) == "50"
+    assert interval_of([(48, 10.0), (101, 20.0), (149, 30.0), (203, 40.0)]) == "10s"
+    assert interval_of([(50, 1.0), (100, 2.0)]) == ""
+    assert costs_of(recorded(1)).interval == costs_of(recorded(2)).interval == "60"
+
+
 def test_the_time_between_steps_is_no_useful_time() -> None:
     """It lowers goodput, as in the report."""
     slow = [event(0.0, "job.described", **{
@@ -280,8 +293,8 @@ def test_a_storm_has_the_distribution_of_the_one_that_replay_plays() -> None:
 
 def advice(fleet: Fleet, policy: Policy = POLICY, hours: float = 50.0, seeds: int = 4) -> Any:
     """Return the questions by name."""
-    planner = Planner(fleet, COSTS, policy, hours * 3600.0, seeds)
-    return {one.name: one for one in planner.questions("100s")}
+    planner = Planner(fleet, COSTS, policy, hours * 3600.0, seeds, "100s")
+    return {one.name: one for one in planner.questions()}
 
 
 def test_each_question_takes_the_choice_that_is_cheapest() -> None:
@@ -330,6 +343,21 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
     for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "shards: ", "pools: ",
                  "standbys: ", "spare hosts: ", "checkpoint_every: "):
         assert text in output, text
+
+
+def test_a_trace_is_planned_by_the_costs_of_a_run(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs, shards and samples are those of the run's event log, the time that of the trace."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
+    assert run(["--trace", str(DATA / "storm-2.csv"), "--costs", str(tmp_path), "--np", "4",
+                "--price", "2", "--seeds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"shard_s", "boot_s", "batch"} <= set(found["measured"]) and found["shards"] == 2
+    assert found["hosts"] == 5 and 100 < found["seconds"] < 250
+    assert found["forecast"]["attempts"] == 2.0
+    assert not found["questions"]["spare hosts"] and not found["questions"]["standbys"]
+    hours = found["forecast"]["million"][1] * found["forecast"]["samples_per_hour"][1] / 1e6 / 2
+    assert 3.0 < hours < 6.0  # those under notice included
 
 
 @pytest.mark.parametrize(("options", "text"), [

@@ -137,8 +137,11 @@ class Question:
 class Planner:
     """Answers questions about one fleet. Worlds are kept for the questions that share them."""
 
-    def __init__(self, fleet: Fleet, costs: Costs, policy: Policy, seconds: float, seeds: int):
+    def __init__(self, fleet: Fleet, costs: Costs, policy: Policy, seconds: float, seeds: int,
+                 every: str):
         self.fleet, self.policy = fleet, policy
+        self.every = every
+        """The policy's interval of checkpoints, as the user writes it."""
         self.costs = costs if costs.shards else replace(costs, shards=policy.shards)
         self.seconds, self.seeds = seconds, range(seeds)
         self._drawn: dict[Fleet, list[Drawn]] = {}
@@ -173,15 +176,16 @@ class Planner:
         """Return what the given choices bring."""
         return self.choice("as given", is_given=True)
 
-    def questions(self, given_interval: str) -> list[Question]:
+    def questions(self) -> list[Question]:
         """Return all questions with their choices."""
-        return [self._cadence(given_interval), self._shards(), self._standbys(), self._spares(),
+        return [self._cadence(), self._shards(), self._standbys(), self._spares(),
                 self._pools()]
 
-    def _cadence(self, given: str) -> Question:
-        choices = [self.choice(name, is_given=name == given,
-                               policy=replace(self.policy, checkpoint=Cadence.parse(name)))
-                   for name in dict.fromkeys([given, *INTERVALS])]
+    def _cadence(self) -> Question:
+        choices = [self.choice(f"{name} steps" if name.isdigit() else name,
+                               policy=replace(self.policy, checkpoint=Cadence.parse(name)),
+                               is_given=name == self.every)
+                   for name in dict.fromkeys([self.every, *INTERVALS])]
         seen = sum(one.redone_s > 0.0 for one in choices[0].outcomes)
         few = min(FEW, len(self.seeds))
         return Question(name="checkpoint_every", choices=tuple(choices), caution="" if seen >= few

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, mode
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,8 @@ class Costs:
     """The number of shards of the measured run; 0: shard_s is that of the planned number."""
     batch: int = 1
     """Samples of a step."""
+    interval: str = ""
+    """Between two checkpoints, as `checkpoint_every` of train() takes it: "50", "31s"."""
     world: int = 4
     """The world in which the pauses were measured."""
     grow_s: float = 0.001
@@ -87,7 +90,8 @@ class _Log:
     gaps: list[float] = field(default_factory=list)
     """The time between two steps of a generation, without either."""
     worlds: list[int] = field(default_factory=list)
-    checkpoints: int = 0
+    published: list[tuple[int, float]] = field(default_factory=list)
+    """Step and time of each checkpoint."""
     shards: int = 0
     batch: int = 1
     last: tuple[tuple[Any, ...], float] | None = None
@@ -121,7 +125,7 @@ class _Log:
             case "worker.step_committed" if not event.get("repeated"):
                 self._step(event, place, now)
             case "state.checkpoint_published":
-                self.checkpoints += 1
+                self.published.append((int(event["step"]), now))
                 for name, key in (("checkpoint_s", "pause_s"), ("publish_s", "duration_s")):
                     self.seen[name].append(float(event.get(key) or 0.0))
             case "job.described":
@@ -143,8 +147,10 @@ class _Log:
         if self.steps and self.shards:
             found |= {"shards": self.shards, "batch": self.batch}
             found["fixed_s"], found["shard_s"] = fitted(self.steps, self.shards)
-            pauses_s = self.checkpoints * float(found.get("checkpoint_s", 0.0))
+            pauses_s = len(self.published) * float(found.get("checkpoint_s", 0.0))
             found["between_s"] = max(0.0, sum(self.gaps) - pauses_s) / len(self.gaps)
+        if interval := interval_of(self.published):
+            found["interval"] = interval
         if self.worlds:
             found["world"] = round(median(self.worlds))
         return Costs(**found, measured=tuple(sorted(found)))
@@ -156,6 +162,19 @@ def costs_of(events: Iterable[Mapping[str, Any]]) -> Costs:
     for event in events:
         log.take(event)
     return log.costs()
+
+
+def interval_of(published: Sequence[tuple[int, float]]) -> str:
+    """Return the interval of checkpoints of (step, time): a number of steps, if most checkpoints
+    are multiples of it, or else seconds. "" for fewer than three."""
+    pairs = list(pairwise(published))
+    steps = [after - before for (before, _), (after, _) in pairs if after > before]
+    if len(steps) < 2:
+        return ""
+    usual = mode(steps)
+    if sum(step % usual == 0 for step, _ in published) >= 0.6 * len(published):
+        return str(usual)
+    return f"{max(1, round(median(after - before for (_, before), (_, after) in pairs)))}s"
 
 
 def read_costs(run_dir: Path) -> Costs:
@@ -190,7 +209,8 @@ def fitted(steps: Mapping[int, Sequence[float]], shards: int) -> tuple[float, fl
 
 def with_values(costs: Costs, given: Iterable[str]) -> Costs:
     """Return the costs with values of the user's, e.g. "loss_s=0.5". Raises ConfigError."""
-    names = {one.name: one for one in fields(Costs) if one.name != "measured"}
+    names = {one.name: one for one in fields(Costs) if one.type != "str" and
+             one.name != "measured"}
     for item in given:
         name, _, text = item.partition("=")
         try:

@@ -245,8 +245,8 @@ class _Run:
             if every := policy.checkpoint.steps:
                 step = self.steps + float(np.interp(published_s, done, steps))
                 written_s = float(np.interp(step // every * every - self.steps, steps, done))
-            else:
-                written_s = kept_s + max(0.0, (published_s - kept_s) // cycle_s) * cycle_s
+            else:  # no interval of seconds is kept so exactly that its phase is known
+                written_s = published_s - cycle_s * float(self.chance.random())
             kept_s = max(kept_s, written_s)
         share = every_s / cycle_s
         self.steps += share * float(np.interp(kept_s, done, steps))

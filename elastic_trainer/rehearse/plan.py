@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
         help="set one cost, e.g. loss_s=0.5; repeat it for several")
     add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
-    add("--checkpoint-every", default="auto", help="as in train() (%(default)s)")
+    add("--checkpoint-every", help="as in train() (default: the run's, or auto)")
     add("--no-standby", action="store_true", help="hosts have no standby")
     add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
     add("--min-np", type=int, default=1, help="wait while fewer are left (%(default)s)")
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     planner = planner_of(options)
     forecast = planner.forecast()
-    questions = planner.questions(options.checkpoint_every)
+    questions = planner.questions()
     took_s = time.perf_counter() - began
     if options.json:
         print(json.dumps(as_json(planner, forecast, questions) | {"took_s": round(took_s, 2)}))
@@ -98,8 +98,9 @@ def planner_of(options: argparse.Namespace) -> Planner:
         raise ConfigError("The time to rehearse is 0 s. Give e.g. --days 30 or --hours 8.")
     if fleet.hosts < 1:
         raise ConfigError("The fleet has no hosts. Give e.g. --hosts 100.")
+    every = options.checkpoint_every or costs.interval or "auto"
     try:
-        cadence = Cadence.parse(options.checkpoint_every)
+        cadence = Cadence.parse(every)
     except ValueError as error:
         raise ConfigError(f"--checkpoint-every: {error}") from error
     shards = options.shards or costs.shards or 4 * fleet.hosts
@@ -107,7 +108,7 @@ def planner_of(options: argparse.Namespace) -> Planner:
         raise ConfigError(f"--shards is {shards}. Use 1 or more.")
     policy = Policy(shards=shards, checkpoint=cadence, standby=not options.no_standby,
                     first=options.np or fleet.hosts, fewest=options.min_np)
-    return Planner(fleet, costs, policy, seconds, options.seeds)
+    return Planner(fleet, costs, policy, seconds, options.seeds, every)
 
 
 def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:

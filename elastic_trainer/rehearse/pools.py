@@ -193,12 +193,12 @@ def merged(parts: Sequence[Lives]) -> Lives:
 
 
 def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
-    """Return a trace for a time: as it is, or if it is shorter, again and again from a place that
-    depends on the seed. Hosts that are there at its end are those of the next beginning; if their
-    numbers differ, the others join or leave under notice."""
+    """Return a trace for a time: as it is, or if it is at most half as long, again and again from a
+    place that depends on the seed. Hosts that are there at its end are those of the next beginning.
+    If their numbers differ, the others join or leave under notice."""
     ends = trace.gone[np.isfinite(trace.gone)]
     length = max(float(trace.joined.max(initial=0.0)), float(ends.max(initial=0.0)))
-    if length >= seconds or length <= 0.0:
+    if 2.0 * length > seconds or length <= 0.0:
         return trace
     start = -float(np.random.default_rng(seed).uniform(0.0, length))
     rows, staying = list[tuple[float, float, bool, bool]](), list[float]()
