@@ -21,7 +21,7 @@ from elastic_trainer.observe.report import summarize
 from elastic_trainer.rehearse.advice import Fleet, Planner, shards_for
 from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, interval_of, with_values
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
-from elastic_trainer.rehearse.plan import run
+from elastic_trainer.rehearse.plan import of_batch, run
 from elastic_trainer.rehearse.pools import (
     Lives,
     Pool,
@@ -304,7 +304,7 @@ def test_each_question_takes_the_choice_that_is_cheapest() -> None:
     cheap = Pool(name="cheap", hosts=8, price=1.0, loss=0.5, crash=0.2, zero=0.05)
     found = advice(Fleet(pools=(dear, cheap)), replace(POLICY, shards=16, standby=False))
     assert found["shards"].best.name != "16 shards"
-    assert found["spare hosts"].best.name == "1 more"
+    assert found["spare hosts"].best.name == "17 hosts"
     assert found["pools"].best.name == "cheap alone"
     assert found["standbys"].best.name == "one a host"
     assert "cheap alone instead of the given mix" in found["pools"].advice()
@@ -338,7 +338,7 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
     """The pools as they are given on the command line."""
     assert main(["plan", "--pool", "name=a,hosts=6,price=0.9,loss=0.1/h,crash=0.1/h,zero=0.1",
                  "--pool", "name=b,hosts=4,price=2,loss=0.01/h,replace=3min", "--hours", "40",
-                 "--seeds", "3", "--checkpoint-every", "20s", "--cost", "batch=64"]) == 0
+                 "--seeds", "3", "--checkpoint-every", "20s", "--batch", "64"]) == 0
     output = capsys.readouterr().out
     for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "shards: ", "pools: ",
                  "standbys: ", "spare hosts: ", "checkpoint_every: "):
@@ -373,6 +373,7 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     (["--pool", "hosts=4", "--costs", "/nowhere"], "no events.jsonl"),
     (["--pool", "hosts=4", "--checkpoint-every", "often"], "'often'"),
     (["--pool", "hosts=4", "--days", "0"], "is 0 s"),
+    (["--pool", "hosts=4", "--batch", "0"], "--batch is 0"),
     (["--trace", "/nowhere"], "cannot be read"),
 ])
 def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str,
@@ -386,4 +387,16 @@ def test_values_of_the_command_line_have_units() -> None:
     """An hour for rates, seconds for times."""
     assert parse_pool("hosts=3,loss=2.4/d,replace=2min") == Pool(hosts=3, loss=0.1, replace=120.0)
     assert with_values(Costs(), ["loss_s=3", "batch=7"]).loss_s == (3.0,)
-    assert shards_for(100, 300) == [95, 100, 190, 200]
+    assert shards_for(100, 300) == [95, 100, 190, 200, 300] and shards_for(100, 32) == [32]
+
+
+def test_a_fleet_that_is_larger_than_the_batch_is_advised_against(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts without a shard have no work: fewer hosts, or more shards, or a larger batch."""
+    fleet = Fleet(pools=(Pool(hosts=40, loss=0.01),))
+    assert advice(fleet, replace(POLICY, shards=8))["spare hosts"].best.name == "8 hosts"
+    assert main(["plan", "--pool", "hosts=40", "--shards", "8", "--batch", "16", "--hours", "9",
+                 "--seeds", "1"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "8 shards leave 32 of 40 hosts without work" in output and "16 shards" in output
+    assert of_batch(COSTS, 3).shard_s == 3 * COSTS.shard_s and of_batch(COSTS, 3).batch == 3

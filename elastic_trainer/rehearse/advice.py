@@ -65,7 +65,7 @@ class Fleet:
                                         for lives, pool in zip(found, self.pools, strict=True)))
 
     def with_spares(self, count: int) -> Fleet:
-        """Return a fleet with more hosts in its largest pool."""
+        """Return a fleet with more hosts, or fewer, in its largest pool."""
         largest = max(self.pools, key=lambda pool: pool.hosts)
         return replace(self, pools=tuple(
             replace(pool, hosts=pool.hosts + count) if pool is largest else pool
@@ -213,9 +213,12 @@ class Planner:
         if not self.fleet.pools:
             return Question(name="spare hosts", why_none=(
                 "a trace has the hosts that it has. Use --storm or --pool."))
-        counts = dict.fromkeys([0, *(max(1, round(part * self.fleet.hosts)) for part in SPARES)])
+        hosts, idle = self.fleet.hosts, self.fleet.hosts - self.policy.shards
+        counts = dict.fromkeys([0, *(max(1, round(part * hosts)) for part in SPARES)])
+        if idle > 0 and len(self.fleet.pools) == 1:
+            counts[-idle] = None
         return Question(name="spare hosts", choices=tuple(
-            self.choice(f"{count} more" if count else "none",
+            self.choice(f"{hosts + count} hosts",
                         fleet=self.fleet.with_spares(count) if count else None,
                         is_given=not count) for count in counts))
 
@@ -236,10 +239,10 @@ class Planner:
 
 def shards_for(hosts: int, batch: int | None) -> list[int]:
     """Return the numbers of shards that are worth a look: multiples of the hosts, and of 95 % of
-    them, so that a few losses leave no worker with one shard more."""
+    them, so that a few losses leave no worker with one shard more; at most one for each sample."""
     few = max(1, int(0.95 * hosts))
     found = {times * count for times in (1, 2, 4, 8) for count in (few, hosts)}
-    return sorted(number for number in found if batch is None or number <= batch)
+    return sorted({number if batch is None else min(number, batch) for number in found})
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
         help="set one cost, e.g. loss_s=0.5; repeat it for several")
     add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
+    add("--batch", type=int, metavar="SAMPLES",
+        help="samples of a step (default: the run's); a shard takes as long as it has samples")
     add("--checkpoint-every", help="as in train() (default: the run's, or auto)")
     add("--no-standby", action="store_true", help="hosts have no standby")
     add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
@@ -90,6 +92,8 @@ def planner_of(options: argparse.Namespace) -> Planner:
     if options.seeds < 1:
         raise ConfigError(f"--seeds is {options.seeds}. Use 1 or more.")
     costs = with_values(read_costs(options.costs) if options.costs else Costs(), options.cost)
+    if options.batch is not None:
+        costs = of_batch(costs, options.batch)
     fleet, length_s = fleet_of(options)
     seconds = length_s
     if options.days is not None or options.hours is not None:
@@ -109,6 +113,14 @@ def planner_of(options: argparse.Namespace) -> Planner:
     policy = Policy(shards=shards, checkpoint=cadence, standby=not options.no_standby,
                     first=options.np or fleet.hosts, fewest=options.min_np)
     return Planner(fleet, costs, policy, seconds, options.seeds, every)
+
+
+def of_batch(costs: Costs, batch: int) -> Costs:
+    """Return the costs with another number of samples in a step. Raises ConfigError."""
+    if batch < 1:
+        raise ConfigError(f"--batch is {batch}. Use 1 or more samples.")
+    scale = batch / costs.batch if costs.shards else 1.0
+    return replace(costs, batch=batch, shard_s=costs.shard_s * scale)
 
 
 def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
@@ -194,7 +206,10 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
              f"{happens['redone_s']:.0f} s again."]
     lines += [question.advice() for question in questions]
     if costs.batch == 1:
-        lines.append("A step counts as one sample: --cost batch=N has its samples.")
+        lines.append("A step counts as one sample: --batch N has its samples.")
+    if (idle := planner.fleet.hosts - planner.policy.shards) > 0:
+        lines.append(f"{planner.policy.shards} shards leave {idle} of {planner.fleet.hosts} hosts "
+                     f"without work. Give more --shards, or a larger --batch with more --shards.")
     missing = [name for name in ("loss_s", "change_s", "boot_s", "give_up_s", "shard_s")
                if name not in costs.measured]
     if missing:
