@@ -214,13 +214,14 @@ class Planner:
             return Question(name="spare hosts", why_none=(
                 "a trace has the hosts that it has. Use --storm or --pool."))
         hosts, idle = self.fleet.hosts, self.fleet.hosts - self.policy.shards
-        counts = dict.fromkeys([0, *(max(1, round(part * hosts)) for part in SPARES)])
+        counts = [0, *(max(1, round(part * hosts)) for part in SPARES)]
         if idle > 0 and len(self.fleet.pools) == 1:
-            counts[-idle] = None
+            counts.append(-idle)
         return Question(name="spare hosts", choices=tuple(
             self.choice(f"{hosts + count} hosts",
                         fleet=self.fleet.with_spares(count) if count else None,
-                        is_given=not count) for count in counts))
+                        policy=replace(self.policy, first=min(self.policy.first, hosts + count)),
+                        is_given=not count) for count in dict.fromkeys(counts)))
 
     def _pools(self) -> Question:
         pools, hosts = self.fleet.pools, self.fleet.hosts

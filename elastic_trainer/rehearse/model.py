@@ -7,10 +7,13 @@ What always holds:
    of 1,000 hosts takes milliseconds.
 2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
 3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
-   that was published, or loses nothing if all hosts left under notice.
-4. The oldest host is lost first. (So a host that boots is lost only with all that are older.)
+   that was published. It loses nothing if the last workers left under notice, since they write one.
+4. An interval of checkpoints in seconds has a random phase, since `auto` follows noisy costs.
 
 What it does not do: slow steps down while workers boot or checkpoints are sent; lose checkpoints.
+
+Source: the policies are those of launch/rounds.py (who enters, and when) and state/cadence.py. Two
+recorded storms check it (tests/test_plan.py).
 """
 
 from __future__ import annotations
