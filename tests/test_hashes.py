@@ -29,7 +29,7 @@ sys.path.pop(0)
 
 LISTED = (DEPLOY / "hashes.txt").read_text()
 LICENCES = dict(line.split("  ") for line in (DEPLOY / "licences.txt").read_text().splitlines())
-LINE = re.compile(r"[0-9a-f]{64}  [A-Za-z0-9_.+]+-[A-Za-z0-9_.+]+(-[A-Za-z0-9_.]+){3}\.whl")
+LINE = re.compile(r"[0-9a-f]{64}  [A-Za-z0-9_.+]+-[A-Za-z0-9_.+!]+(-[A-Za-z0-9_.]+){3}\.whl")
 X, Y = "a" * 64, "b" * 64
 
 

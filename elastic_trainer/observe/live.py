@@ -12,6 +12,7 @@ What always holds:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from elastic_trainer.observe import page
 from elastic_trainer.observe.history import History
+from elastic_trainer.observe.metrics import text_of
 from elastic_trainer.observe.report import result_of
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.status import Status, fold
@@ -65,11 +67,20 @@ class Live:
             return {"version": self._version, "sections": {
                 name: html for name, html in self._html.items() if self._versions[name] > than}}
 
-    def result(self) -> tuple[Status, dict[str, Any]]:
-        """Return the run's status, and what result.json would have now."""
+    def metrics(self) -> str:
+        """Return the run in Prometheus's text format."""
         with self._lock:
             self._refresh()
-            return self.status, dict(self._run.result)
+            story, history = self._run.story, self._run.history
+            newest = history.kept.get(history.next - 1)
+            moments = {
+                "last_event": history.now, "last_step": newest[3] if newest else None,
+                "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None}
+            return text_of(
+                self.status, self._run.result,
+                {f"{name}_timestamp_seconds": moment for name, moment in moments.items()
+                 if moment is not None and math.isfinite(moment)},
+                {"checkpoints_total": story.published, **story.levels})
 
     def _refresh(self) -> None:
         now = time.monotonic()

@@ -2,7 +2,7 @@
 
     elastic-trainer watch runs/NAME --web --bind 127.0.0.1:8765
 
-event log → live → here → a browser
+event log → live → here → a browser; Prometheus, at /metrics
 
 What always holds:
 1. It only reads. It answers GET and HEAD, and each path that it does not know with 404.
@@ -27,7 +27,6 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,15 +117,14 @@ def address_of(bind: str) -> tuple[str, int]:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one run. `texts` has what other paths answer, as plain text."""
+    """Serves one run."""
 
     daemon_threads = True
     request_queue_size = MOST_READERS
 
-    def __init__(self, live: Live, bind: str, token: str = "",
-                 texts: dict[str, Callable[[], str]] | None = None):
+    def __init__(self, live: Live, bind: str, token: str = ""):
         host, port = address_of(bind)
-        self.live, self.texts = live, texts or {}
+        self.live = live
         self.is_local = ipaddress.ip_address(host).is_loopback
         self.token = "" if self.is_local else token or secrets.token_urlsafe(24)
         self.seats = threading.BoundedSemaphore(MOST_READERS)
@@ -178,8 +176,8 @@ class Handler(BaseHTTPRequestHandler):
             newer = (query.get("newer") or ["0"])[0]
             than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
             return self._answer(200, "application/json", json.dumps(self.server.live.newer(than)))
-        if text := self.server.texts.get(path):
-            return self._answer(200, "text/plain", text())
+        if path == "/metrics":
+            return self._answer(200, "text/plain; version=0.0.4", self.server.live.metrics())
         return self._answer(404, "text/plain", "There is no such page.\n")
 
     do_HEAD = do_GET

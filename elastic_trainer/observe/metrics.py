@@ -1,0 +1,116 @@
+"""A run in Prometheus's text format, as `watch --web` serves it at /metrics.
+
+live (status, result) → here → web → Prometheus
+
+What always holds:
+1. It is a pure function of the run's result and status. A scrape reads what is new in the log.
+2. METRICS declares each metric once: its type, its unit in its name, its help. The rules and the
+   dashboard in deploy/observe use no others (tests/test_metrics_page.py).
+3. A counter never falls while the log is the same. Steps that a start from a checkpoint dropped are
+   a counter of their own, and `steps` is a gauge.
+
+The format is Prometheus's text exposition format 0.0.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.observe.status import Status
+
+PREFIX = "elastic_trainer_"
+METRICS = {
+    "steps": ("gauge", "Finished steps of the kept history."),
+    "steps_due": ("gauge", "Steps that the run is to have."),
+    "samples": ("gauge", "Samples of the kept history."),
+    "samples_per_second": ("gauge", "Samples a second over the last steps, pauses included."),
+    "loss": ("gauge", "The loss of the newest step."),
+    "workers": ("gauge", "Workers of the newest world."),
+    "hosts": ("gauge", "Hosts that have worked for the run so far."),
+    "is_training": ("gauge", "1 while the run trains; 0 while it boots, pauses or restarts."),
+    "is_finished": ("gauge", "1 when the run has finished."),
+    "goodput_ratio": ("gauge", "Time of the kept steps, by the time since the first world."),
+    "ettr_ratio": ("gauge", "Time of the kept steps, by the time since the start."),
+    "last_event_timestamp_seconds": ("gauge", "When the newest event was written."),
+    "last_step_timestamp_seconds": ("gauge", "When the newest step was finished."),
+    "last_checkpoint_timestamp_seconds": ("gauge", "When the newest checkpoint was published."),
+    "attempts_total": ("counter", "Attempts that were started."),
+    "generations_total": ("counter", "Worlds that have trained."),
+    "steps_redone_total": ("counter", "Steps that were done again, or dropped."),
+    "workers_lost_total": ("counter", "Workers that were lost, by reason."),
+    "checkpoints_total": ("counter", "Checkpoints that were published."),
+    "failures_total": ("counter", "Pauses after a loss, and attempts behind the first one."),
+    "warnings_total": ("counter", "Events with the level warning or error, by level."),
+    "run_seconds_total": ("counter", "Wall time of the run, by what it did."),
+    "host_seconds": ("gauge", "Time of all hosts together, by account. Useful steps become redone "
+                     "ones when a start from a checkpoint drops them."),
+    "skipped_lines_total": ("counter", "Lines of the event log that no reader takes."),
+}
+"""Type and help of each metric, by its name without the prefix."""
+Sample = tuple[str, Mapping[str, str], float]
+
+
+def text_of(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
+            counts: Mapping[str, int]) -> str:
+    """Return the metrics of a run.
+
+    moments: seconds since 1970 of the newest event, step and checkpoint, by the metric's name.
+    counts: checkpoints_total, and the events of level warning and error.
+    """
+    lines, last = list[str](), ""
+    for name, labels, value in samples(status, result, moments, counts):
+        if name != last:
+            kind, meaning = METRICS[name]
+            lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"]
+            last = name
+        facts = ",".join(f'{key}="{_escaped(text)}"' for key, text in
+                         {"run": status.run, **labels}.items())
+        lines.append(f"{PREFIX}{name}{{{facts}}} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
+            counts: Mapping[str, int]) -> Iterator[Sample]:
+    """Yield each sample: the metric's name, its labels but `run`, its value. One that is unknown is
+    left out."""
+    gauges = {
+        "steps": result["steps"], "steps_due": status.steps_due, "samples": result["samples"],
+        "samples_per_second": status.samples_per_s, "loss": result["loss"],
+        "workers": status.size, "hosts": len(result["hosts"]),
+        "is_training": status.phase == "training", "is_finished": result["finished"],
+        "goodput_ratio": result["goodput"], "ettr_ratio": result["ettr"], **moments,
+        "attempts_total": result["attempts"], "generations_total": result["generations"],
+        "steps_redone_total": result["steps_redone"],
+    }
+    for name, value in gauges.items():
+        if value is not None:
+            yield name, {}, float(value)
+    for reason, ending in ENDINGS.items():  # all of them: a rate needs the 0 before the first one
+        if ending.is_lost:
+            yield ("workers_lost_total", {"reason": reason},
+                   float(result["workers_lost"].get(reason, 0)))
+    yield "checkpoints_total", {}, float(counts["checkpoints_total"])
+    yield "failures_total", {}, float(result["failures"])
+    for level in ("warning", "error"):
+        yield "warnings_total", {"level": level}, float(counts.get(level, 0))
+    for phase in Phase:
+        yield "run_seconds_total", {"phase": phase.value}, result["books"][f"{phase.value}_s"]
+    for account, seconds in result["host_seconds"].items():
+        yield "host_seconds", {"account": account}, seconds
+    yield "skipped_lines_total", {}, float(status.skipped)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return f"{value:.17g}"

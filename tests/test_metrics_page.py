@@ -1,0 +1,167 @@
+"""The metrics of a run: Prometheus takes them, alerts fire by them, a dashboard shows them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+from test_accounts import STORY
+from test_report import event, write
+from test_web import ask, impatient, served
+
+from elastic_trainer.observe.live import Live
+from elastic_trainer.observe.metrics import METRICS, PREFIX
+
+ROOT = Path(__file__).resolve().parent.parent
+OBSERVE = ROOT / "deploy" / "observe"
+__all__ = ["impatient"]
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of prometheus and promtool. Debian's package is unpacked, not installed:
+    it would start a service."""
+    if found := shutil.which("promtool"):
+        return Path(found).parent
+    if not shutil.which("apt-get") or not shutil.which("dpkg"):
+        pytest.skip("Prometheus is not here: apt-get install prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    for command in (["apt-get", "update", "--quiet"], ["apt-get", "download", "prometheus"]):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if list(folder.glob("*.deb")):
+            break
+    packages = list(folder.glob("*.deb"))
+    if not packages:
+        pytest.skip(f"Prometheus could not be downloaded: {done.stderr[-300:]}")
+    subprocess.run(["dpkg", "-x", packages[0], folder / "root"], check=True)
+    return folder / "root" / "usr" / "bin"
+
+
+def values_of(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in
+            (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
+        tmp_path: Path, programs: Path) -> None:
+    """Each declared metric is there once it is known, with the names that a run has; a counter that
+    has not counted is 0."""
+    odd = 'a "run" with \\ and\nlines'
+    checkpoint = event(13.5, "state.checkpoint_published", step=5, bytes=1, pause_s=0.1)
+    write(tmp_path, [item | {"run": odd} for item in [*STORY[:-1], checkpoint, STORY[-1]]])
+    with served(tmp_path) as server:
+        code, headers, text = ask(server, "/metrics")
+    assert code == 200 and headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    checked = subprocess.run([programs / "promtool", "check", "metrics"], input=text, text=True,
+                             capture_output=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    run = 'run="a \\"run\\" with \\\\ and\\nlines"'
+    found = values_of(text)
+    assert found[f"{PREFIX}steps{{{run}}}"] == 6 and found[f"{PREFIX}goodput_ratio{{{run}}}"] > 0.5
+    assert found[f'{PREFIX}workers_lost_total{{{run},reason="crashed"}}'] == 1
+    assert found[f'{PREFIX}workers_lost_total{{{run},reason="frozen"}}'] == 0
+    assert found[f'{PREFIX}host_seconds{{{run},account="useful step"}}'] == 11.5
+    assert found[f"{PREFIX}last_checkpoint_timestamp_seconds{{{run}}}"] == 13.5
+    assert found[f"{PREFIX}last_step_timestamp_seconds{{{run}}}"] == 13.5
+    assert {re.split(r"[{ ]", line)[0].removeprefix(PREFIX) for line in text.splitlines()
+            if not line.startswith("#")} == {*METRICS}
+
+
+def test_a_run_that_has_not_begun_has_metrics(tmp_path: Path) -> None:
+    """What is not known is absent, not 0."""
+    write(tmp_path, [])
+    text = Live(tmp_path).metrics()
+    assert f"{PREFIX}loss" not in text and "timestamp" not in text
+    assert f"{PREFIX}attempts_total" in text
+
+
+def test_prometheus_scrapes_a_run(tmp_path: Path, programs: Path) -> None:
+    """A real one, with the token in its header, as the documentation configures it."""
+    write(tmp_path, STORY)
+    port = free_port()
+    with served(tmp_path, "0.0.0.0:0", token="mine") as server:
+        (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [{
+            "job_name": "elastic-trainer", "scrape_interval": "1s",
+            "authorization": {"credentials": "mine"},
+            "static_configs": [{"targets": [f"127.0.0.1:{server.server_port}"]}]}]}))
+        prometheus = subprocess.Popen(
+            [programs / "prometheus", f"--config.file={tmp_path}/prometheus.yml",
+             f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{port}"],
+            stderr=subprocess.PIPE)
+        try:
+            assert value_in(port, f"{PREFIX}steps") == "6"
+            assert value_in(port, f'{PREFIX}workers_lost_total{{reason="crashed"}}') == "1"
+        finally:
+            prometheus.kill()
+            prometheus.wait()
+
+
+def value_in(port: int, query: str) -> str:
+    """Return what Prometheus answers to a query, as soon as it has it."""
+    url = f"http://127.0.0.1:{port}/api/v1/query?query={urllib.parse.quote(query)}"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if found := json.load(answer)["data"]["result"]:
+                    return str(found[0]["value"][1])
+        except OSError:
+            pass  # it does not listen yet
+        assert time.monotonic() < deadline, query
+        time.sleep(0.2)
+
+
+def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path, programs: Path) -> None:
+    """promtool plays tests/data/rules_test.yml, which has each alert."""
+    rules = OBSERVE / "rules.yml"
+    assert subprocess.run([programs / "promtool", "check", "rules", rules]).returncode == 0
+    shutil.copy(rules, tmp_path)
+    tests = shutil.copy(ROOT / "tests" / "data" / "rules_test.yml", tmp_path)
+    played = subprocess.run([programs / "promtool", "test", "rules", tests], cwd=tmp_path,
+                            capture_output=True, text=True)
+    assert played.returncode == 0, played.stdout + played.stderr
+    alerts = re.findall(r"- alert: (\w+)", rules.read_text())
+    assert len(alerts) > 4 and all(f"alertname: {it}" in Path(tests).read_text() for it in alerts)
+
+
+def test_rules_and_dashboard_use_metrics_that_a_run_has() -> None:
+    used = {name for file in ("rules.yml", "dashboard.json")
+            for name in re.findall(rf"{PREFIX}(\w+)", (OBSERVE / file).read_text())}
+    assert used and used <= {*METRICS}
+
+
+def test_the_dashboard_has_the_form_of_grafanas_schema() -> None:
+    """Grafana's own library builds it, reads it, and writes the same again."""
+    pytest.importorskip("grafana_foundation_sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    spec = importlib.util.spec_from_file_location("dashboard", OBSERVE / "dashboard.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (OBSERVE / "dashboard.json").read_text()
+    assert module.built() + "\n" == text, (
+        "Run: python deploy/observe/dashboard.py > deploy/observe/dashboard.json")
+    again: Any = json.loads(JSONEncoder(sort_keys=True).encode(
+        Dashboard.from_json(json.loads(text))))
+    assert [it["title"] for it in again["panels"]] == [
+        it["title"] for it in json.loads(text)["panels"]]
+    assert os.path.getsize(OBSERVE / "dashboard.json") < 64_000
+
+
+def test_the_documentation_has_each_metric() -> None:
+    page = (ROOT / "docs" / "guide" / "metrics.md").read_text()
+    assert {*re.findall(rf"^\| `{PREFIX}(\w+)` \|", page, re.M)} == {*METRICS}
