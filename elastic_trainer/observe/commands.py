@@ -36,6 +36,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         if name != "report":
             command.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
             if name == "watch":
+                command.add_argument("--prices", type=Path, metavar="FILE",
+                                     help="the prices of the hosts (TOML), for their rows")
                 command.add_argument("--web", action="store_true",
                                      help="show the run as a page for a browser")
                 command.add_argument("--bind", metavar="ADDRESS:PORT",
@@ -102,16 +104,20 @@ def show_verdict(run_dir: Path) -> int:
 
 def show_progress(run_dir: Path, options: argparse.Namespace) -> int:
     """Show a run until it is over, or as a page until Ctrl-C."""
+    from elastic_trainer.observe.prices import load
     from elastic_trainer.observe.watch import watch
 
     if options.web:
+        if options.prices:
+            raise ConfigError(f"--prices is {options.prices}, but only the terminal view shows "
+                              f"prices. Leave out --web or --prices.")
         from elastic_trainer.observe.web import DEFAULT_BIND, serve
 
         serve(run_dir, options.bind or DEFAULT_BIND)
         return 0
     if options.bind:
         raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
-    watch(run_dir)
+    watch(run_dir, prices=load(options.prices) if options.prices else None)
     return 0
 
 

@@ -173,6 +173,14 @@ class History:
             host.close(self.now)
         self.accounts.close()
 
+    def goodput(self) -> float | None:
+        """Return the goodput so far, as `report` defines it; None before the first step."""
+        seconds = self.books.seconds()
+        trained_s = sum(seconds.values()) - seconds[Phase.BOOTING] - seconds[Phase.STOPPED]
+        if self.world_of is not None and not math.isinf(self.books.until):
+            trained_s += self.now - self.books.until  # not booked yet
+        return min(1.0, self.useful_s / trained_s) if trained_s > 0 else None
+
     def _run_started(self, event: Event) -> None:
         self.invocations += 1
         self._book(Phase.RESTARTING, self.before)

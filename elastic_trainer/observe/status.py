@@ -26,6 +26,7 @@ MAX_SENTENCE = 1000
 """Characters of an event's sentence: the text of an error may have 50,000."""
 SPEED_STEPS = 20
 RECENT_EVENTS = 6
+GONE_HOSTS = 5
 
 Event = Mapping[str, Any]
 
@@ -62,6 +63,18 @@ class Status:
     workers: Mapping[str, LiveWorker] = field(default_factory=dict)
     refusal: str = ""
     """Why AWS refuses machines, while it does."""
+    listed: frozenset[str] = frozenset()
+    """The hosts that the discovery lists."""
+    noticed: frozenset[str] = frozenset()
+    """The hosts that a rehearsal's trace has announced to take."""
+    members: tuple[str, ...] = ()
+    """The workers of the newest world, in the order of their ranks."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """The machine types of a cloud's hosts."""
+    gone: tuple[tuple[str, float], ...] = ()
+    """The last hosts that have left, and when: neither listed nor with a worker."""
+    checkpoint: tuple[int, float] | None = None
+    """The step of the newest checkpoint, and when it was published."""
     skipped: int = 0
     """Lines of the event log that were left out, torn or malformed."""
     recent: tuple[str, ...] = ()
@@ -124,16 +137,56 @@ def sentence(event: Event, status: Status) -> str:
 
 
 def _run_started(status: Status, event: Event) -> Status:
-    return replace(status, run=str(event["run"]), phase="booting")
+    return replace(status, run=str(event["run"]), phase="booting", listed=frozenset(),
+                   noticed=frozenset(), members=(), gone=())
 
 
 def _attempt_started(status: Status, event: Event) -> Status:
     phase = "restarting" if status.generation else "booting"
-    return replace(status, phase=phase, attempt=int(event["attempt"]), size=0, speed=())
+    return replace(status, phase=phase, attempt=int(event["attempt"]), size=0, speed=(),
+                   listed=frozenset(), members=())
 
 
 def _attempt_ended(status: Status, event: Event) -> Status:
-    return replace(status, phase=_PHASE_AFTER[event["verdict"]], workers={})
+    return replace(status, phase=_PHASE_AFTER[event["verdict"]], workers={},
+                   members=())
+
+
+def _host_added(status: Status, event: Event) -> Status:
+    host = str(event["host"])
+    return replace(status, listed=status.listed | {host}, noticed=status.noticed - {host},
+                   gone=tuple(it for it in status.gone if it[0] != host))
+
+
+def _host_removed(status: Status, event: Event) -> Status:
+    host = str(event["host"])
+    return _without_host(replace(status, listed=status.listed - {host}), host, event)
+
+
+def _host_noticed(status: Status, event: Event) -> Status:
+    return replace(status, noticed=status.noticed | {str(event["host"])})
+
+
+def _without_host(status: Status, host: str, event: Event) -> Status:
+    """Count a host as gone if it is neither listed nor has a worker."""
+    if host in status.listed or any(it.host == host for it in status.workers.values()):
+        return status
+    others = tuple(it for it in status.gone if it[0] != host)
+    return replace(status, gone=(*others, (host, float(event["time"])))[-GONE_HOSTS:],
+                   noticed=status.noticed - {host})
+
+
+def _poller_lists(status: Status, event: Event) -> Status:
+    return replace(status, types={**status.types, str(event["host"]): str(event["type"])})
+
+
+def _poller_unlists(status: Status, event: Event) -> Status:
+    others = {host: it for host, it in status.types.items() if host != event["host"]}
+    return replace(status, types=others)
+
+
+def _published(status: Status, event: Event) -> Status:
+    return replace(status, checkpoint=(int(event["step"]), float(event["time"])))
 
 
 def _worker_started(status: Status, event: Event) -> Status:
@@ -150,10 +203,15 @@ def _worker_ready(status: Status, event: Event) -> Status:
 
 def _worker_gone(status: Status, event: Event) -> Status:
     others = {name: it for name, it in status.workers.items() if name != event["worker"]}
-    return replace(status, workers=others)
+    left = status.workers.get(event["worker"])
+    status = replace(status, workers=others)
+    return _without_host(status, left.host, event) if left else status
 
 
 def _generation_formed(status: Status, event: Event) -> Status:
+    members = event.get("workers")
+    if isinstance(members, list):
+        status = replace(status, members=tuple(map(str, members)))
     return replace(status, phase="pausing") if status.phase == "training" else status
 
 
@@ -204,6 +262,12 @@ _FOLDS: dict[str, Callable[[Status, Event], Status]] = {
     "run.started": _run_started,
     "attempt.started": _attempt_started,
     "attempt.ended": _attempt_ended,
+    "driver.host_added": _host_added,
+    "driver.host_removed": _host_removed,
+    "rehearsal.host_noticed": _host_noticed,
+    "discovery.host_in": _poller_lists,
+    "discovery.host_out": _poller_unlists,
+    "state.checkpoint_published": _published,
     "discovery.launch_refused": _launch_refused,
     "discovery.launch_refusal_ended": _launch_refusal_ended,
     "driver.worker_started": _worker_started,

@@ -6,19 +6,25 @@ Where it stands: event log → Reader → status → here: a panel, or lines if 
 
 What always holds:
 1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
+   Only the key `k` acts (keys.py).
 2. A line that is being written is read when it is whole. A malformed line is left out.
+3. The terminal is as it was before, also after Ctrl-C, an exception and SIGTERM.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
-from rich.console import Console, Group
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
@@ -26,8 +32,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic_trainer.config import ConfigError
+from elastic_trainer.observe import keys
+from elastic_trainer.observe.history import History
+from elastic_trainer.observe.host_rows import HostRow, bounded, host_rows
+from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.segments import Reader
-from elastic_trainer.observe.status import RECENT_EVENTS, Status, fold
+from elastic_trainer.observe.status import RECENT_EVENTS, Event, Status, fold
 from elastic_trainer.wire.plain import plain
 
 REFRESH_S = 0.25
@@ -57,6 +68,59 @@ def panel(status: Status) -> Panel:
     title = Text(plain(f"{status.run}: {status.phase}"))
     return Panel(Group(bar, table, *refusal, Text(), *recent, Text(), *kill),
                  title=title, title_align="left")
+
+
+def view(watch: FullWatch, now: float) -> Panel:
+    """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys."""
+    status, dialog = watch.status, watch.dialog
+    asked = [Text(plain(line), style="yellow") for line in dialog.lines()]
+    facts = [*_facts(status), ("checkpoint", _checkpoint(status, now)),
+             ("goodput", "-" if watch.goodput is None else f"{watch.goodput:.1%}")]
+    columns = Columns([Text.assemble((f"{name} ", "dim"), (value, "bold"))
+                       for name, value in facts], padding=(0, 3))
+    bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
+    recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
+    refusal = [Text(status.refusal, style="red")] if status.refusal else []
+    used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal)
+    rows, others = bounded(host_rows(status), max(2, watch.console.height - used))
+    more = [Text(others, style="dim")] if others else []
+    return Panel(Group(bar, columns, *refusal, _hosts(watch, rows, now), *more, Text(), *recent,
+                       *asked),
+                 title=Text(plain(f"{status.run}: {status.phase}")), title_align="left")
+
+
+def _hosts(watch: FullWatch, rows: list[HostRow], now: float) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    columns = ("host", "state", "rank", "step", *(["type"] if watch.status.types else []),
+               *([f"{watch.prices.currency}/h"] if watch.prices else []))
+    for name in columns:
+        table.add_column(name, no_wrap=True, overflow="ellipsis",
+                         min_width=10 if name == "state" else None)
+    for row in rows:
+        state = row.state if row.gone_at is None else f"gone {_age(now - row.gone_at)}"
+        cells = [row.host, state, row.ranks_in_words, f"{watch.status.steps}" if row.ranks else "-",
+                 *([row.type or "-"] if watch.status.types else []),
+                 *([_price(watch.prices, row)] if watch.prices else [])]
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    return table
+
+
+def _price(prices: Prices, row: HostRow) -> str:
+    try:
+        return f"{prices.of(row.host, row.type).spot:.4g}"
+    except ConfigError:
+        return "-"
+
+
+def _checkpoint(status: Status, now: float) -> str:
+    return "-" if status.checkpoint is None else f"{_age(now - status.checkpoint[1])} ago"
+
+
+def _age(seconds: float) -> str:
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
@@ -117,10 +181,16 @@ class Watch:
 
     def _show(self) -> None:
         if self.console.is_terminal:
-            with Live(panel(self.status), console=self.console, auto_refresh=False) as live:
-                self._follow(lambda: live.update(panel(self.status), refresh=True))
+            with Live(self._picture(), console=self.console, auto_refresh=False) as live:
+                self._follow(lambda: live.update(self._picture(), refresh=True))
         else:
             self._follow(self._print_news)
+
+    def _picture(self) -> Panel:
+        return panel(self.status)
+
+    def _take(self, event: Event) -> None:
+        """Take an event beside the status."""
 
     def _follow(self, show: Callable[[], None]) -> None:
         is_last = False
@@ -134,6 +204,7 @@ class Watch:
     def _read(self) -> None:
         status = self.status
         for event in self._log.events():
+            self._take(event)
             before, status = status, fold(status, event)
             self._news += status.recent[-1:] if status.recent is not before.recent else []
         self.status = replace(status, skipped=self._log.malformed)
@@ -152,13 +223,70 @@ class Watch:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def watch(run_dir: str | Path, console: Console | None = None) -> None:
-    """Show a run until it is over or the user presses Ctrl-C: `elastic-trainer watch`."""
-    shown = Watch(run_dir, console)
-    shown.start()
+class FullWatch(Watch):
+    """The view of `elastic-trainer watch`: also the hosts, the last checkpoint and the goodput."""
+
+    def __init__(self, run_dir: str | Path, console: Console | None = None,
+                 prices: Prices | None = None):
+        super().__init__(run_dir, console)
+        self.run_dir, self.prices = Path(run_dir), prices
+        self.dialog = keys.Dialog()
+        self.goodput: float | None = None
+        self._history = History(run=self.run_dir.name)
+
+    def wait_for_keys(self) -> None:
+        """Return when the run is over or the user quits."""
+        with keys.single_keys() as descriptor:
+            while not self.status.is_over and self._thread.is_alive() and not self.dialog.quits:
+                try:
+                    typed = keys.read(descriptor, REFRESH_S)
+                except EOFError:
+                    return self.wait()
+                for key in typed:
+                    self._press(key)
+
+    def _press(self, key: str) -> None:
+        dialog = keys.pressed(self.dialog, key, self.status.workers)
+        if dialog.kills:
+            dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
+        self.dialog = dialog
+
+    def _picture(self) -> Panel:
+        self.goodput = self._history.goodput()
+        return view(self, time.time())
+
+    def _take(self, event: Event) -> None:
+        self._history.read(event)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM raises SystemExit, so that the terminal is put back."""
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        shown.wait()
-    except KeyboardInterrupt:
-        pass
+        yield
     finally:
-        shown.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def watch(run_dir: str | Path, console: Console | None = None,
+          prices: Prices | None = None) -> None:
+    """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`."""
+    shown = FullWatch(run_dir, console, prices)
+    with _ended_by_sigterm():
+        try:
+            shown.start()
+            if shown.console.is_terminal and keys.can_read():
+                shown.wait_for_keys()
+            else:
+                shown.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            shown.stop()
