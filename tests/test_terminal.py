@@ -12,10 +12,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import Cluster
 from rich.console import Console
 
 from elastic_trainer.observe import keys
@@ -52,7 +54,7 @@ def log(hosts: int = 4) -> list[dict[str, Any]]:
     events += [{"event": "worker.step_committed", "attempt": 1, "generation": 1, "size": hosts,
                 "step": step, "samples": 64, "digest": 1, "loss": 2.0, "step_s": 0.5}
                for step in range(3)]
-    events += [{"event": "state.checkpoint_published", "step": 2}]
+    events += [{"event": "state.checkpoint_published", "attempt": 1, "step": 2}]
     return [{"time": 1000.0 + at, **event} for at, event in enumerate(events)]
 
 
@@ -127,7 +129,7 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) <= 30 and {len(line) for line in lines} == {width}
     shown = "\n".join(lines)
-    for fact in ("seen: training", "3/100", "samples/s", "ETA", "checkpoint",
+    for fact in ("seen: training", "3/100", "samples/s", "ETA", "1 min ago",
                  "goodput", "spot-host-000", "p3.2xlarge", "0.9",
                  "more hosts:", "the checkpoint of step 2 is published", keys.HELP[:15]):
         assert fact in shown, fact
@@ -170,7 +172,8 @@ class Terminal:
         termios.tcsetwinsize(self.slave, (40, 120))
         self.before = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import fcntl, os, sys, termios; os.setsid(); "
+            [sys.executable, "-c", "import fcntl, os, signal, sys, termios; os.setsid(); "
+             "signal.signal(signal.SIGINT, signal.default_int_handler); "
              "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
              "from elastic_trainer.observe.watch import watch; watch(sys.argv[1])", str(run_dir)],
             stdin=self.slave, stdout=self.slave, stderr=self.slave,
@@ -231,14 +234,35 @@ def test_k_kills_a_worker_of_the_run_and_nothing_else(tmp_path: Path) -> None:
             other.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize(("is_ctrl_c", "code"), [(True, 0), (False, 143)])
+def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool,
+                                                code: int) -> None:
     """After Ctrl-C and SIGTERM the terminal echoes again and shows its cursor."""
     write(tmp_path, log())
     terminal = Terminal(tmp_path)
     terminal.wait_for(keys.HELP)
-    terminal.process.send_signal(number)
+    if is_ctrl_c:
+        terminal.press("\x03")
+    else:
+        terminal.process.terminate()
     assert terminal.end() == code
+
+def test_k_costs_a_real_run_nothing_but_the_worker(tmp_path: Path,
+                                                   twin_of: Callable[..., str]) -> None:
+    """A worker of a run is killed with `k`: the run goes on, with the undisturbed twin's bits, and
+    the view shows its hosts and its end."""
+    job = ("--steps", "60", "--step-s", "0.2")
+    with Cluster(tmp_path, job=job) as cluster:
+        cluster.wait_for_step(3)
+        terminal = Terminal(cluster.run_dir)
+        for key, shown in (("", "training"), ("k", "other keys: back"), ("1", "Kill worker"),
+                           ("y", "was killed")):
+            terminal.press(key)
+            terminal.wait_for(shown)
+        assert cluster.finish() == 0
+        terminal.wait_for("finished")
+        assert terminal.end() == 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=1)
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> None:
