@@ -42,6 +42,8 @@ from elastic_trainer.observe.status import RECENT_EVENTS, Event, Status, fold
 from elastic_trainer.wire.plain import plain
 
 REFRESH_S = 0.25
+FULL_REFRESH_S = 1.0
+"""Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 
@@ -182,9 +184,12 @@ class Watch:
     def _show(self) -> None:
         if self.console.is_terminal:
             with Live(self._picture(), console=self.console, auto_refresh=False) as live:
-                self._follow(lambda: live.update(self._picture(), refresh=True))
+                self._follow(lambda: self._redraw(live))
         else:
             self._follow(self._print_news)
+
+    def _redraw(self, live: Live) -> None:
+        live.update(self._picture(), refresh=True)
 
     def _picture(self) -> Panel:
         return panel(self.status)
@@ -233,6 +238,7 @@ class FullWatch(Watch):
         self.dialog = keys.Dialog()
         self.goodput: float | None = None
         self._history = History(run=self.run_dir.name)
+        self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
 
     def wait_for_keys(self) -> None:
         """Return when the run is over or the user quits."""
@@ -250,6 +256,14 @@ class FullWatch(Watch):
         if dialog.kills:
             dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
         self.dialog = dialog
+
+    def _redraw(self, live: Live) -> None:
+        """Draw after a key, at the end, and otherwise once in FULL_REFRESH_S."""
+        now, dialog = time.monotonic(), self.dialog
+        if (dialog is not self._drawn[0] or self._is_stopped.is_set()
+                or now - self._drawn[1] >= FULL_REFRESH_S):
+            self._drawn = dialog, now
+            super()._redraw(live)
 
     def _picture(self) -> Panel:
         self.goodput = self._history.goodput()
