@@ -28,6 +28,17 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
+FIRST = ("test_netlab", "test_s3", "test_docs", "test_ec2", "test_faults", "test_fleet")
+"""Files that take minutes. The lab of hosts has the machine's seats alone (cluster.py), so the files
+beside it are those that need none."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: one of them at the end would run alone."""
+    rank = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(FIRST)))
+
+
 @pytest.fixture(autouse=True)
 def no_variables_left() -> Iterator[None]:
     """Take back the variables of a launcher that a test has called in its own process: the
