@@ -29,8 +29,8 @@ settings.load_profile("shared machine")
 
 
 FIRST = ("test_netlab", "test_s3", "test_docs", "test_ec2", "test_faults", "test_fleet")
-"""Files that take minutes. The lab of hosts has the machine's seats alone (cluster.py), so the files
-beside it are those that need none."""
+"""Files that take minutes. The lab of hosts has the machine's seats alone (cluster.py), so the
+files beside it are those that need none."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
                                      help="the prices of the hosts (TOML), for their rows")
                 command.add_argument("--web", action="store_true",
                                      help="show the run as a page for a browser")
+                command.add_argument("--otel", action="store_true",
+                                     help="send the run's attempts, generations and checkpoints "
+                                     "as OpenTelemetry spans (OTEL_EXPORTER_OTLP_ENDPOINT)")
                 command.add_argument("--bind", metavar="ADDRESS:PORT",
                                      help="where the page is (127.0.0.1:8765); another address "
                                      "than a loopback one needs the token that is printed")
@@ -115,10 +119,24 @@ def show_progress(run_dir: Path, options: argparse.Namespace) -> int:
 
         serve(run_dir, options.bind or DEFAULT_BIND)
         return 0
+    if options.otel:
+        return send_spans(run_dir)
     if options.bind:
         raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
     watch(run_dir, prices=load(options.prices) if options.prices else None)
     return 0
+
+
+def send_spans(run_dir: Path) -> int:
+    """Send a run's spans until it is over; returns 1 if a collector has not taken all."""
+    from elastic_trainer.observe.spans import export, exporter
+
+    sent, lost = export(run_dir, exporter())
+    print(f"{sent} spans were sent.")
+    if lost:
+        print(f"elastic-trainer: {lost} spans were not taken. Look at the collector "
+              f"(OTEL_EXPORTER_OTLP_ENDPOINT), and call the command again.", file=sys.stderr)
+    return 1 if lost else 0
 
 
 def show_results(run_dirs: list[Path], options: argparse.Namespace) -> int:
