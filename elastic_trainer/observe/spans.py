@@ -9,8 +9,8 @@ What always holds:
    killed and started again, sends the same spans and no others.
 2. A generation is a child of its attempt, a checkpoint one of its generation, an attempt a root. The
    spans of a run are one trace.
-3. A collector that does not answer changes nothing in the run. The spans wait, at most MOST_WAITING
-   of them; what is dropped then is said at the end.
+3. A collector that does not answer changes nothing in the run. The spans wait, at most
+   MOST_WAITING of them; what is dropped then is said at the end.
 
 Endpoint, headers and time-outs are those of OpenTelemetry's own variables
 (OTEL_EXPORTER_OTLP_ENDPOINT, …). The packages are those of the extra `otel`.
