@@ -7,8 +7,8 @@ event log → Spans (a fold) → here → an OTLP/HTTP exporter → a collector
 What always holds:
 1. A span's ids follow from the event log alone. So a second export of the same log, or one that was
    killed and started again, sends the same spans and no others.
-2. A generation is a child of its attempt, a checkpoint one of its generation, an attempt a root. The
-   spans of a run are one trace.
+2. A generation is a child of its attempt, a checkpoint one of its generation, an attempt a root.
+   The spans of a run are one trace.
 3. A collector that does not answer changes nothing in the run. The spans wait, at most
    MOST_WAITING of them; what is dropped then is said at the end.
 
