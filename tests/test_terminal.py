@@ -218,7 +218,7 @@ def test_k_kills_a_worker_of_the_run_and_nothing_else(tmp_path: Path) -> None:
                         for slot, it in enumerate((worker, other)))]
             write(tmp_path, [{"time": 1.0, **event} for event in events])
             terminal = Terminal(tmp_path)
-            for key, shown in (("", keys.HELP), ("k", f"2: worker {other.pid}"),
+            for key, shown in (("", f"worker {other.pid} boots"), ("k", f"2: worker {other.pid}"),
                                ("2", f"Kill worker {other.pid}"), ("n", "Nothing was killed"),
                                ("k", "other keys: back"), ("2", f"Kill worker {other.pid}"),
                                ("y", f"Process {other.pid} was not killed"),

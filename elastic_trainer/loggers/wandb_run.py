@@ -33,6 +33,9 @@ class WandB:
         self._given = folder
         self._folder, self._id = Path(), ""
         self._wandb: Any = None
+        self._sent = -1
+        """The last step that this process has sent. W&B's own process may not have written it yet
+        when the run goes back."""
 
     def __repr__(self) -> str:
         return f"WandB({self._project!r}, offline={self._offline})"
@@ -51,9 +54,10 @@ class WandB:
 
         given = None if self._given is None else Path(self._given)
         self._folder = folder = placed("WandB", given, run, ".").absolute()
-        self._id = run.id
+        if self._id != run.id:
+            self._id, self._sent = run.id, -1
         folder.mkdir(parents=True, exist_ok=True)
-        sent = last_step(folder, run.id)
+        sent = max(last_step(folder, run.id), self._sent)
         # W&B names an offline folder by the second and the id, and overwrites one that is there.
         while list(folder.glob(f"wandb/*-{time.strftime('%Y%m%d_%H%M%S')}-{run.id}")):
             time.sleep(0.1)
@@ -67,6 +71,7 @@ class WandB:
     def write(self, row: Row) -> None:
         """Send the numbers of a step."""
         self._wandb.log(row.values, step=row.step)
+        self._sent = max(self._sent, row.step)
 
     def flush(self) -> None:
         """W&B's own process sends what it got."""
