@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_two_runs_stand_on_one_page_side_by_side(tmp_path: Path,
     assert "run one and run two" in tree.texts and "cost of losses" in tree.texts
     assert main(["report", str(folders[0]), "--html", str(tmp_path / "no" / "page.html")]) != 0
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_each_file_that_is_asked_for_is_written(tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """Also beside a form for programs, whose output has nothing else."""
+    write(tmp_path, STORY)
+    files = {option: tmp_path / f"file{option}" for option in ("--html", "--svg", "--trace")}
+    words = [str(word) for pair in files.items() for word in pair]
+    assert main(["report", str(tmp_path), "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"]
+    assert all(file.stat().st_size for file in files.values())
 
 
 def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from test_report import RUN, event, generation, step
 
 from elastic_trainer.observe import tracks
+from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.perfetto import SLACK_NS, Slice, laned
+from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.trace import Trace
 from elastic_trainer.observe.tracks import Tracks, steps_of, write_trace
 
@@ -78,7 +80,9 @@ def viewed(file: Path) -> dict[str, list[Track]]:
 def written(folder: Path, events: list[Event]) -> Path:
     """Return the trace of a run with these events."""
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    write_trace(folder, folder / "run.pftrace")
+    taken = Tracks()
+    history, _ = read_log(folder, taken.through)
+    write_trace(taken, history, folder, folder / "run.pftrace")
     return folder / "run.pftrace"
 
 
@@ -106,7 +110,7 @@ def test_the_trace_has_all_of_the_run(tmp_path: Path) -> None:
     assert of(seen, "attempts") == [(1.0, 12.0, "attempt 1"), (13.0, 25.0, "attempt 2")]
     assert of(seen, "generations") == [(6.0, 9.9, "generation 1"), (9.9, 12.0, "generation 2"),
                                        (16.0, 25.0, "generation 1")]
-    assert [what for *_, what in of(seen, "books") if what not in tracks.PARTS] == [
+    assert [what for *_, what in of(seen, "books") if what not in PAUSE_PARTS] == [
         "booting", "training", "pausing", "training", "restarting", "training"]
     assert of(seen, "checkpoints") == [(8.4, 8.5, "checkpoint")]
     steps = sorted(seen["steps"][0].slices)
@@ -126,7 +130,7 @@ def test_the_parts_of_a_pause_are_inside_it(tmp_path: Path) -> None:
     (books,) = viewed(written(tmp_path, STORY))["books"]
     pause = next(one for one in books.slices if one[2] == "pausing")
     parts = sorted(one for one in books.slices if one[3] == 1)
-    assert [name for _, _, name, *_ in parts] == list(tracks.PARTS)
+    assert [name for _, _, name, *_ in parts] == list(PAUSE_PARTS)
     assert parts[0][0] >= pause[0] and parts[-1][1] <= pause[1]
     assert all(first[1] == second[0] for first, second in zip(parts, parts[1:], strict=False))
 

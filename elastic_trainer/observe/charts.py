@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from xml.etree.ElementTree import Element, SubElement
 
 from elastic_trainer.observe.accounts import Account, Accounts, Lane
+from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.step_table import StepTable
-from elastic_trainer.observe.story import PARTS, Recovery
+from elastic_trainer.observe.story import Recovery
 from elastic_trainer.observe.svg import LEFT, RIGHT, WIDTH, Axis, duration, ticks, time_ticks
 from elastic_trainer.wire.plain import plain
 
@@ -156,7 +157,7 @@ def recoveries(longest: Sequence[Recovery], start: float) -> Element:
         x, y = float(left), 4 + ROW * row
         _label(root, left - 8, y + 12, f"after {duration(recovery.time - start)}, step "
                f"{recovery.step}", "dim end")
-        for part, seconds in zip(PARTS, recovery.parts, strict=False):
+        for part, seconds in zip(PAUSE_PARTS, recovery.parts, strict=False):
             width = (RIGHT - 70 - left) * seconds / most
             if width < 0.2:
                 continue

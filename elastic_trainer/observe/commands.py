@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
     from elastic_trainer.observe.history import History
+    from elastic_trainer.observe.prices import Prices
     from elastic_trainer.observe.timeline import Timeline
 
 COMMANDS = ("verify", "watch", "report", "hosts")
@@ -83,12 +86,8 @@ def run(options: argparse.Namespace) -> int:
                 return show_verdict(folders[0])
             case "watch":
                 return show_progress(folders[0], options)
-        if options.html:
-            return write_page(folders, options)
-        if len(folders) > 1 or options.json or options.markdown:
-            return show_results(folders, options)
-        code = show_report(folders[0], options)
-        return write_trace(folders[0], options.trace) if options.trace else code
+            case _:
+                return report(folders, options)
     except PermissionError as error:
         raise ConfigError(
             f"This user may not read {error.filename}. Its owner lets a group in by: chgrp -R "
@@ -107,23 +106,25 @@ def show_verdict(run_dir: Path) -> int:
 
 
 def show_progress(run_dir: Path, options: argparse.Namespace) -> int:
-    """Show a run until it is over, or as a page until Ctrl-C."""
-    from elastic_trainer.observe.prices import load
-    from elastic_trainer.observe.watch import watch
-
+    """Show a run until it is over, or as a page until Ctrl-C; or send its spans."""
+    if options.web and options.otel:
+        raise ConfigError("--web shows the run, and --otel sends its spans. Call the command once "
+                          "with each.")
+    if options.bind and not options.web:
+        raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
+    if options.prices and (options.web or options.otel):
+        raise ConfigError(f"--prices is {options.prices}, but only the terminal view shows "
+                          f"prices. Leave out {'--web' if options.web else '--otel'} or --prices.")
+    if options.otel:
+        return send_spans(run_dir)
     if options.web:
-        if options.prices:
-            raise ConfigError(f"--prices is {options.prices}, but only the terminal view shows "
-                              f"prices. Leave out --web or --prices.")
         from elastic_trainer.observe.web import DEFAULT_BIND, serve
 
         serve(run_dir, options.bind or DEFAULT_BIND)
         return 0
-    if options.otel:
-        return send_spans(run_dir)
-    if options.bind:
-        raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
-    watch(run_dir, prices=load(options.prices) if options.prices else None)
+    from elastic_trainer.observe.watch import watch
+
+    watch(run_dir, prices=_prices(options))
     return 0
 
 
@@ -139,99 +140,86 @@ def send_spans(run_dir: Path) -> int:
     return 1 if lost else 0
 
 
-def show_results(run_dirs: list[Path], options: argparse.Namespace) -> int:
+def report(run_dirs: list[Path], options: argparse.Namespace) -> int:
+    """Print the summaries of runs, and write the files that are named. Raises ConfigError."""
+    for folder in run_dirs:
+        _need_events(folder, "reported")
+    if len(run_dirs) > 1 and (options.svg or options.timeline or options.trace):
+        raise ConfigError("--svg, --timeline and --trace are of one run. Name one folder.")
+    prices = _prices(options)
+    if options.html:
+        write_page(run_dirs, options, prices)
+    if options.json or options.markdown or (len(run_dirs) > 1 and not options.html):
+        show_results(run_dirs, options, prices)
+    if len(run_dirs) == 1:
+        show_report(run_dirs[0], options, prices)
+    return 0
+
+
+def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Prices | None) -> None:
     """Print the summaries of runs for a program, in Markdown, or side by side."""
     from elastic_trainer.observe import comparison
     from elastic_trainer.observe.report import summarize_log
 
-    if len(run_dirs) > 1 and (options.svg or options.timeline or options.trace):
-        raise ConfigError("--svg, --timeline and --trace are of one run. Name one folder.")
-    results = []
-    for folder in run_dirs:
-        _need_events(folder, "reported")
-        result = summarize_log(folder)
-        results.append(result | _costs(result, options.prices))
+    results = [_with_costs(summarize_log(folder), prices) for folder in run_dirs]
     if options.json or options.markdown:
         print(comparison.as_json(results) if options.json else comparison.markdown(results))
     else:
         comparison.print_side_by_side(results)
-    return 0
 
 
-def write_page(run_dirs: list[Path], options: argparse.Namespace) -> int:
-    """Write the page about a run, or about several."""
+def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Prices | None) -> None:
+    """Write the page about a run, or about several. Raises ConfigError."""
     from dataclasses import replace
 
     from elastic_trainer.observe.page import page, read
 
-    runs = []
-    for folder in run_dirs:
-        _need_events(folder, "reported")
-        run = read(folder)
-        runs.append(replace(run, result={**run.result, **_costs(dict(run.result),
-                                                                options.prices)}))
-    try:
+    runs = [replace(run, result=_with_costs(dict(run.result), prices))
+            for run in map(read, run_dirs)]
+    with _writes("--html", options.html):
         options.html.write_text(page(runs), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {options.html} cannot be written: {error.strerror}. Name a file "
-                          f"in a folder that exists and that you may write to.") from error
-    print(f"The report is in {options.html}.")
-    return 0
+    _tell(f"The report is in {options.html}.", options)
 
 
-def _costs(result: dict[str, Any], prices: Path | None) -> dict[str, Any]:
-    """Return what the run costs as a field of its result, if there are prices."""
-    from elastic_trainer.observe.prices import costs, load
-
-    return {"costs": costs(result, load(prices))} if prices else {}
-
-
-def show_report(run_dir: Path, options: argparse.Namespace) -> int:
-    """Print the summary of a run, and draw it into a file if one is named."""
+def show_report(run_dir: Path, options: argparse.Namespace, prices: Prices | None) -> None:
+    """Print the summary of a run, unless another form is asked for, and write its files."""
     from elastic_trainer.observe.picture import draw
     from elastic_trainer.observe.report import read_log
     from elastic_trainer.observe.summary_table import print_summary
     from elastic_trainer.observe.timeline import Timeline
+    from elastic_trainer.observe.tracks import Tracks, write_trace
 
-    _need_events(run_dir, "reported")
-    timeline = Timeline()
-    history, result = read_log(run_dir, timeline.through)
-    print_summary(result | _costs(result, options.prices))
-    print(*draw(timeline), sep="\n")
+    is_shown = not (options.html or options.json or options.markdown)
+    if not (is_shown or options.svg or options.timeline or options.trace):
+        return
+    timeline, tracks = Timeline(), Tracks() if options.trace else None
+    history, result = read_log(run_dir, lambda events: timeline.through(
+        tracks.through(events) if tracks else events))
+    if is_shown:
+        print_summary(_with_costs(result, prices))
+        print(*draw(timeline), sep="\n")
     if options.svg:
         write_svg(options.svg, timeline, history, result)
-    show_phases(run_dir, options.timeline)
-    return 0
+    show_phases(run_dir, options.timeline, is_shown=is_shown)
+    if tracks:
+        with _writes("--trace", options.trace):
+            told = write_trace(tracks, history, run_dir, options.trace)
+        _tell(told, options)
 
 
-def write_trace(run_dir: Path, file: Path) -> int:
-    """Write the whole run as a Perfetto trace. Raises ConfigError."""
-    from elastic_trainer.observe import tracks
-
-    try:
-        print(plain(tracks.write_trace(run_dir, file)))
-    except OSError as error:
-        raise ConfigError(f"--trace {file} cannot be written: {error.strerror}. Name a file in a "
-                          f"folder that exists and that you may write to.") from error
-    return 0
-
-
-def show_phases(run_dir: Path, joined: Path | None) -> None:
+def show_phases(run_dir: Path, joined: Path | None, *, is_shown: bool) -> None:
     """Print what a step consists of, if the run has timelines. Raises ConfigError."""
     from elastic_trainer.observe import phases
 
     files = phases.files_of(run_dir)
-    if rows := phases.rows_of(phases.events_of(files)):
+    if is_shown and (rows := phases.rows_of(phases.events_of(files))):
         phases.print_phases(rows)
     if joined is None:
         return
     if not files:
         raise ConfigError(f"{run_dir} has no timeline. Start the run with --timeline.")
-    try:
+    with _writes("--timeline", joined):
         phases.join(files, joined)
-    except OSError as error:
-        raise ConfigError(f"--timeline {joined} cannot be written: {error.strerror}. Name a file "
-                          f"in a folder that exists and that you may write to.") from error
 
 
 def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str, Any]) -> None:
@@ -241,11 +229,37 @@ def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str
     if timeline.span is None:
         raise ConfigError(f"Run {result['run']} has {result['steps']} finished steps, and a "
                           f"picture needs 2. Call the command again later.")
-    try:
+    with _writes("--svg", file):
         file.write_text(svg.draw(timeline, history.books.periods, result), encoding="utf-8")
+
+
+@contextmanager
+def _writes(option: str, file: Path) -> Iterator[None]:
+    """Write a file that an option names. Raises ConfigError."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(f"--svg {file} cannot be written: {error.strerror}. Name a file in a "
+        raise ConfigError(f"{option} {file} cannot be written: {error.strerror}. Name a file in a "
                           f"folder that exists and that you may write to.") from error
+
+
+def _tell(text: str, options: argparse.Namespace) -> None:
+    """Print a line about a file. It is no part of an output that a program reads."""
+    is_read = options.json or options.markdown
+    print(plain(text), file=sys.stderr if is_read else sys.stdout)
+
+
+def _prices(options: argparse.Namespace) -> Prices | None:
+    from elastic_trainer.observe.prices import load
+
+    return load(options.prices) if options.prices else None
+
+
+def _with_costs(result: dict[str, Any], prices: Prices | None) -> dict[str, Any]:
+    """Return a result with what the run costs, if there are prices."""
+    from elastic_trainer.observe.prices import costs
+
+    return result | {"costs": costs(result, prices)} if prices else result
 
 
 def show_hosts(hosts_file: Path) -> int:

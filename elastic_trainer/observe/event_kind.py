@@ -34,6 +34,10 @@ class Phase(str, Enum):
     STOPPED = "stopped"
 
 
+PAUSE_PARTS = ("noticing", "deciding", "forming", "transfer", "redoing")
+"""The parts of a pause, in their order; worker.pause_ended has the seconds of each."""
+
+
 @dataclass(frozen=True)
 class EventKind:
     """One kind of event."""

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 
-from elastic_trainer.observe import charts, svg
+from elastic_trainer.observe import charts, comparison, svg
 from elastic_trainer.observe.accounts import Part
+from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.page_style import STYLE
 from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.sentences import count
-from elastic_trainer.observe.story import NEWEST_CHECKPOINTS, PARTS, Story, Telling
-from elastic_trainer.observe.summary_table import summary_rows
+from elastic_trainer.observe.story import NEWEST_CHECKPOINTS, Story, Telling
 from elastic_trainer.observe.timeline import Timeline
 from elastic_trainer.wire.plain import plain
 
@@ -56,15 +56,8 @@ def read(run_dir: Path) -> Run:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the page of a run, or of several: first their figures side by side, then each."""
-    root = Element("html", {"lang": "en"})
-    head = SubElement(root, "head")
-    SubElement(head, "meta", {"charset": "utf-8"})
-    SubElement(head, "meta", {"name": "viewport", "content": "width=device-width"})
     names = " and ".join(f"run {plain(run.result['run'])}" for run in runs)
-    SubElement(head, "title").text = names
-    SubElement(head, "style").text = STYLE
-    body = SubElement(root, "body")
-    body.append(charts.patterns())
+    root, body = empty(names)
     if len(runs) > 1:
         SubElement(body, "h1").text = names
         body.append(side_by_side(runs))
@@ -72,7 +65,25 @@ def page(runs: Sequence[Run]) -> str:
         article = SubElement(body, "article")
         SubElement(article, "h1").text = f"run {plain(run.result['run'])}"
         article.extend(sections(run))
-    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
+    return html_of(root)
+
+
+def empty(title: str) -> tuple[Element, Element]:
+    """Return a page with its style, and its body."""
+    root = Element("html", {"lang": "en"})
+    head = SubElement(root, "head")
+    SubElement(head, "meta", {"charset": "utf-8"})
+    SubElement(head, "meta", {"name": "viewport", "content": "width=device-width"})
+    SubElement(head, "title").text = title
+    SubElement(head, "style").text = STYLE
+    body = SubElement(root, "body")
+    body.append(charts.patterns())
+    return root, body
+
+
+def html_of(page: Element) -> str:
+    """Return a page as the text of a file."""
+    return "<!doctype html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
 
 
 def sections(run: Run) -> Iterable[Element]:
@@ -90,11 +101,10 @@ def sections(run: Run) -> Iterable[Element]:
 
 def side_by_side(runs: Sequence[Run]) -> Element:
     """Return the summaries of several runs as one table."""
-    columns = [dict(summary_rows(run.result)) for run in runs]
-    labels = dict.fromkeys(label for column in columns for label in column)
+    results = [run.result for run in runs]
     section = _section("Side by side")
-    _table(section, ["", *(f"run {plain(run.result['run'])}" for run in runs)],
-           ([label, *(column.get(label, "-") for column in columns)] for label in labels))
+    _table(section, ["", *(f"run {result['run']}" for result in results)],
+           ([label, *texts] for label, texts in comparison.rows(results)))
     return section
 
 
@@ -210,7 +220,7 @@ def recoveries(run: Run) -> Element:
         return section
     _figure(section).append(charts.recoveries(longest, run.history.books.periods[0][1]))
     means = ", ".join(f"{part} {story.recovered_s[part] / story.recoveries:.3f} s"
-                      for part in PARTS)
+                      for part in PAUSE_PARTS)
     SubElement(section, "p").text = (
         f"Recoveries: {story.recoveries}. The mean of their parts: {means}. "
         + (f"The {len(longest)} longest are shown." if story.recoveries > len(longest) else ""))

@@ -23,6 +23,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.versions import versions
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -139,9 +142,18 @@ class Spans:
             self._generation = None
 
 
+@cache
+def resource_of(run: str) -> Resource:
+    """Return what all spans of a run belong to."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": "elastic-trainer",
+                            "service.version": versions().get("elastic-trainer", ""),
+                            "elastic_trainer.run": run})
+
+
 def readable(span: Span, spans: Spans) -> ReadableSpan:
     """Return a span of OpenTelemetry's SDK."""
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, TraceFlags
     from opentelemetry.trace.status import Status, StatusCode
@@ -153,10 +165,7 @@ def readable(span: Span, spans: Spans) -> ReadableSpan:
     facts = {f"elastic_trainer.{name}": value for name, value in span.facts.items()}
     return ReadableSpan(
         span.name, context(span.key), context(span.parent) if span.parent else None,
-        resource=Resource.create({"service.name": "elastic-trainer",
-                                  "service.version": versions().get("elastic-trainer", ""),
-                                  "elastic_trainer.run": spans.run}),
-        attributes=facts,
+        resource=resource_of(spans.run), attributes=facts,
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.OK),
         start_time=int(span.start * 1e9), end_time=int(span.end * 1e9))
 
@@ -194,7 +203,7 @@ def export(run_dir: Path, target: SpanExporter) -> tuple[int, int]:
             while len(waiting) > MOST_WAITING:
                 waiting.popleft()
                 dropped += 1
-            batch = [readable(waiting[at], spans) for at in range(min(BATCH, len(waiting)))]
+            batch = [readable(span, spans) for span in islice(waiting, BATCH)]
             if batch and target.export(batch) is SpanExportResult.SUCCESS:
                 sent += len(batch)
                 for _ in batch:

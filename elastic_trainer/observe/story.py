@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.observe import sentences
-from elastic_trainer.observe.event_kind import Level
+from elastic_trainer.observe.event_kind import PAUSE_PARTS, Level
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.wire.plain import plain
@@ -27,8 +27,6 @@ FIRST_EVENTS, NEWEST_EVENTS = 50, 250
 NEWEST_CHECKPOINTS = 10
 LONGEST_RECOVERIES = 12
 MAX_SENTENCE = 500
-PARTS = ("noticing", "deciding", "forming", "transfer", "redoing")
-"""The parts of a recovery, in their order."""
 
 Event = Mapping[str, Any]
 
@@ -51,7 +49,7 @@ class Recovery:
     """Its end."""
     step: int
     parts: tuple[float, ...] = ()
-    """The seconds of PARTS."""
+    """The seconds of PAUSE_PARTS."""
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Story:
     longest: list[Recovery] = field(default_factory=list)
     """A heap."""
     recoveries: int = 0
-    recovered_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    recovered_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSE_PARTS, 0.0))
     checkpoints: deque[Event] = field(default_factory=lambda: deque(maxlen=NEWEST_CHECKPOINTS))
     published: int = 0
     published_bytes: int = 0
@@ -102,12 +100,11 @@ class Story:
 
     def _tell(self, event: Event, level: Level) -> None:
         self.levels[level.value] += 1
-        if len(self.newest) == NEWEST_EVENTS and len(self.first) == FIRST_EVENTS:
-            self.left_out += 1
         known = self._workers.get(event.get("worker", ""), {})
         text = sentences.filled(KINDS[event["event"]].sentence, {"run": "", **known, **event})
         if text:
             told = Telling(event["time"], level.value, plain(text)[:MAX_SENTENCE])
+            self.left_out += len(self.newest) == NEWEST_EVENTS
             (self.first if len(self.first) < FIRST_EVENTS else self.newest).append(told)
 
     def _run_started(self, event: Event) -> None:
@@ -122,9 +119,9 @@ class Story:
         known |= {key: event[key] for key in ("host", "pid") if event.get(key) is not None}
 
     def _pause_ended(self, event: Event) -> None:
-        parts = tuple(float(event.get(f"{part}_s") or 0.0) for part in PARTS)
+        parts = tuple(float(event.get(f"{part}_s") or 0.0) for part in PAUSE_PARTS)
         self.recoveries += 1
-        for part, seconds in zip(PARTS, parts, strict=True):
+        for part, seconds in zip(PAUSE_PARTS, parts, strict=True):
             self.recovered_s[part] += seconds
         recovery = Recovery(float(event["duration_s"]), event["time"], int(event["step"]), parts)
         if len(self.longest) < LONGEST_RECOVERIES:

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.observe import phases
-from elastic_trainer.observe.event_kind import Level
+from elastic_trainer.observe.event_kind import PAUSE_PARTS, Level
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.perfetto import Facts, Slice, TraceFile, laned
-from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.sentences import filled
 from elastic_trainer.observe.trace import LOOP
@@ -40,7 +39,6 @@ MAX_STEPS = 50_000
 MAX_MARKS = 100_000
 MAX_SPAN_BYTES = 64 << 20
 """Of the timelines' JSON: some 400,000 spans, 20 MB of the trace."""
-PARTS = ("noticing", "deciding", "forming", "transfer", "redoing")
 _SHOWN = ("driver.worker_started", "driver.worker_ready", "worker.generation_started",
           "attempt.started", "attempt.ended", "state.checkpoint_published")
 """Events that slices show."""
@@ -160,7 +158,7 @@ class Tracks:
 
     def _pause(self, event: Mapping[str, Any]) -> None:
         start = self.now - nanoseconds(float(event["duration_s"]))
-        for part in PARTS:
+        for part in PAUSE_PARTS:
             took_ns = nanoseconds(float(event.get(f"{part}_s") or 0.0))
             end = min(self.now, start + took_ns)
             if took_ns:
@@ -222,14 +220,15 @@ class Tracks:
 
 # --- the file -----------------------------------------------------------------------------------
 
-def write_trace(run_dir: Path, target: Path) -> str:
-    """Write the trace of a run into a file; return a sentence about what it has. Raises OSError."""
-    tracks = Tracks()
-    history, result = read_log(run_dir, tracks.through)
+def write_trace(tracks: Tracks, history: History, run_dir: Path, target: Path) -> str:
+    """Write the trace of a run into a file; return a sentence about what it has. Raises OSError.
+
+    `tracks` has taken the events of the history.
+    """
     tracks.close()
     with open(target, "wb") as file:
         trace = TraceFile(file)
-        merged = _write_run(trace, tracks, history, str(result["run"]))
+        merged = _write_run(trace, tracks, history)
         workers = _write_hosts(trace, tracks)
         every = _write_spans(trace, phases.files_of(run_dir), workers)
         size = file.tell()
@@ -244,9 +243,9 @@ def write_trace(run_dir: Path, target: Path) -> str:
     return " ".join([*told, "Open it at https://ui.perfetto.dev."])
 
 
-def _write_run(trace: TraceFile, tracks: Tracks, history: History, run: str) -> int:
+def _write_run(trace: TraceFile, tracks: Tracks, history: History) -> int:
     """Write the tracks of the run; return how many steps a slice has at most."""
-    root = trace.track(f"run {run}")
+    root = trace.track(f"run {history.run}")
     for mark in tracks.marks:
         trace.mark(root, *mark)
     periods = [Slice(nanoseconds(start), nanoseconds(end), phase.value)

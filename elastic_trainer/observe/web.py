@@ -32,12 +32,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
-from xml.etree.ElementTree import Element, SubElement, tostring
+from xml.etree.ElementTree import SubElement
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe import charts
 from elastic_trainer.observe.live import SECTIONS, Live
-from elastic_trainer.observe.page_style import STYLE
+from elastic_trainer.observe.page import empty, html_of
 from elastic_trainer.wire.plain import plain
 
 DEFAULT_BIND = "127.0.0.1:8765"
@@ -86,20 +85,13 @@ HEADERS = {
 
 def shell(run: str) -> str:
     """Return the page without its content, which follows."""
-    root = Element("html", {"lang": "en"})
-    head = SubElement(root, "head")
-    SubElement(head, "meta", {"charset": "utf-8"})
-    SubElement(head, "meta", {"name": "viewport", "content": "width=device-width"})
-    SubElement(head, "title").text = f"run {plain(run)}"
-    SubElement(head, "style").text = STYLE
-    body = SubElement(root, "body")
-    body.append(charts.patterns())
+    root, body = empty(f"run {plain(run)}")
     SubElement(body, "h1").text = f"run {plain(run)}"
     SubElement(body, "p", {"id": "state", "class": "dim", "role": "status"}).text = "is read"
     for name in SECTIONS:
         SubElement(body, "div", {"id": name})
     SubElement(body, "script").text = SCRIPT
-    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html")
+    return html_of(root)
 
 
 def address_of(bind: str) -> tuple[str, int]:
@@ -161,7 +153,8 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "elastic-trainer", ""
 
     def do_GET(self) -> None:
-        path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
+        asked = urlsplit(self.path)
+        path, query = asked.path, parse_qs(asked.query)
         if not self._is_for_us():
             return self._answer(403, "text/plain", "This is not the name of this server.\n")
         if self.server.token and not self._is_known(query):
