@@ -23,6 +23,7 @@ from rich.console import Console
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.host_rows import bounded, host_rows
+from elastic_trainer.observe.now import NOW_FILE, NowReader
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.status import LiveWorker, Status, fold
@@ -74,8 +75,8 @@ def states(status: Status) -> dict[str, str]:
 
 
 def test_a_host_has_one_state_from_its_boot_to_its_end() -> None:
-    """Idle when it is listed, booting, training, draining when it leaves the list with a worker,
-    gone without one, and again booting when it comes back."""
+    """Idle when it is listed, booting, standby until it has a place, training, draining when it
+    leaves the list with a worker, gone without one, and again booting when it comes back."""
     host, worker = "spot-host-000", {"worker": "spot-host-000:0", "host": "spot-host-000",
                                      "pid": 100, "slot": 0}
     seen = []
@@ -88,8 +89,8 @@ def test_a_host_has_one_state_from_its_boot_to_its_end() -> None:
         status = fold(status, event)
         if host in states(status) and states(status)[host] not in seen[-1:]:
             seen.append(states(status)[host])
-    assert seen == ["idle", "booting", "idle", "training", "draining", "gone", "idle", "booting",
-                    "draining"]
+    assert seen == ["idle", "booting", "standby", "training", "draining", "gone", "idle",
+                    "booting", "draining"]
     assert len(host_rows(status)) == 1
 
 
@@ -114,7 +115,7 @@ def test_rows_beyond_the_room_are_counted_by_state() -> None:
     status = fold(status_of(log(100)), later(event="driver.host_removed", host="spot-host-050"))
     rows, others = bounded(host_rows(status), 10)
     assert rows[0].host == "spot-host-050" and rows[0].state == "draining"
-    assert len(rows) == 10 and others == "90 more hosts: 90 training"
+    assert len(rows) == 10 and others == "90 more hosts: 90 spare"
     assert bounded(rows, 10) == (rows, "")
 
 
@@ -250,19 +251,26 @@ def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool,
 def test_k_costs_a_real_run_nothing_but_the_worker(tmp_path: Path,
                                                    twin_of: Callable[..., str]) -> None:
     """A worker of a run is killed with `k`: the run goes on, with the undisturbed twin's bits, and
-    the view shows its hosts and its end."""
+    the view shows its hosts, their heartbeats, and its end. Its driver's file goes with it."""
     job = ("--steps", "60", "--step-s", "0.2")
     with Cluster(tmp_path, job=job) as cluster:
         cluster.wait_for_step(3)
+        seen = NowReader(cluster.run_dir)
+        now = cluster.wait_for("step of each worker", lambda: (now := seen.read()) and all(
+            it.step > 2 for it in now.workers.values()) and now)
+        assert {(it.rank, it.phase) for it in now.workers.values()} == {
+            (rank, "training") for rank in range(4)}
+        assert all(it.silent_s < 5 for it in now.workers.values())
         terminal = Terminal(cluster.run_dir)
-        for key, shown in (("", "training"), ("k", "other keys: back"), ("1", "Kill worker"),
-                           ("y", "was killed")):
+        for key, shown in (("", "training"), ("", "heartbeat"), ("", " s ago"),
+                           ("k", "other keys: back"), ("1", "Kill worker"), ("y", "was killed")):
             terminal.press(key)
             terminal.wait_for(shown)
         assert cluster.finish() == 0
         terminal.wait_for("finished")
         assert terminal.end() == 0
         cluster.assert_nothing_lost(twin_of(*job), victims=1)
+        assert not (cluster.run_dir / NOW_FILE).exists()
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> None:

@@ -69,7 +69,7 @@ def test_a_reader_gets_what_is_newer_than_it_has(tmp_path: Path) -> None:
         assert "checkpoints" not in later["sections"]
         assert "was killed (SIGKILL)" in later["sections"]["events"]
         assert "a worker lost" in later["sections"]["picture"]
-        assert "trains" in later["sections"]["fleet"]
+        assert "training" in later["sections"]["fleet"]
         assert "finished" in later["sections"]["figures"]
 
 

@@ -24,6 +24,7 @@ import structlog
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, ConfigError
 from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.launch import now
 from elastic_trainer.launch.addresses import HostsUnreachable
 from elastic_trainer.launch.discovered import DiscoveryUnavailable, WaitedTooLong
 from elastic_trainer.launch.driver import MendedDriver
@@ -80,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         attempt = int(env.get("ELASTIC_TRAINER_ATTEMPT", "1"))
         events = Events(Path(run_dir) if run_dir else None, run=Path(run_dir or "").name,
                         attempt=attempt)
-        code = MendedDriver(settings, env, command, events).run()
+        driver = MendedDriver(settings, env, command, events)
+        with now.kept(events.run_dir, driver.membership.roster, driver.lock):
+            code = driver.run()
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:

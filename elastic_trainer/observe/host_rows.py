@@ -1,9 +1,9 @@
-"""A row for each host of a run, as the terminal view shows it.
+"""A row for each host of a run: its state, ranks, step, heartbeat and price.
 
-status → here → watch
+status (event log), now (now.json), prices → here → watch, the page
 
 What always holds:
-1. The rows are a pure function of the status.
+1. The rows are a pure function of the status and of what the driver last knew, if it is there.
 2. There are at most as many rows as asked for, and the other hosts are counted by state.
 3. Hosts whose state is about to change come first, and hosts that have left come last.
 """
@@ -11,13 +11,18 @@ What always holds:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from elastic_trainer.config import ConfigError
+from elastic_trainer.observe.now import Now, WorkerNow
+from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.status import LiveWorker, Status
 
-STATES = ("draining", "booting", "training", "idle", "gone")
-"""In the order of the rows. draining: a host under notice, or one that has left the list and still
-has a worker. idle: a host without a worker in the world."""
+STATES = ("draining", "waiting", "booting", "training", "finished", "spare", "standby", "idle",
+          "gone")
+"""In the order of the rows; docs/guide/watch.md explains them. A host with several workers has the
+first state that one of them has."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +34,19 @@ class HostRow:
     ranks: tuple[int, ...] = ()
     type: str = ""
     gone_at: float | None = None
-
-    @property
-    def ranks_in_words(self) -> str:
-        """The ranks: "-", "3", or "4-7" for the first and the last of several."""
-        if not self.ranks:
-            return "-"
-        first, last = min(self.ranks), max(self.ranks)
-        return f"{first}" if first == last else f"{first}-{last}"
+    steps: tuple[int, ...] = ()
+    """How many steps each of its workers in the world has finished."""
+    silent_s: float | None = None
+    """The age of the newest heartbeat, of the worker that has the oldest one."""
 
 
-def host_rows(status: Status) -> list[HostRow]:
+def host_rows(status: Status, now: Now | None = None) -> list[HostRow]:
     """Return the rows of all hosts, in the order of STATES and then of the ranks."""
     ranks = {worker: rank for rank, worker in enumerate(status.members)}
     workers: dict[str, list[tuple[str, LiveWorker]]] = {host: [] for host in status.listed}
     for name, worker in status.workers.items():
         workers.setdefault(worker.host, []).append((name, worker))
-    rows = [_row(status, host, theirs, ranks) for host, theirs in workers.items()]
+    rows = [_row(status, now, host, theirs, ranks) for host, theirs in workers.items()]
     rows += [HostRow(host, "gone", (), status.types.get(host, ""), at) for host, at in status.gone
              if host not in workers]
     return sorted(rows, key=lambda row: (STATES.index(row.state), row.ranks or (len(ranks),),
@@ -62,13 +63,67 @@ def bounded(rows: list[HostRow], most: int) -> tuple[list[HostRow], str]:
     return rows[:most], f"{hosts}: {states}"
 
 
-def _row(status: Status, host: str, workers: list[tuple[str, LiveWorker]],
+def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, LiveWorker]],
          ranks: dict[str, int]) -> HostRow:
-    theirs = tuple(sorted(ranks[name] for name, _ in workers if name in ranks))
-    if host in status.noticed or host not in status.listed:
-        state = "draining"
-    elif any(not worker.is_ready for _, worker in workers):
-        state = "booting"
-    else:
-        state = "training" if theirs else "idle"
-    return HostRow(host, state, theirs, status.types.get(host, ""))
+    known = {name: now.workers.get(name) if now else None for name, _ in workers}
+    members = [name for name, _ in workers if name in ranks]
+    states = {_state(worker, known[name], ranks.get(name), status.shards)
+              for name, worker in workers} or {"idle"}
+    if host in status.noticed or host not in status.listed or any(
+            it.drains for it in known.values() if it):
+        states.add("draining")
+    silences = [it.silent_s for it in known.values() if it and it.silent_s is not None]
+    return HostRow(
+        host, min(states, key=STATES.index), tuple(sorted(ranks[name] for name in members)),
+        status.types.get(host, ""),
+        steps=tuple(it.step if (it := known[name]) else status.steps for name in members),
+        silent_s=max(silences, default=None))
+
+
+def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: int | None) -> str:
+    """Return the state of a worker. The driver's file may be a second older than the log."""
+    state = now.phase if now else ""
+    if state not in ("booting", "waiting", "finished"):
+        state = "booting" if not worker.is_ready else "standby" if rank is None else "training"
+    return "spare" if state == "training" and shards and rank and rank >= shards else state
+
+
+def columns(status: Status, now: Now | None, prices: Prices | None) -> list[str]:
+    """Return the heads of the columns: those of which something is known."""
+    return ["host", "state", "rank", "step", *(["heartbeat"] if now else []),
+            *(["type"] if status.types else []), *([f"{prices.currency}/h"] if prices else [])]
+
+
+def cells(rows: Iterable[HostRow], heads: list[str], prices: Prices | None, moment: float
+          ) -> Iterator[list[str]]:
+    """Yield the texts of each row, at a time of the reader's clock."""
+    for row in rows:
+        known = {
+            "host": row.host, "rank": span_of(row.ranks), "step": span_of(row.steps),
+            "state": row.state if row.gone_at is None else f"gone {age(moment - row.gone_at)}",
+            "heartbeat": "-" if row.silent_s is None else f"{age(row.silent_s)} ago",
+            "type": row.type or "-"}
+        yield [known[head] if head in known else _price(prices, row) for head in heads]
+
+
+def span_of(numbers: tuple[int, ...]) -> str:
+    """Return "-", "3", or "4-7" for the lowest and the highest of several."""
+    if not numbers:
+        return "-"
+    first, last = min(numbers), max(numbers)
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def age(seconds: float) -> str:
+    """Return a duration in whole seconds, minutes or hours."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"
+
+
+def _price(prices: Prices | None, row: HostRow) -> str:
+    try:
+        return f"{prices.of(row.host, row.type).spot:.4g}" if prices else "-"
+    except ConfigError:
+        return "-"

@@ -1,6 +1,6 @@
 """A run's story as it goes on: the sections of its page, drawn again when something has happened.
 
-event log → Reader → history, timeline, story, status → here → web
+event log, now.json → history, timeline, story, status → here → web
 
 What always holds:
 1. It only reads, and only when somebody looks: without a reader it costs nothing.
@@ -24,6 +24,7 @@ from xml.etree.ElementTree import Element, tostring
 from elastic_trainer.observe import page
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.metrics import text_of
+from elastic_trainer.observe.now import NowReader
 from elastic_trainer.observe.report import result_of
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.status import Status, fold
@@ -36,8 +37,7 @@ LEAST_S = 0.5
 """The log is read at most twice a second, whatever the number of readers."""
 
 TEXTS: Mapping[str, Callable[[page.Run], Element]] = {
-    "figures": page.figures, "fleet": page.fleet, "checkpoints": page.checkpoints,
-    "events": page.newest_events}
+    "figures": page.figures, "checkpoints": page.checkpoints, "events": page.newest_events}
 CHARTS: Mapping[str, Callable[[page.Run], Element]] = {
     "picture": page.picture, "loss": page.loss, "hosts": page.hosts, "recoveries": page.recoveries}
 SECTIONS = ("figures", "picture", "fleet", "loss", "hosts", "recoveries", "checkpoints", "events")
@@ -50,7 +50,7 @@ class Live:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.status = Status(run=run_dir.name)
-        self._log = Reader(run_dir)
+        self._log, self._now = Reader(run_dir), NowReader(run_dir)
         self._run = page.Run(History(run=run_dir.name), Timeline(), Story(), {})
         self._lock = threading.Lock()
         self._read_at = self._drawn_at = -REST * 1e6
@@ -91,6 +91,7 @@ class Live:
             self._are_charts_old = True
             self._run = replace(self._run, result=result_of(self._run.history))
             self._draw(TEXTS)
+        self._show("fleet", page.fleet(self.status, self._now.read(), None, time.time()))
         if self._are_charts_old and now - self._drawn_at >= REST * self._cost_s:
             started = time.thread_time()
             self._draw(CHARTS)
@@ -110,7 +111,10 @@ class Live:
 
     def _draw(self, sections: Mapping[str, Callable[[page.Run], Element]]) -> None:
         for name, section in sections.items():
-            html = tostring(section(self._run), encoding="unicode", method="html")
-            if html != self._html.get(name):
-                self._version += 1
-                self._html[name], self._versions[name] = html, self._version
+            self._show(name, section(self._run))
+
+    def _show(self, name: str, section: Element) -> None:
+        html = tostring(section, encoding="unicode", method="html")
+        if html != self._html.get(name):
+            self._version += 1
+            self._html[name], self._versions[name] = html, self._version

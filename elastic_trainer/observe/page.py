@@ -21,18 +21,21 @@ from typing import Any
 from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 
 from elastic_trainer.observe import charts, comparison, svg
-from elastic_trainer.observe.accounts import Part
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.history import History
+from elastic_trainer.observe.host_rows import bounded, cells, columns, host_rows
+from elastic_trainer.observe.now import Now
 from elastic_trainer.observe.page_style import STYLE
+from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.sentences import count
+from elastic_trainer.observe.status import Status
 from elastic_trainer.observe.story import NEWEST_CHECKPOINTS, Story, Telling
 from elastic_trainer.observe.timeline import Timeline
 from elastic_trainer.wire.plain import plain
 
-STATES = {Part.MEMBER: "trains", Part.SPARE: "has no shard", Part.READY: "waits for a place",
-          Part.BOOTING: "boots"}
+MOST_ROWS = 200
+"""Of the table of hosts."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -174,25 +177,16 @@ def hosts(run: Run) -> Element:
     return section
 
 
-def fleet(run: Run) -> Element:
-    """Return the hosts that are there: what each is doing, its rank and its step."""
-    section, accounts = _section("The fleet"), run.history.accounts
-    ranks: dict[str, list[str]] = {}
-    for rank, worker in enumerate(run.history.formed):
-        ranks.setdefault(run.history.host_name(worker), []).append(str(rank))
-    rows = []
-    for host, crew in sorted(accounts.crews.items()):
-        if (part := crew.part) is None:
-            continue
-        is_in = part in (Part.MEMBER, Part.SPARE)
-        rows.append([host, run.history.type_of.get(host, ""), STATES[part],
-                     ", ".join(ranks.get(host, [])) if is_in else "",
-                     f"{run.history.next}" if part is Part.MEMBER else "",
-                     "" if crew.slots else "has left the list"])
+def fleet(status: Status, now: Now | None, prices: Prices | None, moment: float) -> Element:
+    """Return the hosts that are there, and the last that have left, at a time of this clock."""
+    section, (rows, others) = _section("The fleet"), bounded(host_rows(status, now), MOST_ROWS)
     if not rows:
         SubElement(section, "p").text = "No host is there."
         return section
-    _table(section, ["host", "type", "state", "rank", "step", ""], rows)
+    heads = columns(status, now, prices)
+    _table(section, heads, cells(rows, heads, prices, moment))
+    if others:
+        SubElement(section, "p", {"class": "dim"}).text = others
     return section
 
 
@@ -324,7 +318,7 @@ def _table(section: Element, head: Sequence[str], rows: Iterable[Sequence[str]])
     top = SubElement(table, "tr")
     for cell in head:
         SubElement(top, "th").text = plain(cell)
-    for cells in rows:
+    for texts in rows:
         row = SubElement(table, "tr")
-        for cell in cells:
+        for cell in texts:
             SubElement(row, "td").text = plain(cell)

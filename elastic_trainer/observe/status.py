@@ -57,6 +57,8 @@ class Status:
     """Committed, in the kept history."""
     steps_due: int | None = None
     global_batch: int = 0
+    shards: int | None = None
+    """Of a global batch: more workers of a world than this have none."""
     loss: float | None = None
     speed: tuple[tuple[float, int], ...] = ()
     """(time, samples) of the last steps."""
@@ -222,7 +224,8 @@ def _job_described(status: Status, event: Event) -> Status:
                             drop_last=bool(event.get("drop_last")))
     except ConfigError:
         return status
-    return replace(status, steps_due=schedule.steps, global_batch=int(event["global_batch"]))
+    return replace(status, steps_due=schedule.steps, global_batch=int(event["global_batch"]),
+                   shards=int(event["shards"]))
 
 
 def _generation_started(status: Status, event: Event) -> Status:

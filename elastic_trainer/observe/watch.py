@@ -2,7 +2,8 @@
 
     elastic-trainer watch runs/NAME
 
-Where it stands: event log → Reader → status → here: a panel, or lines if there is no terminal.
+Where it stands: event log → Reader → status, host_rows → here: a panel, or lines if there is no
+terminal.
 
 What always holds:
 1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
@@ -32,10 +33,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.config import ConfigError
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History
-from elastic_trainer.observe.host_rows import HostRow, bounded, host_rows
+from elastic_trainer.observe.host_rows import HostRow, age, bounded, cells, columns, host_rows
+from elastic_trainer.observe.now import Now, NowReader
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.status import RECENT_EVENTS, Event, Status, fold
@@ -72,11 +73,11 @@ def panel(status: Status) -> Panel:
                  title=title, title_align="left")
 
 
-def view(watch: FullWatch, now: float) -> Panel:
+def view(watch: FullWatch, moment: float) -> Panel:
     """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys."""
     status, dialog = watch.status, watch.dialog
     asked = [Text(plain(line), style="yellow") for line in dialog.lines()]
-    facts = [*_facts(status), ("checkpoint", _checkpoint(status, now)),
+    facts = [*_facts(status), ("checkpoint", _checkpoint(status, moment)),
              ("goodput", "-" if watch.goodput is None else f"{watch.goodput:.1%}")]
     columns = Columns([Text.assemble((f"{name} ", "dim"), (value, "bold"))
                        for name, value in facts], padding=(0, 3))
@@ -84,45 +85,26 @@ def view(watch: FullWatch, now: float) -> Panel:
     recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
     refusal = [Text(status.refusal, style="red")] if status.refusal else []
     used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal)
-    rows, others = bounded(host_rows(status), max(2, watch.console.height - used))
+    rows, others = bounded(host_rows(status, watch.now), max(2, watch.console.height - used))
     more = [Text(others, style="dim")] if others else []
-    return Panel(Group(bar, columns, *refusal, _hosts(watch, rows, now), *more, Text(), *recent,
+    return Panel(Group(bar, columns, *refusal, _hosts(watch, rows, moment), *more, Text(), *recent,
                        *asked),
                  title=Text(plain(f"{status.run}: {status.phase}")), title_align="left")
 
 
-def _hosts(watch: FullWatch, rows: list[HostRow], now: float) -> RenderableType:
+def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    columns = ("host", "state", "rank", "step", *(["type"] if watch.status.types else []),
-               *([f"{watch.prices.currency}/h"] if watch.prices else []))
-    for name in columns:
+    heads = columns(watch.status, watch.now, watch.prices)
+    for name in heads:
         table.add_column(name, no_wrap=True, overflow="ellipsis",
                          min_width=10 if name == "state" else None)
-    for row in rows:
-        state = row.state if row.gone_at is None else f"gone {_age(now - row.gone_at)}"
-        cells = [row.host, state, row.ranks_in_words, f"{watch.status.steps}" if row.ranks else "-",
-                 *([row.type or "-"] if watch.status.types else []),
-                 *([_price(watch.prices, row)] if watch.prices else [])]
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+    for texts in cells(rows, heads, watch.prices, moment):
+        table.add_row(*(Text(plain(text)) for text in texts))
     return table
 
 
-def _price(prices: Prices, row: HostRow) -> str:
-    try:
-        return f"{prices.of(row.host, row.type).spot:.4g}"
-    except ConfigError:
-        return "-"
-
-
-def _checkpoint(status: Status, now: float) -> str:
-    return "-" if status.checkpoint is None else f"{_age(now - status.checkpoint[1])} ago"
-
-
-def _age(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"
+def _checkpoint(status: Status, moment: float) -> str:
+    return "-" if status.checkpoint is None else f"{age(moment - status.checkpoint[1])} ago"
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
@@ -237,6 +219,8 @@ class FullWatch(Watch):
         self.run_dir, self.prices = Path(run_dir), prices
         self.dialog = keys.Dialog()
         self.goodput: float | None = None
+        self.now: Now | None = None
+        self._now_reader = NowReader(self.run_dir)
         self._history = History(run=self.run_dir.name)
         self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
 
@@ -266,7 +250,7 @@ class FullWatch(Watch):
             super()._redraw(live)
 
     def _picture(self) -> Panel:
-        self.goodput = self._history.goodput()
+        self.goodput, self.now = self._history.goodput(), self._now_reader.read()
         return view(self, time.time())
 
     def _take(self, event: Event) -> None:

@@ -1,0 +1,135 @@
+"""What the driver last knew of each worker: the reader of now.json.
+
+launch/now → now.json → here → host_rows → watch, the page
+
+What always holds:
+1. A file that is malformed, too large or no regular file is read as no file. It has no text that
+   was not checked, and a reader's screen escapes it (plain).
+2. A file whose driver does not write it any more is no file. Its time is of the driver's clock, so
+   a reader with another clock waits until it changes: FRESH_S at most.
+3. The age of a heartbeat is the one at the file's time, by the driver's clock alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.observe.fields import (
+    FLAG,
+    LIST,
+    NAME,
+    TIME,
+    WHOLE,
+    WHOLE_OR_MINUS_ONE,
+    checked,
+    flaw_in,
+    may_read,
+    reads,
+)
+from elastic_trainer.observe.schema import parse_object
+
+NOW_FILE = "now.json"
+FRESH_S = 15.0
+"""A driver writes its file every 5 s, or more often."""
+MOST_BYTES = 8 << 20
+"""Of 10,000 workers with long names."""
+_FILE = checked(reads(time=TIME, workers=LIST))
+_WORKER = checked((*reads(worker=NAME, host=NAME, rank=WHOLE_OR_MINUS_ONE, phase=NAME, step=WHOLE),
+                   *may_read(drains=FLAG, heard=TIME)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerNow:
+    """One worker, as its newest heartbeat and its process showed it."""
+
+    host: str
+    rank: int
+    """-1: it is in no world."""
+    phase: str
+    step: int
+    """How many steps it has finished."""
+    drains: bool
+    silent_s: float | None
+    """The age of its newest heartbeat; None: there was none yet."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """All workers, at a time of the driver's clock."""
+
+    time: float
+    workers: Mapping[str, WorkerNow]
+
+
+def now_in(text: bytes) -> Now | None:
+    """Return the content of a file; None if it is malformed. Fields that it does not know are left
+    out."""
+    content = parse_object(text)
+    if content is None or flaw_in(_FILE, content):
+        return None
+    workers = content["workers"]
+    if any(type(it) is not dict or flaw_in(_WORKER, it) for it in workers):
+        return None
+    return Now(content["time"], {it["worker"]: _worker(it, content["time"]) for it in workers})
+
+
+def _worker(fields: Mapping[str, Any], moment: float) -> WorkerNow:
+    heard = fields.get("heard")
+    return WorkerNow(
+        host=fields["host"], rank=fields["rank"], phase=fields["phase"], step=fields["step"],
+        drains=bool(fields.get("drains")),
+        silent_s=None if heard is None else max(0.0, moment - heard))
+
+
+class NowReader:
+    """Reads the file of a run again and again."""
+
+    def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic,
+                 clock: Callable[[], float] = time.time):
+        self._file, self._monotonic, self._clock = run_dir / NOW_FILE, monotonic, clock
+        self._version: tuple[int, ...] = ()
+        self._now: Now | None = None
+        self._changed_at = -math.inf
+        """When its time was another one than before, by the monotonic clock."""
+
+    def read(self) -> Now | None:
+        """Return what the driver knows now; None without a driver that writes it. Disk."""
+        text = self._text()
+        if text:
+            before, self._now = self._now, now_in(text)
+            if self._now and before and self._now.time != before.time:
+                self._changed_at = self._monotonic()
+            elif self._now and not before:
+                self._changed_at = self._monotonic() - abs(self._clock() - self._now.time)
+        elif text is None:
+            self._now, self._version = None, ()
+        return self._now if self._monotonic() - self._changed_at < FRESH_S else None
+
+    def _text(self) -> bytes | None:
+        """Return the file's content; nothing if it is as before; None if it cannot be used."""
+        try:
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+                return None
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if version == self._version:
+                return b""
+            with open(descriptor, "rb", closefd=False) as file:
+                text = file.read(MOST_BYTES + 1)
+            self._version = version
+            return text if len(text) <= MOST_BYTES else None
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
