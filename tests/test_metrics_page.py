@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from test_accounts import STORY
-from test_report import event, write
+from test_accounts import STORY, formed, worker
+from test_report import JOB, event, generation, step, write
 from test_web import ask, impatient, served
 
 from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.metrics import METRICS, PREFIX
+from elastic_trainer.observe.report import summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 OBSERVE = ROOT / "deploy" / "observe"
@@ -85,6 +86,36 @@ def test_a_run_that_has_not_begun_has_metrics(tmp_path: Path) -> None:
     text = Live(tmp_path).metrics()
     assert f"{PREFIX}loss" not in text and "timestamp" not in text
     assert f"{PREFIX}attempts_total" in text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
+    """What the driver logs behind run.finished belongs to no account, until more steps follow."""
+    behind = [worker(15.0, "gone", "a", exit_code=0, reason="finished"),
+              event(20.0, "driver.stopped", verdict="finished"),
+              event(21.0, "attempt.ended", exit_code=0, verdict="finished"),
+              event(90.0, "run.started", options={}), event(90.0, "attempt.started", attempt=2)]
+    more = [event(91.0, "driver.host_added", host="a", slots=1, attempt=2),
+            worker(91.0, "started", "a", 2, attempt=2), worker(94.0, "ready", "a", 2, attempt=2),
+            formed(94.0, 4, "start", "a/0/2", attempt=2),
+            event(95.0, "job.described", **JOB | {"steps": 8}, reduce="exact", attempt=2),
+            generation(95.0, 4, 6, "checkpoint", 5.0, attempt=2),
+            step(96.0, 6, generation=4, attempt=2),
+            event(97.0, "run.finished", steps=8, samples=64, loss=0.0, weights_sha256="5a")]
+    live = Live(tmp_path)
+    for story in (STORY, [*STORY, *behind], [*STORY, *behind, *more]):
+        write(tmp_path, story)
+        found, result = values_of(live.metrics()), summarize(story)
+        run = 'run="x"'
+        for name in ("goodput", "ettr"):
+            assert found[f"{PREFIX}{name}_ratio{{{run}}}"] == result[name] > 0
+        for name, seconds in result["books"].items():
+            phase = name.removesuffix("_s")
+            assert found[f'{PREFIX}run_seconds_total{{{run},phase="{phase}"}}'] == seconds
+        for account, seconds in result["host_seconds"].items():
+            assert found[f'{PREFIX}host_seconds{{{run},account="{account}"}}'] == seconds
+        assert found[f"{PREFIX}last_event_timestamp_seconds{{{run}}}"] == story[-1]["time"]
+    assert result["books"]["stopped_s"] > 60
 
 
 def test_prometheus_scrapes_a_run(tmp_path: Path, programs: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,13 +173,13 @@ class History:
             host.close(self.now)
         self.accounts.close()
 
-    def goodput(self) -> float | None:
-        """Return the goodput so far, as `report` defines it; None before the first step."""
-        seconds = self.books.seconds()
-        trained_s = sum(seconds.values()) - seconds[Phase.BOOTING] - seconds[Phase.STOPPED]
+    def goodput(self, without: Sequence[Phase] = (Phase.BOOTING, Phase.STOPPED)) -> float | None:
+        """Return the time of the kept steps, by the time so far without some phases; None before
+        the first step. Without Phase.STOPPED alone it is the ETTR."""
+        time_s = sum(s for phase, s in self.books.seconds().items() if phase not in without)
         if self.world_of is not None and not math.isinf(self.books.until):
-            trained_s += self.now - self.books.until  # not booked yet
-        return min(1.0, self.useful_s / trained_s) if trained_s > 0 else None
+            time_s += self.now - self.books.until  # not booked yet
+        return min(1.0, self.useful_s / time_s) if time_s > 0 else None
 
     def _run_started(self, event: Event) -> None:
         self.invocations += 1
@@ -386,25 +386,32 @@ def least_workers(options: Any) -> int:
 def history_of(events: Iterable[Event]) -> History:
     """Return the history of a run whose events are read once, up to its last run.finished."""
     history = History()
-    for event in until_finished(events):
-        history.read(event)
+    gate = UntilFinished()
+    for event in events:
+        for through in gate.take(event):
+            history.read(through)
     history.close()
     return history
 
 
-def until_finished(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events up to the last run.finished.
+class UntilFinished:
+    """Lets the events through, up to the last run.finished; those behind it only if the run was
+    resumed with more steps."""
 
-    All events are yielded if the run was resumed with more steps after it.
-    """
-    finished: Event | None = None
-    later: list[Event] = []
-    """The events behind run.finished: a few, unless the run was resumed with more steps."""
-    for event in events:
-        later.append(event)
-        is_resumed = finished is not None and (
-            event["event"] == "job.described" and event.get("steps") != finished["steps"])
-        if event["event"] == "run.finished" or finished is None or is_resumed:
-            finished = event if event["event"] == "run.finished" else None
-            yield from later
-            later.clear()
+    def __init__(self) -> None:
+        self._finished: Event | None = None
+        self._later: list[Event] = []
+        """The events behind run.finished: a few, unless the run was resumed with more steps."""
+
+    def take(self, event: Event) -> Sequence[Event]:
+        """Take one more event; return those that are let through now."""
+        if self._finished is None and event["event"] != "run.finished":  # nearly all events
+            return (event,)
+        self._later.append(event)
+        is_resumed = event["event"] == "job.described" and (
+            self._finished is not None and event.get("steps") != self._finished["steps"])
+        if event["event"] != "run.finished" and not is_resumed:
+            return ()
+        self._finished = None if is_resumed else event
+        through, self._later = self._later, []
+        return through

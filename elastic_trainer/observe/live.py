@@ -22,7 +22,7 @@ from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
 from elastic_trainer.observe import page
-from elastic_trainer.observe.history import History
+from elastic_trainer.observe.history import History, UntilFinished
 from elastic_trainer.observe.metrics import text_of
 from elastic_trainer.observe.now import NowReader
 from elastic_trainer.observe.report import result_of
@@ -52,9 +52,10 @@ class Live:
         self.status = Status(run=run_dir.name)
         self._log, self._now = Reader(run_dir), NowReader(run_dir)
         self._run = page.Run(History(run=run_dir.name), Timeline(), Story(), {})
+        self._gate = UntilFinished()
         self._lock = threading.Lock()
         self._read_at = self._drawn_at = -REST * 1e6
-        self._cost_s = 0.0
+        self._cost_s, self._last_event_at = 0.0, -math.inf
         self._are_charts_old = True
         self._html: dict[str, str] = {}
         self._versions: dict[str, int] = {}
@@ -74,7 +75,7 @@ class Live:
             story, history = self._run.story, self._run.history
             newest = history.kept.get(history.next - 1)
             moments = {
-                "last_event": history.now, "last_step": newest[3] if newest else None,
+                "last_event": self._last_event_at, "last_step": newest[3] if newest else None,
                 "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None}
             return text_of(
                 self.status, self._run.result,
@@ -103,10 +104,12 @@ class Live:
         has_news = False
         for event in self._log.events():
             has_news = True
+            self._last_event_at = max(self._last_event_at, event["time"])
             self.status = fold(self.status, event)
             for part in (self._run.timeline, self._run.story):
                 part.take(event)
-            self._run.history.read(event)
+            for through in self._gate.take(event):
+                self._run.history.read(through)
         return has_news
 
     def _draw(self, sections: Mapping[str, Callable[[page.Run], Element]]) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.observe.accounts import Account
+from elastic_trainer.observe.event_kind import Phase
 from elastic_trainer.observe.history import Event, History, Host, history_of
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Reader
@@ -68,7 +69,7 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
     hosts: the workers of each, and their seconds booting and working (from ready until gone), and
         by account.
     """
-    newest, useful_s = history.kept.get(history.next - 1), history.useful_s
+    newest = history.kept.get(history.next - 1)
     samples, loss = history.samples, newest[1] if newest and history.samples else None
     books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
     wall_s = sum(books.values())
@@ -85,8 +86,8 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         "steps_redone": len(history.redone) + history.rolled_back,
         "steps_rolled_back": history.rolled_back,
         "wall_s": round(wall_s, 3),
-        "goodput": _goodput(useful_s, wall_s - books["booting_s"] - books["stopped_s"]),
-        "ettr": _goodput(useful_s, wall_s - books["stopped_s"]),
+        "goodput": round(history.goodput() or 0.0, 4),
+        "ettr": round(history.goodput(without=[Phase.STOPPED]) or 0.0, 4),
         **_failures(history, books["restarting_s"]),
         "books": {key: round(seconds, 3) for key, seconds in books.items()},
         "host_seconds": _named(history.accounts.totals()),
@@ -118,10 +119,6 @@ def _host(history: History, name: str) -> dict[str, Any]:
 def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
     """Return the accounts that are not empty, by name."""
     return {account.value: round(spent, 3) for account, spent in seconds.items() if spent > 5e-4}
-
-
-def _goodput(useful_s: float, trained_s: float) -> float:
-    return round(min(1.0, useful_s / trained_s), 4) if trained_s > 0 else 0.0
 
 
 def read_log(run_dir: str | Path, through: Callable[[Iterable[Event]], Iterable[Event]] = iter

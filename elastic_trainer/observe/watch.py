@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.observe import keys
-from elastic_trainer.observe.history import History
+from elastic_trainer.observe.history import History, UntilFinished
 from elastic_trainer.observe.host_rows import HostRow, age, bounded, cells, columns, host_rows
 from elastic_trainer.observe.now import Now, NowReader
 from elastic_trainer.observe.prices import Prices
@@ -221,7 +221,7 @@ class FullWatch(Watch):
         self.goodput: float | None = None
         self.now: Now | None = None
         self._now_reader = NowReader(self.run_dir)
-        self._history = History(run=self.run_dir.name)
+        self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
         self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
 
     def wait_for_keys(self) -> None:
@@ -254,7 +254,8 @@ class FullWatch(Watch):
         return view(self, time.time())
 
     def _take(self, event: Event) -> None:
-        self._history.read(event)
+        for through in self._gate.take(event):
+            self._history.read(through)
 
 
 @contextmanager
