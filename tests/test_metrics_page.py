@@ -20,12 +20,17 @@ from test_accounts import STORY, formed, worker
 from test_report import JOB, event, generation, step, write
 from test_web import ask, impatient, served
 
+from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.metrics import METRICS, PREFIX
+from elastic_trainer.observe.now import NOW_FILE
+from elastic_trainer.observe.overview import Overview, open_runs
+from elastic_trainer.observe.prices import Price, Prices, costs
 from elastic_trainer.observe.report import summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 OBSERVE = ROOT / "deploy" / "observe"
+PRICES = Prices(currency="EUR", default=Price(spot=36.0, on_demand=100.0))
 __all__ = ["impatient"]
 
 
@@ -57,12 +62,19 @@ def values_of(text: str) -> dict[str, float]:
 @pytest.mark.usefixtures("impatient")
 def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
         tmp_path: Path, programs: Path) -> None:
-    """Each declared metric is there once it is known, with the names that a run has; a counter that
-    has not counted is 0."""
+    """Each declared metric of two runs is there once it is known, with the names that the runs
+    have; a counter that has not counted is 0."""
     odd = 'a "run" with \\ and\nlines'
     checkpoint = event(13.5, "state.checkpoint_published", step=5, bytes=1, pause_s=0.1)
-    write(tmp_path, [item | {"run": odd} for item in [*STORY[:-1], checkpoint, STORY[-1]]])
-    with served(tmp_path) as server:
+    story = [*STORY[:-1], checkpoint, STORY[-1]]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, run in zip(folders, (odd, "x"), strict=True):
+        folder.mkdir()
+        write(folder, [item | {"run": run} for item in story])
+    (folders[0] / NOW_FILE).write_text(json.dumps({"time": time.time(), "workers": [
+        {"worker": "a/0/1", "host": "a", "rank": 0, "phase": "training", "step": 6,
+         "heard": time.time() - 5.0}]}))
+    with served(*folders, prices=PRICES) as server:
         code, headers, text = ask(server, "/metrics")
     assert code == 200 and headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     checked = subprocess.run([programs / "promtool", "check", "metrics"], input=text, text=True,
@@ -74,6 +86,10 @@ def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
     assert found[f'{PREFIX}workers_lost_total{{{run},reason="crashed"}}'] == 1
     assert found[f'{PREFIX}workers_lost_total{{{run},reason="frozen"}}'] == 0
     assert found[f'{PREFIX}host_seconds{{{run},account="useful step"}}'] == 11.5
+    assert 4 < found[f"{PREFIX}oldest_heartbeat_seconds{{{run}}}"] < 7
+    assert found[f'{PREFIX}fleet_hosts{{{run},state="training"}}'] == 2
+    assert found[f'{PREFIX}host_price_per_hour{{{run},host="a",type="",currency="EUR"}}'] == 36
+    assert found[f'{PREFIX}steps{{run="x"}}'] == 6
     assert found[f"{PREFIX}last_checkpoint_timestamp_seconds{{{run}}}"] == 13.5
     assert found[f"{PREFIX}last_step_timestamp_seconds{{{run}}}"] == 13.5
     assert {re.split(r"[{ ]", line)[0].removeprefix(PREFIX) for line in text.splitlines()
@@ -83,14 +99,15 @@ def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
 def test_a_run_that_has_not_begun_has_metrics(tmp_path: Path) -> None:
     """What is not known is absent, not 0."""
     write(tmp_path, [])
-    text = Live(tmp_path).metrics()
+    text = Overview([Live(tmp_path)]).metrics()
     assert f"{PREFIX}loss" not in text and "timestamp" not in text
     assert f"{PREFIX}attempts_total" in text
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
-    """What the driver logs behind run.finished belongs to no account, until more steps follow."""
+    """What the driver logs behind run.finished belongs to no account, and costs nothing, until more
+    steps follow. The cost never falls."""
     behind = [worker(15.0, "gone", "a", exit_code=0, reason="finished"),
               event(20.0, "driver.stopped", verdict="finished"),
               event(21.0, "attempt.ended", exit_code=0, verdict="finished"),
@@ -102,10 +119,10 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
             generation(95.0, 4, 6, "checkpoint", 5.0, attempt=2),
             step(96.0, 6, generation=4, attempt=2),
             event(97.0, "run.finished", steps=8, samples=64, loss=0.0, weights_sha256="5a")]
-    live = Live(tmp_path)
+    watched, spent = Overview([Live(tmp_path, PRICES)]), 0.0
     for story in (STORY, [*STORY, *behind], [*STORY, *behind, *more]):
         write(tmp_path, story)
-        found, result = values_of(live.metrics()), summarize(story)
+        found, result = values_of(watched.metrics()), summarize(story)
         run = 'run="x"'
         for name in ("goodput", "ettr"):
             assert found[f"{PREFIX}{name}_ratio{{{run}}}"] == result[name] > 0
@@ -114,15 +131,30 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
             assert found[f'{PREFIX}run_seconds_total{{{run},phase="{phase}"}}'] == seconds
         for account, seconds in result["host_seconds"].items():
             assert found[f'{PREFIX}host_seconds{{{run},account="{account}"}}'] == seconds
+        cost = found[f'{PREFIX}cost_total{{{run},currency="EUR"}}']
+        assert cost == costs(result, PRICES)["cost"] >= spent
+        spent = cost
         assert found[f"{PREFIX}last_event_timestamp_seconds{{{run}}}"] == story[-1]["time"]
     assert result["books"]["stopped_s"] > 60
+
+
+def test_runs_that_have_one_name_in_their_logs_have_two_labels(tmp_path: Path) -> None:
+    """A copy of a run: Prometheus would refuse two samples with the same labels."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, STORY)
+    text = Overview(open_runs([tmp_path / "one", tmp_path / "two"])).metrics()
+    assert {*re.findall(r'run="(\w+)"', text)} == {"one", "two"}
+    (tmp_path / "two" / "one").mkdir()
+    with pytest.raises(ConfigError, match="2 of the folders are named one"):
+        open_runs([tmp_path / "one", tmp_path / "two" / "one"])
 
 
 def test_prometheus_scrapes_a_run(tmp_path: Path, programs: Path) -> None:
     """A real one, with the token in its header, as the documentation configures it."""
     write(tmp_path, STORY)
     port = free_port()
-    with served(tmp_path, "0.0.0.0:0", token="mine") as server:
+    with served(tmp_path, bind="0.0.0.0:0", token="mine") as server:
         (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [{
             "job_name": "elastic-trainer", "scrape_interval": "1s",
             "authorization": {"credentials": "mine"},

@@ -22,12 +22,16 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe import live as live_module
 from elastic_trainer.observe.live import Live
+from elastic_trainer.observe.overview import open_runs
+from elastic_trainer.observe.prices import Price, Prices, costs
+from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.web import Server, address_of
 
 
 @contextmanager
-def served(run_dir: Path, bind: str = "127.0.0.1:0", **options: Any) -> Iterator[Server]:
-    server = Server(Live(run_dir), bind, **options)
+def served(*run_dirs: Path, bind: str = "127.0.0.1:0", prices: Prices | None = None,
+           **options: Any) -> Iterator[Server]:
+    server = Server(open_runs(run_dirs, prices), bind, **options)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -61,7 +65,7 @@ def test_a_reader_gets_what_is_newer_than_it_has(tmp_path: Path) -> None:
     write(tmp_path, STORY[:12])
     with served(tmp_path) as server:
         first = json.loads(ask(server, "/sections?newer=0")[2])
-        assert {*first["sections"]} == {*live_module.SECTIONS}
+        assert {*first["sections"]} == {*Live.sections}
         same = json.loads(ask(server, f"/sections?newer={first['version']}")[2])
         assert same == {"version": first["version"], "sections": {}}
         write(tmp_path, STORY)
@@ -92,11 +96,47 @@ def test_a_page_only_reads_and_no_other_site_reads_it(tmp_path: Path) -> None:
         assert ask(server, "/sections?newer=-1&newer=x")[0] == 200
 
 
+@pytest.mark.usefixtures("impatient")
+def test_several_runs_have_a_page_each_and_a_table_of_all(tmp_path: Path) -> None:
+    """The table has the cost so far, and where a host has no price, its run's page names it."""
+    for name, story in (("one", STORY), ("two 2", STORY[:12]), ("new", [])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, story)
+    prices = Prices(hosts={name: Price(spot=36.0, on_demand=50.0) for name in "acd"})
+    folders = [tmp_path / name for name in ("one", "two 2", "new")]
+    with served(*folders, prices=prices) as server:
+        assert "3 runs" in ask(server, "/")[2]
+        found = json.loads(ask(server, "/sections?newer=0")[2])
+        rows = found["sections"]["runs"]
+        assert 'href="run/two%202/">two 2<' in rows and "finished" in rows and "booting" in rows
+        assert json.loads(ask(server, f"/sections?newer={found['version']}")[2])["sections"] == {}
+        code, _, text = ask(server, "/run/two%202/")
+        assert code == 200 and "run two 2" in text and "all runs" in text
+        fleet = json.loads(ask(server, "/run/two%202/sections")[2])["sections"]["fleet"]
+        assert "<th>USD/h</th>" in fleet and "<td>36</td>" in fleet and "<td>-</td>" in fleet
+        figures = json.loads(ask(server, "/run/one/sections")[2])["sections"]["figures"]
+        assert "neither host b" in figures
+        unknown = ("/run/three/", "/run/", "/run/one", "/run/one/../..")
+        assert {ask(server, path)[0] for path in unknown} == {404}
+    prices.hosts["b"] = prices.hosts["a"]
+    with served(folders[0], prices=prices) as server:
+        assert "all runs" not in ask(server, "/")[2]
+        cost = costs(summarize(STORY), prices)["cost"]
+        assert f"{cost:.4g} USD" in json.loads(ask(server, "/sections")[2])["sections"]["figures"]
+
+
+def test_only_a_page_shows_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, remedy in ([], "add --web"), (["--otel"], "add --web"), (
+            ["--otel", "--prices", "x"], "Leave out --otel or --prices"):
+        assert main(["watch", str(tmp_path), str(tmp_path), *options]) != 0
+        assert remedy in capsys.readouterr().err
+
+
 def test_other_addresses_need_the_token(tmp_path: Path) -> None:
     """It comes in the printed address once, and then in a cookie that scripts do not see; or, for a
     program, in a header."""
     write(tmp_path, STORY)
-    with served(tmp_path, "0.0.0.0:0") as server:
+    with served(tmp_path, bind="0.0.0.0:0") as server:
         token = server.token
         assert len(token) >= 32
         assert ask(server, "/")[0] == ask(server, "/sections")[0] == 403
@@ -107,7 +147,7 @@ def test_other_addresses_need_the_token(tmp_path: Path) -> None:
         cookie = headers["Set-Cookie"].split(";")[0]
         assert ask(server, "/", Cookie=cookie)[0] == 200
         assert ask(server, "/sections", Authorization=f"Bearer {token}")[0] == 200
-    with served(tmp_path, "0.0.0.0:0", token="mine") as server:
+    with served(tmp_path, bind="0.0.0.0:0", token="mine") as server:
         assert ask(server, "/?token=mine")[0] == 303
 
 

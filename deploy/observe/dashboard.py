@@ -23,6 +23,8 @@ FIGURES = (
     ("Steps", "elastic_trainer_steps", "none"),
     ("Workers", "elastic_trainer_workers", "none"),
     ("Age of the checkpoint", "time() - elastic_trainer_last_checkpoint_timestamp_seconds", "s"),
+    ("Oldest heartbeat", "elastic_trainer_oldest_heartbeat_seconds", "s"),
+    ("Cost so far", "elastic_trainer_cost_total", "none"),
     ("Time since the last step", "time() - elastic_trainer_last_step_timestamp_seconds", "s"),
 )
 CURVES = (
@@ -32,10 +34,13 @@ CURVES = (
     ("Workers lost in 5 minutes", "increase(elastic_trainer_workers_lost_total{}[5m])",
      "{{reason}}", "none"),
     ("Hosts by what they do", "deriv(elastic_trainer_host_seconds{}[5m])", "{{account}}", "none"),
+    ("Hosts by state", "elastic_trainer_fleet_hosts", "{{state}}", "none"),
+    ("Cost an hour", "rate(elastic_trainer_cost_total{}[5m]) * 3600", "{{run}} ({{currency}})",
+     "none"),
     ("Steps done again in 5 minutes", "increase(elastic_trainer_steps_redone_total{}[5m])",
      "{{run}}", "none"),
 )
-STACKED = ("Hosts by what they do",)
+STACKED = ("Hosts by what they do", "Hosts by state")
 
 
 def expression(text: str) -> str:
@@ -59,7 +64,7 @@ def built() -> str:
                             .include_all(True).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
                             .query("label_values(elastic_trainer_steps, run)")))
     for title, text, unit in FIGURES:
-        board.with_panel(stat.Panel().title(title).unit(unit).height(4).span(4).datasource(SOURCE)
+        board.with_panel(stat.Panel().title(title).unit(unit).height(4).span(3).datasource(SOURCE)
                          .with_target(query(text, "{{run}}")))
     for title, text, legend, unit in CURVES:
         panel = (timeseries.Panel().title(title).unit(unit).height(8).span(12).datasource(SOURCE)

@@ -1,6 +1,7 @@
 """The commands that read: verify, watch, report and hosts. They do not change a run.
 
     elastic-trainer verify|watch|report runs/NAME
+    elastic-trainer watch runs/A runs/B --web
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer report runs/A runs/B --prices prices.toml --markdown
     elastic-trainer hosts HOSTS_FILE
@@ -31,51 +32,56 @@ if TYPE_CHECKING:
 COMMANDS = ("verify", "watch", "report", "hosts")
 _OF_RUNS = {"verify": "prove from the event log that no sample was lost or repeated",
             "watch": "show the progress of a run", "report": "show the summary of a run"}
+_FILES = {"--prices": "the prices of the hosts (TOML), for what the run costs",
+          "--html": "write the report as one page into this file",
+          "--svg": "draw the run into this file",
+          "--timeline": "join the timelines of all workers into this file",
+          "--trace": "write the whole run as a Perfetto trace into this file"}
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to a command line."""
-    for name, purpose in _OF_RUNS.items():
-        command = commands.add_parser(name, help=purpose)
-        if name != "report":
-            command.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
-            if name == "watch":
-                command.add_argument("--prices", type=Path, metavar="FILE",
-                                     help="the prices of the hosts (TOML), for their rows")
-                command.add_argument("--web", action="store_true",
-                                     help="show the run as a page for a browser")
-                command.add_argument("--otel", action="store_true",
-                                     help="send the run's attempts, generations and checkpoints "
-                                     "as OpenTelemetry spans (OTEL_EXPORTER_OTLP_ENDPOINT)")
-                command.add_argument("--bind", metavar="ADDRESS:PORT",
-                                     help="where the page is (127.0.0.1:8765); another address "
-                                     "than a loopback one needs the token that is printed")
-        else:
-            command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
-                                 help="e.g. runs/NAME; several are shown side by side")
-            form = command.add_mutually_exclusive_group()
-            form.add_argument("--json", action="store_true", help="print result.json's content")
-            form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
-            command.add_argument("--prices", type=Path, metavar="FILE",
-                                 help="the prices of the hosts (TOML), for what the run costs")
-            command.add_argument("--html", type=Path, metavar="FILE",
-                                 help="write the report as one page into this file")
-            command.add_argument("--svg", type=Path, metavar="FILE",
-                                 help="draw the run into this file")
-            command.add_argument("--timeline", type=Path, metavar="FILE",
-                                 help="join the timelines of all workers into this file")
-            command.add_argument("--trace", type=Path, metavar="FILE",
-                                 help="write the whole run as a Perfetto trace into this file")
+    verify, watch, shown = (commands.add_parser(name, help=purpose)
+                            for name, purpose in _OF_RUNS.items())
+    verify.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+    _add_watch(watch)
+    _add_report(shown)
     hosts = commands.add_parser("hosts", help="show the fleet's table")
     hosts.add_argument("hosts_file", type=Path, help="the poller's --hosts-file")
+
+
+def _add_watch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
+                         help="e.g. runs/NAME; several with --web")
+    command.add_argument("--prices", type=Path, metavar="FILE",
+                         help="the prices of the hosts (TOML), for their rows; with --web also for "
+                         "what a run costs")
+    command.add_argument("--web", action="store_true",
+                         help="show runs as pages for a browser, and as metrics for Prometheus")
+    command.add_argument("--otel", action="store_true",
+                         help="send the run's attempts, generations and checkpoints as "
+                         "OpenTelemetry spans (OTEL_EXPORTER_OTLP_ENDPOINT)")
+    command.add_argument("--bind", metavar="ADDRESS:PORT",
+                         help="where the page is (127.0.0.1:8765); another address than a loopback "
+                         "one needs the token that is printed")
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
+                         help="e.g. runs/NAME; several are shown side by side")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print result.json's content")
+    form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+    for option, purpose in _FILES.items():
+        command.add_argument(option, type=Path, metavar="FILE", help=purpose)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run one of the commands; returns the exit code. Raises ConfigError."""
     if options.command == "hosts":
         return show_hosts(options.hosts_file)
-    folders: list[Path] = (options.run_dirs if options.command == "report"
-                           else [options.run_dir])
+    folders: list[Path] = ([options.run_dir] if options.command == "verify"
+                           else options.run_dirs)
     try:
         for folder in folders:
             if not folder.is_dir():
@@ -85,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
             case "verify":
                 return show_verdict(folders[0])
             case "watch":
-                return show_progress(folders[0], options)
+                return show_progress(folders, options)
             case _:
                 return report(folders, options)
     except PermissionError as error:
@@ -105,26 +111,30 @@ def show_verdict(run_dir: Path) -> int:
     return 0 if verdict.is_proved else 1
 
 
-def show_progress(run_dir: Path, options: argparse.Namespace) -> int:
-    """Show a run until it is over, or as a page until Ctrl-C; or send its spans."""
+def show_progress(run_dirs: list[Path], options: argparse.Namespace) -> int:
+    """Show a run until it is over, or runs as pages until Ctrl-C; or send a run's spans."""
     if options.web and options.otel:
         raise ConfigError("--web shows the run, and --otel sends its spans. Call the command once "
                           "with each.")
     if options.bind and not options.web:
         raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
-    if options.prices and (options.web or options.otel):
-        raise ConfigError(f"--prices is {options.prices}, but only the terminal view shows "
-                          f"prices. Leave out {'--web' if options.web else '--otel'} or --prices.")
+    if options.prices and options.otel:
+        raise ConfigError(f"--prices is {options.prices}, but spans have no prices. Leave out "
+                          f"--otel or --prices.")
+    if len(run_dirs) > 1 and not options.web:
+        raise ConfigError(f"{len(run_dirs)} runs are named, and this view shows one. Name one "
+                          f"folder, or add --web.")
     if options.otel:
-        return send_spans(run_dir)
+        return send_spans(run_dirs[0])
     if options.web:
+        from elastic_trainer.observe.overview import open_runs
         from elastic_trainer.observe.web import DEFAULT_BIND, serve
 
-        serve(run_dir, options.bind or DEFAULT_BIND)
+        serve(open_runs(run_dirs, _prices(options)), options.bind or DEFAULT_BIND)
         return 0
     from elastic_trainer.observe.watch import watch
 
-    watch(run_dir, prices=_prices(options))
+    watch(run_dirs[0], prices=_prices(options))
     return 0
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.now import Now, WorkerNow
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.status import LiveWorker, Status
@@ -123,7 +122,5 @@ def age(seconds: float) -> str:
 
 
 def _price(prices: Prices | None, row: HostRow) -> str:
-    try:
-        return f"{prices.of(row.host, row.type).spot:.4g}" if prices else "-"
-    except ConfigError:
-        return "-"
+    price = prices.find(row.host, row.type) if prices else None
+    return f"{price.spot:.4g}" if price else "-"

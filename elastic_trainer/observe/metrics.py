@@ -1,6 +1,6 @@
 """A run in Prometheus's text format, as `watch --web` serves it at /metrics.
 
-live (status, result) → here → web → Prometheus
+live (status, result, rows of hosts) → here → overview, web → Prometheus
 
 What always holds:
 1. It is a pure function of the run's result and status. A scrape reads what is new in the log.
@@ -15,10 +15,13 @@ The format is Prometheus's text exposition format 0.0.4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.host_rows import STATES, HostRow
+from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.sentences import ENDINGS
 from elastic_trainer.observe.status import Status
 
@@ -48,35 +51,43 @@ METRICS = {
     "run_seconds_total": ("counter", "Wall time of the run, by what it did."),
     "host_seconds": ("gauge", "Time of all hosts together, by account. Useful steps become redone "
                      "ones when a start from a checkpoint drops them."),
+    "fleet_hosts": ("gauge", "Hosts that are there, by state (docs/guide/watch.md)."),
+    "oldest_heartbeat_seconds": ("gauge", "Age of the newest heartbeat of the worker that has been "
+                                 "silent longest."),
+    "host_price_per_hour": ("gauge", "Spot price of each host that is there. With --prices."),
+    "cost_total": ("counter", "What the hosts have cost, at their spot prices. With --prices."),
     "skipped_lines_total": ("counter", "Lines of the event log that no reader takes."),
 }
 """Type and help of each metric, by its name without the prefix."""
 Sample = tuple[str, Mapping[str, str], float]
 
 
-def text_of(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
-            counts: Mapping[str, int]) -> str:
-    """Return the metrics of a run.
-
-    moments: seconds since 1970 of the newest event, step and checkpoint, by the metric's name.
-    counts: checkpoints_total, and the events of level warning and error.
-    """
-    lines, last = list[str](), ""
-    for name, labels, value in samples(status, result, moments, counts):
-        if name != last:
-            kind, meaning = METRICS[name]
-            lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"]
-            last = name
-        facts = ",".join(f'{key}="{_escaped(text)}"' for key, text in
-                         {"run": status.run, **labels}.items())
-        lines.append(f"{PREFIX}{name}{{{facts}}} {_number(value)}")
+def text_of(runs: Mapping[str, Iterable[Sample]]) -> str:
+    """Return the metrics of runs, by their label `run`. The samples of a metric stand together."""
+    found: dict[str, list[str]] = {name: [] for name in METRICS}
+    for run, of_run in runs.items():
+        for name, labels, value in of_run:
+            facts = ",".join(f'{key}="{_escaped(text)}"'
+                             for key, text in {"run": run, **labels}.items())
+            found[name].append(f"{PREFIX}{name}{{{facts}}} {_number(value)}")
+    lines = list[str]()
+    for name, (kind, meaning) in METRICS.items():
+        if found[name]:
+            lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}",
+                      *found[name]]
     return "\n".join(lines) + "\n"
 
 
 def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
-            counts: Mapping[str, int]) -> Iterator[Sample]:
+            counts: Mapping[str, int], rows: Sequence[HostRow], prices: Prices | None,
+            spent: float) -> Iterator[Sample]:
     """Yield each sample: the metric's name, its labels but `run`, its value. One that is unknown is
-    left out."""
+    left out.
+
+    moments: seconds since 1970 of the newest event, step and checkpoint, by the metric's name.
+    counts: checkpoints_total, and the events of level warning and error.
+    spent: what the hosts have cost so far; it never falls.
+    """
     gauges = {
         "steps": result["steps"], "steps_due": status.steps_due, "samples": result["samples"],
         "samples_per_second": status.samples_per_s, "loss": result["loss"],
@@ -101,7 +112,31 @@ def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, flo
         yield "run_seconds_total", {"phase": phase.value}, result["books"][f"{phase.value}_s"]
     for account, seconds in result["host_seconds"].items():
         yield "host_seconds", {"account": account}, seconds
+    there = [row for row in rows if row.state != "gone"]
+    yield from _of_hosts(there)
+    if prices:
+        yield from _of_prices(there, prices, result, spent)
     yield "skipped_lines_total", {}, float(status.skipped)
+
+
+def _of_hosts(rows: Sequence[HostRow]) -> Iterator[Sample]:
+    there = Counter(row.state for row in rows)
+    for state in STATES[:-1]:
+        yield "fleet_hosts", {"state": state}, float(there[state])
+    silences = [row.silent_s for row in rows if row.silent_s is not None]
+    if silences:
+        yield "oldest_heartbeat_seconds", {}, max(silences)
+
+
+def _of_prices(rows: Sequence[HostRow], prices: Prices, result: Mapping[str, Any], spent: float
+               ) -> Iterator[Sample]:
+    currency = {"currency": prices.currency}
+    for row in rows:
+        if price := prices.find(row.host, row.type):
+            yield ("host_price_per_hour", {"host": row.host, "type": row.type, **currency},
+                   price.spot)
+    if "costs" in result:
+        yield "cost_total", currency, spent
 
 
 def _escaped(text: str) -> str:

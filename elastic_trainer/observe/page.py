@@ -47,7 +47,8 @@ class Run:
     timeline: Timeline
     story: Story
     result: Mapping[str, Any]
-    """result.json's content, and `costs` if there are prices."""
+    """result.json's content. If there are prices, `costs`, or in a live view `costs_unknown`: why
+    they are not known."""
 
 
 def read(run_dir: Path) -> Run:
@@ -106,7 +107,7 @@ def side_by_side(runs: Sequence[Run]) -> Element:
     """Return the summaries of several runs as one table."""
     results = [run.result for run in runs]
     section = _section("Side by side")
-    _table(section, ["", *(f"run {result['run']}" for result in results)],
+    table(section, ["", *(f"run {result['run']}" for result in results)],
            ([label, *texts] for label, texts in comparison.rows(results)))
     return section
 
@@ -128,6 +129,8 @@ def figures(run: Run) -> Element:
     if costs:
         facts.append(("cost", f"{costs['cost']:.4g} {plain(costs['currency'])}",
                       f"{costs['saved']:.4g} saved"))
+    elif unknown := result.get("costs_unknown"):
+        facts.append(("cost", "-", plain(unknown)))
     section = Element("section", {"class": "figures"})
     for label, value, remark in facts:
         card = SubElement(section, "div", {"class": "figure"})
@@ -184,7 +187,7 @@ def fleet(status: Status, now: Now | None, prices: Prices | None, moment: float)
         SubElement(section, "p").text = "No host is there."
         return section
     heads = columns(status, now, prices)
-    _table(section, heads, cells(rows, heads, prices, moment))
+    table(section, heads, cells(rows, heads, prices, moment))
     if others:
         SubElement(section, "p", {"class": "dim"}).text = others
     return section
@@ -200,7 +203,7 @@ def books(run: Run) -> Element:
         rows.append([*row, f"{costs['by_account'][account]:.4g}"] if costs else row)
     last = ["all hosts", f"{sum(seconds.values()):,.1f} s", "100 %"]
     rows.append([*last, f"{costs['cost']:.4g}"] if costs else last)
-    _table(section, ["account", "seconds", "share",
+    table(section, ["account", "seconds", "share",
                      *([plain(costs["currency"])] if costs else [])], rows)
     return section
 
@@ -231,7 +234,7 @@ def checkpoints(run: Run) -> Element:
         f"{story.published} published, {story.published_bytes / 1e6:,.1f} MB uploaded, "
         f"{story.snapshot_s:.2f} s of pauses."
         + (f" The newest {NEWEST_CHECKPOINTS}:" if story.published > NEWEST_CHECKPOINTS else ""))
-    _table(section, ["time (UTC)", "step", "MB", "uploaded MB", "pause", "upload"], (
+    table(section, ["time (UTC)", "step", "MB", "uploaded MB", "pause", "upload"], (
         [_clock(it["time"]), f"{it['step']}", f"{it.get('bytes', 0) / 1e6:,.1f}",
          f"{it.get('uploaded_bytes', 0) / 1e6:,.1f}", f"{it.get('pause_s', 0.0):.3f} s",
          f"{it.get('duration_s', 0.0):.2f} s"] for it in reversed(story.checkpoints)))
@@ -243,15 +246,15 @@ def events(run: Run) -> Element:
     section, story = _section("Events"), run.story
     SubElement(section, "p", {"class": "dim"}).text = ", ".join(
         f"{number} {level}" for level, number in story.levels.items())
-    table = SubElement(_scroll(section), "table", {"class": "events"})
+    rows = SubElement(_scroll(section), "table", {"class": "events"})
     for it in story.first:
-        _event(table, it)
+        _event(rows, it)
     if story.left_out:
-        row = SubElement(table, "tr")
+        row = SubElement(rows, "tr")
         SubElement(row, "td", {"colspan": "3"}).text = (
             f"… {story.left_out:,} events are left out here; the event log has them …")
     for it in story.newest:
-        _event(table, it)
+        _event(rows, it)
     return section
 
 
@@ -260,14 +263,14 @@ def newest_events(run: Run) -> Element:
     section = _section("Events, the newest first")
     box = _scroll(section)
     box.set("class", "scroll tall")
-    table = SubElement(box, "table", {"class": "events"})
+    rows = SubElement(box, "table", {"class": "events"})
     for it in (*reversed(run.story.newest), *reversed(run.story.first)):
-        _event(table, it)
+        _event(rows, it)
     return section
 
 
-def _event(table: Element, told: Telling) -> None:
-    row = SubElement(table, "tr", {"class": told.level})
+def _event(rows: Element, told: Telling) -> None:
+    row = SubElement(rows, "tr", {"class": told.level})
     SubElement(row, "td").text = _clock(told.time)
     SubElement(row, "td").text = "" if told.level == "info" else told.level
     SubElement(row, "td").text = told.text
@@ -283,7 +286,7 @@ def configuration(run: Run) -> Element:
               "reduce", "order", "drop_last") if story.job.get(name) is not None]
     if run.result["weights_sha256"]:
         rows.append(["weights (SHA-256)", str(run.result["weights_sha256"])])
-    _table(section, ["option", "value"], rows)
+    table(section, ["option", "value"], rows)
     return section
 
 
@@ -313,12 +316,17 @@ def _scroll(section: Element) -> Element:
     return SubElement(section, "div", {"class": "scroll"})
 
 
-def _table(section: Element, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = SubElement(_scroll(section), "table")
-    top = SubElement(table, "tr")
+def table(section: Element, head: Sequence[str], rows: Iterable[Sequence[str]],
+          links: Sequence[str] = ()) -> None:
+    """Add a table; `links`: the address behind the first cell of each row."""
+    found = SubElement(_scroll(section), "table")
+    top = SubElement(found, "tr")
     for cell in head:
         SubElement(top, "th").text = plain(cell)
-    for texts in rows:
-        row = SubElement(table, "tr")
+    for number, texts in enumerate(rows):
+        row = SubElement(found, "tr")
         for cell in texts:
             SubElement(row, "td").text = plain(cell)
+        if links:
+            link = SubElement(row[0], "a", {"href": links[number]})
+            link.text, row[0].text = row[0].text, None

@@ -17,7 +17,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 article + article { border-top: 2px solid var(--line); margin-top: 3rem; }
 figure, .scroll { margin: 0; overflow-x: auto; }
 .tall { max-height: 26rem; overflow-y: auto; }
-p { margin: .5rem 0; } .dim { color: var(--dim); }
+a { color: var(--accent); } p { margin: .5rem 0; } .dim { color: var(--dim); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
   gap: .6rem; }
 .figure { background: var(--card); border: 1px solid var(--line); border-radius: 6px;

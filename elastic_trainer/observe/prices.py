@@ -60,9 +60,13 @@ class Prices(BaseModel):
     types: dict[str, Price] = {}
     default: Price | None = None
 
+    def find(self, host: str, kind: str) -> Price | None:
+        """Return the price of a host of a type ("": unknown); None if there is none."""
+        return self.hosts.get(host) or self.types.get(kind) or self.default
+
     def of(self, host: str, kind: str) -> Price:
         """Return the price of a host of a type ("": unknown). Raises ConfigError."""
-        price = self.hosts.get(host) or self.types.get(kind) or self.default
+        price = self.find(host, kind)
         if price is None:
             raise ConfigError(f"The prices have neither host {host} nor type {kind or 'unknown'}, "
                               f"and no default. Add [default] with spot and on_demand.")

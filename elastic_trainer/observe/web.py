@@ -27,15 +27,16 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree.ElementTree import SubElement
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.live import SECTIONS, Live
+from elastic_trainer.observe.live import Live
+from elastic_trainer.observe.overview import Overview
 from elastic_trainer.observe.page import empty, html_of
 from elastic_trainer.wire.plain import plain
 
@@ -83,12 +84,14 @@ HEADERS = {
 }
 
 
-def shell(run: str) -> str:
-    """Return the page without its content, which follows."""
-    root, body = empty(f"run {plain(run)}")
-    SubElement(body, "h1").text = f"run {plain(run)}"
+def shell(shown: Live | Overview, *, is_one_of_several: bool) -> str:
+    """Return a page without its content, which follows."""
+    root, body = empty(plain(shown.title))
+    if is_one_of_several:
+        SubElement(SubElement(body, "p"), "a", {"href": "../../"}).text = "all runs"
+    SubElement(body, "h1").text = plain(shown.title)
     SubElement(body, "p", {"id": "state", "class": "dim", "role": "status"}).text = "is read"
-    for name in SECTIONS:
+    for name in shown.sections:
         SubElement(body, "div", {"id": name})
     SubElement(body, "script").text = SCRIPT
     return html_of(root)
@@ -109,14 +112,17 @@ def address_of(bind: str) -> tuple[str, int]:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one run."""
+    """Serves runs: one at `/`, or several at `/run/NAME/` and their table at `/`."""
 
     daemon_threads = True
     request_queue_size = MOST_READERS
 
-    def __init__(self, live: Live, bind: str, token: str = ""):
+    def __init__(self, runs: Sequence[Live], bind: str, token: str = ""):
         host, port = address_of(bind)
-        self.live = live
+        self.overview = Overview(runs)
+        self.pages: dict[str, Live | Overview] = {
+            "/": runs[0] if len(runs) == 1 else self.overview,
+            **{f"/run/{live.name}/": live for live in runs}}
         self.is_local = ipaddress.ip_address(host).is_loopback
         self.token = "" if self.is_local else token or secrets.token_urlsafe(24)
         self.seats = threading.BoundedSemaphore(MOST_READERS)
@@ -154,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
-        path, query = asked.path, parse_qs(asked.query)
+        path, query = unquote(asked.path), parse_qs(asked.query)
         if not self._is_for_us():
             return self._answer(403, "text/plain", "This is not the name of this server.\n")
         if self.server.token and not self._is_known(query):
@@ -163,14 +169,17 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/" and "token" in query:
             return self._answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
                 f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")})
-        if path == "/":
-            return self._answer(200, "text/html", shell(self.server.live.run_dir.name))
-        if path == "/sections":
+        if path == "/metrics":
+            return self._answer(200, "text/plain; version=0.0.4", self.server.overview.metrics())
+        place, _, name = path.rpartition("/")
+        shown = self.server.pages.get(f"{place}/")
+        if shown and not name:
+            return self._answer(200, "text/html", shell(
+                shown, is_one_of_several=path != "/" and len(self.server.overview.runs) > 1))
+        if shown and name == "sections":
             newer = (query.get("newer") or ["0"])[0]
             than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
-            return self._answer(200, "application/json", json.dumps(self.server.live.newer(than)))
-        if path == "/metrics":
-            return self._answer(200, "text/plain; version=0.0.4", self.server.live.metrics())
+            return self._answer(200, "application/json", json.dumps(shown.newer(than)))
         return self._answer(404, "text/plain", "There is no such page.\n")
 
     do_HEAD = do_GET
@@ -207,11 +216,11 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: a line would have the token."""
 
 
-def serve(run_dir: Path, bind: str) -> None:
-    """Serve the page of a run until Ctrl-C. Raises ConfigError."""
-    server = Server(Live(run_dir), bind, os.environ.get(TOKEN_VARIABLE, ""))
+def serve(runs: Sequence[Live], bind: str) -> None:
+    """Serve the pages of runs until Ctrl-C. Raises ConfigError."""
+    server = Server(runs, bind, os.environ.get(TOKEN_VARIABLE, ""))
     more = f"?token={server.token}" if server.token else ""
-    print(f"The page of run {plain(run_dir.name)}: {server.url}{more}   (Ctrl-C ends it)",
+    print(f"The page of {plain(server.pages['/'].title)}: {server.url}{more}   (Ctrl-C ends it)",
           flush=True)
     try:
         server.serve_forever()
