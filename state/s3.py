@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
@@ -78,14 +78,26 @@ PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzCon
            "404")
 """Codes of status 4xx that a retry may mend: throttling, a body that was damaged on its way, and a
 404 without a code, which is not from a store but from a load balancer that cannot reach one."""
+DENIED = ("AccessDenied", "403")
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
 
 
-class S3Store:
-    """Objects under `s3://bucket/prefix`."""
+class Entry(NamedTuple):
+    """What a list says of an object."""
 
-    def __init__(self, url: str):
+    bytes: int
+    etag: str
+
+
+class S3Store:
+    """Objects under `s3://bucket/prefix`.
+
+    `is_reader`: it is only read, so the remedies name the permissions of a reader.
+    """
+
+    def __init__(self, url: str, *, is_reader: bool = False):
+        self.is_reader = is_reader
         parts = urlsplit(url)
         self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
         self.where = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
@@ -138,16 +150,29 @@ class S3Store:
 
     def get(self, name: str, most: int | None = None) -> bytes:
         """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
-        def get() -> bytes:
+        return self.get_from(name, 0, most)[0]
+
+    def get_from(self, name: str, first: int, most: int | None = None) -> tuple[bytes, str]:
+        """Read an object from a byte on; return at most `most` bytes, and the object's ETag.
+
+        No bytes and no ETag if the object ends before. Raises as `get` does.
+        """
+        def get() -> tuple[bytes, str]:
             data = bytearray()
-            with closing(self._answer(name)["Body"]) as body:
+            try:
+                answer = self._answer(name, **({"Range": f"bytes={first}-"} if first else {}))
+            except ClientError as error:
+                if _code(error) in ("InvalidRange", "416"):
+                    return b"", ""
+                raise
+            with closing(answer["Body"]) as body:
                 left = PIECE_BYTES if most is None else most
                 while piece := body.read(min(PIECE_BYTES, left)):
                     data += piece  # what ends before Content-Length raises
                     left = PIECE_BYTES if most is None else most - len(data)
                     if not left:
                         break
-            return bytes(data)
+            return bytes(data), str(answer.get("ETag", ""))
 
         return self._tried(f"give {name}", get)
 
@@ -163,16 +188,17 @@ class S3Store:
 
         return self._tried(f"give {name}", get)
 
-    def _answer(self, name: str) -> dict[str, Any]:
+    def _answer(self, name: str, **part: str) -> dict[str, Any]:
         """Return the answer to GetObject. Raises FileNotFoundError, ClientError."""
         key = self._key(name)
         try:
-            return dict(self._client.get_object(Bucket=self.bucket, Key=key, **self._owner))
+            return dict(self._client.get_object(Bucket=self.bucket, Key=key, **part,
+                                                **self._owner))
         except ClientError as error:
             is_gone = _code(error) in ("NoSuchKey", "404")
             # With the permission to list only under a prefix, the answer for an object that is not
             # there is 403.
-            if not is_gone and _code(error) not in ("AccessDenied", "403"):
+            if not is_gone and _code(error) not in DENIED:
                 raise
             if not self._has(key):
                 raise FileNotFoundError(f"{self.where} has no {name}") from error
@@ -204,6 +230,25 @@ class S3Store:
                 return sorted(found)
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def entries(self, most: int) -> dict[str, Entry]:
+        """Return the objects directly under the prefix, by name: not those in folders below it.
+
+        Raises StoreRefused if there are more than `most`.
+        """
+        found, token = dict[str, Entry](), dict[str, str]()
+        prefix = f"{self.prefix}/" if self.prefix else ""
+        asked = {"Bucket": self.bucket, "Prefix": prefix, "Delimiter": "/", **self._owner}
+        for _ in range(0, most, 1000):
+            page = self._tried("list its objects",
+                               partial(self._client.list_objects_v2, **asked, **token))
+            found |= {entry["Key"][len(prefix):]: Entry(int(entry["Size"]), str(entry["ETag"]))
+                      for entry in page.get("Contents", [])}
+            if not page.get("IsTruncated"):
+                return found
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+        raise StoreRefused(f"{self.where} has more than {most} objects in this one folder. Name "
+                           f"the folder of a run.")
+
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is no error. Raises StoreUnavailable."""
         keys = [{"Key": self._key(name)} for name in names]
@@ -225,6 +270,15 @@ class S3Store:
         """Return the server's error for a request, with the remedy."""
         code = str(answer.get("Code", ""))
         remedy = REMEDIES.get(code, answer.get("Message", ""))
+        if self.is_reader and code in DENIED:
+            # The object's name in the policy: a role may read one run of a bucket and no other.
+            folder = f"{self.prefix}/" if self.prefix else ""
+            remedy = (f"Allow s3:GetObject on arn:aws:s3:::{self.bucket}/{folder}*"
+                      if what.startswith("give") else
+                      f"Allow s3:ListBucket on arn:aws:s3:::{self.bucket} for the prefix "
+                      f"{folder}*, or correct the name")
+        elif self.is_reader and code == "NoSuchBucket":
+            remedy = "Correct the bucket's name"
         return f"{self.where} did not {what}: {code}. {remedy}".rstrip(". ") + "."
 
     def _wait_s(self, state: RetryCallState) -> float:

@@ -749,9 +749,38 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(
     assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
 
 
+SEALING = """#!/bin/bash
+AWS "$@"
+if [[ $* == *"s3 sync"* && ! -e SEALED ]]; then
+    mv RUN/events.jsonl SEALED; echo new >RUN/events.jsonl
+fi
+"""
+
+
+def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_next_one(
+        fleet: tuple[Machine, Machine]) -> None:
+    """So what is called the newest segment there is never the one behind the next number."""
+    coordinator, _ = fleet
+    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
+    run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
+    (run_dir / "events-000001.jsonl").write_text("first\n")
+    (run_dir / "events.jsonl").write_text("old\n")
+    aws = coordinator.root / "bin" / "aws"
+    aws.rename(aws.with_name("real_aws"))
+    coordinator.program("aws", SEALING.replace("SEALED", f"{run_dir}/events-000002.jsonl").replace(
+        "RUN", str(run_dir)).replace("AWS", f"{aws.with_name('real_aws')}"))
+    assert coordinator.run("events.sh", **env).returncode == 0
+    copied = coordinator.store / "b/mine/diary"
+    assert {path.name: path.read_text() for path in copied.iterdir()} == {
+        "events-000001.jsonl": "first\n", "events-000002.jsonl": "old\n", "events.jsonl": "new\n"}
+    words = [line for line in coordinator.called().splitlines() if "events" in line]
+    assert words[-1].endswith("s3://b/mine/diary/events.jsonl")
+    assert "sent events-000002.jsonl" in words[:-1]
+
+
 def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine, Machine]) -> None:
-    """The newest one goes each minute; what the next coordinator finds in the bucket is the whole
-    log."""
+    """The newest one goes each 15 s; what the next coordinator finds in the bucket is the whole
+    log. Without a new segment the program is called for one copy."""
     coordinator, _ = fleet
     env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
     run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
@@ -767,6 +796,10 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
         f"sent events-00000{number}.jsonl" for number in (1, 2, 3)]
     assert [path.read_text()
             for path in sorted(copied.glob("events-*"))] == ["one\n", "two\n", "three\n"]
+    (run_dir / "events.jsonl").write_text("four\n")
+    coordinator.calls.write_text("")
+    assert coordinator.run("events.sh", **env).returncode == 0
+    assert len(coordinator.called().splitlines()) == 1
 
 
 def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_servers
 from cluster import Cluster
 from rich.console import Console
 
+from elastic_trainer.__main__ import main
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.host_rows import bounded, host_rows
@@ -248,10 +250,12 @@ def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool,
         terminal.process.terminate()
     assert terminal.end() == code
 
-def test_k_costs_a_real_run_nothing_but_the_worker(tmp_path: Path,
-                                                   twin_of: Callable[..., str]) -> None:
+def test_k_costs_a_real_run_nothing_but_the_worker(
+        tmp_path: Path, twin_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
     """A worker of a run is killed with `k`: the run goes on, with the undisturbed twin's bits, and
-    the view shows its hosts, their heartbeats, and its end. Its driver's file goes with it."""
+    the view shows its hosts, their heartbeats, and its end. Its driver's file goes with it. From a
+    bucket the run is proved and reported alike."""
     job = ("--steps", "60", "--step-s", "0.2")
     with Cluster(tmp_path, job=job) as cluster:
         cluster.wait_for_step(3)
@@ -271,6 +275,22 @@ def test_k_costs_a_real_run_nothing_but_the_worker(tmp_path: Path,
         assert terminal.end() == 0
         cluster.assert_nothing_lost(twin_of(*job), victims=1)
         assert not (cluster.run_dir / NOW_FILE).exists()
+        run_dir = cluster.run_dir
+    try:
+        with s3_servers.ministack(tmp_path / "s3") as endpoint:
+            for name, value in s3_servers.environment(endpoint).items():
+                monkeypatch.setenv(name, value)
+            for file in ("events.jsonl", "result.json"):
+                s3_servers.client(endpoint).upload_file(
+                    str(run_dir / file), s3_servers.BUCKET, f"{run_dir.name}/diary/{file}")
+            far = f"s3://{s3_servers.BUCKET}/{run_dir.name}"
+            capsys.readouterr()
+            assert main(["report", str(run_dir), far, "--json"]) == 0
+            local, of_bucket = json.loads(capsys.readouterr().out)
+            assert local == of_bucket and local["finished"]
+            assert main(["verify", far]) == 0
+    except s3_servers.Unavailable as error:
+        pytest.skip(f"The run itself is as it should be. {error}")
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> None:

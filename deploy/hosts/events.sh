@@ -2,21 +2,42 @@
 # Copies the run's event log and result and the fleet's table to the bucket. After the run's end it
 # empties the group, which a later `apply` may have filled again.
 #
+# elastic-events.timer (each 15 s), ended.sh → here → s3://BUCKET/FLEET/diary/ → watch, report
+#
+# What always holds:
+# 1. All sealed segments of the event log are in the bucket before the segment behind them is.
+# 2. Each sealed segment is copied once, the newest one (at most 16 MiB) each time. A time without a
+#    newly sealed segment costs two PUTs, and a third one when there is a result.
+#
 # The folder in the bucket is called diary/, as in version 0.1: coordinators resume from it.
 set -euo pipefail
 kept=/var/lib/elastic-trainer
+run=$kept/runs/$FLEET
 to=s3://$BUCKET/$FLEET/diary/
-# Each sealed segment of the event log is copied once, the newest one (at most 16 MiB) each time.
+# The aws command takes half a second of a core, so it is only called when the files have changed.
 sealed_segments() {
-    if [[ -d $kept/runs/$FLEET ]]; then
-        aws s3 sync --only-show-errors --exclude '*' --include 'events-*' "$kept/runs/$FLEET" "$to"
+    local now
+    if [[ ! -d $run ]]; then return; fi
+    now=$(find "$run" -maxdepth 1 -name 'events-*' -printf '%f %s\n' | sort)
+    if [[ -n $now && $now != "$(cat "$kept/sealed" 2>/dev/null)" ]]; then
+        aws s3 sync --only-show-errors --exclude '*' --include 'events-*' "$run" "$to"
+        printf '%s\n' "$now" >"$kept/sealed"
     fi
 }
 sealed_segments
-for file in "$kept/runs/$FLEET/events.jsonl" "$kept/runs/$FLEET/result.json" "$kept/hosts.json"; do
+# The link keeps the newest segment when a process seals it, and so renames it, meanwhile.
+newest=$kept/newest
+while [[ -f $run/events.jsonl ]]; do
+    ln -f "$run/events.jsonl" "$newest"
+    sealed_segments
+    if [[ $newest -ef $run/events.jsonl ]]; then
+        aws s3 cp --only-show-errors "$newest" "${to}events.jsonl"
+        break
+    fi
+done
+for file in "$run/result.json" "$kept/hosts.json"; do
     if [[ -f $file ]]; then aws s3 cp --only-show-errors "$file" "$to"; fi
 done
-sealed_segments  # again: one may have been sealed, and so renamed, in between
 if [[ -f $kept/ended ]]; then
     aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0
 fi

@@ -1,6 +1,7 @@
 """The commands that read: verify, watch, report and hosts. They do not change a run.
 
     elastic-trainer verify|watch|report runs/NAME
+    elastic-trainer watch|report|verify s3://BUCKET/NAME
     elastic-trainer watch runs/A runs/B --web
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer report runs/A runs/B --prices prices.toml --markdown
@@ -17,7 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,13 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
+    from elastic_trainer.observe.far import FarRun
     from elastic_trainer.observe.history import History
     from elastic_trainer.observe.prices import Prices
     from elastic_trainer.observe.timeline import Timeline
 
+BUCKET = "s3://"
+RUN = "e.g. runs/NAME, or s3://BUCKET/NAME of a fleet"
 COMMANDS = ("verify", "watch", "report", "hosts")
 _OF_RUNS = {"verify": "prove from the event log that no sample was lost or repeated",
             "watch": "show the progress of a run", "report": "show the summary of a run"}
@@ -43,7 +47,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the commands to a command line."""
     verify, watch, shown = (commands.add_parser(name, help=purpose)
                             for name, purpose in _OF_RUNS.items())
-    verify.add_argument("run_dir", type=Path, help="e.g. runs/NAME")
+    verify.add_argument("run_dir", help=RUN)
     _add_watch(watch)
     _add_report(shown)
     hosts = commands.add_parser("hosts", help="show the fleet's table")
@@ -51,8 +55,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_watch(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
-                         help="e.g. runs/NAME; several with --web")
+    command.add_argument("run_dirs", nargs="+", metavar="run_dir", help=f"{RUN}; several with --web")
     command.add_argument("--prices", type=Path, metavar="FILE",
                          help="the prices of the hosts (TOML), for their rows; with --web also for "
                          "what a run costs")
@@ -67,8 +70,8 @@ def _add_watch(command: argparse.ArgumentParser) -> None:
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir",
-                         help="e.g. runs/NAME; several are shown side by side")
+    command.add_argument("run_dirs", nargs="+", metavar="run_dir",
+                         help=f"{RUN}; several are shown side by side")
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print result.json's content")
     form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
@@ -80,8 +83,23 @@ def run(options: argparse.Namespace) -> int:
     """Run one of the commands; returns the exit code. Raises ConfigError."""
     if options.command == "hosts":
         return show_hosts(options.hosts_file)
-    folders: list[Path] = ([options.run_dir] if options.command == "verify"
-                           else options.run_dirs)
+    places: list[str] = [options.run_dir] if options.command == "verify" else options.run_dirs
+    far = [place for place in places if place.startswith(BUCKET)]
+    if far and options.command == "report" and options.timeline:
+        raise ConfigError(f"--timeline joins files of the workers, which {far[0]} does not have. "
+                          f"Name the run's folder on its coordinator.")
+    if not far:
+        return _run_on([Path(place) for place in places], options, [])
+    from elastic_trainer.observe.far import opened
+
+    with ExitStack() as stack:
+        runs = {place: stack.enter_context(opened(place)) for place in dict.fromkeys(far)}
+        folders = [runs[place].folder if place in runs else Path(place) for place in places]
+        return _run_on(folders, options, [*runs.values()])
+
+
+def _run_on(folders: list[Path], options: argparse.Namespace, far: list[FarRun]) -> int:
+    """Run a command on folders. `far`: the runs in buckets that some of them are copies of."""
     try:
         for folder in folders:
             if not folder.is_dir():
@@ -91,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
             case "verify":
                 return show_verdict(folders[0])
             case "watch":
-                return show_progress(folders, options)
+                return show_progress(folders, options, far)
             case _:
                 return report(folders, options)
     except PermissionError as error:
@@ -111,7 +129,7 @@ def show_verdict(run_dir: Path) -> int:
     return 0 if verdict.is_proved else 1
 
 
-def show_progress(run_dirs: list[Path], options: argparse.Namespace) -> int:
+def show_progress(run_dirs: list[Path], options: argparse.Namespace, far: list[FarRun]) -> int:
     """Show a run until it is over, or runs as pages until Ctrl-C; or send a run's spans."""
     if options.web and options.otel:
         raise ConfigError("--web shows the run, and --otel sends its spans. Call the command once "
@@ -124,6 +142,9 @@ def show_progress(run_dirs: list[Path], options: argparse.Namespace) -> int:
     if len(run_dirs) > 1 and not options.web:
         raise ConfigError(f"{len(run_dirs)} runs are named, and this view shows one. Name one "
                           f"folder, or add --web.")
+    if options.otel or options.web:
+        for run in far:
+            run.follow(tells=True)
     if options.otel:
         return send_spans(run_dirs[0])
     if options.web:
@@ -134,7 +155,7 @@ def show_progress(run_dirs: list[Path], options: argparse.Namespace) -> int:
         return 0
     from elastic_trainer.observe.watch import watch
 
-    watch(run_dirs[0], prices=_prices(options))
+    watch(run_dirs[0], prices=_prices(options), far=far[0] if far else None)
     return 0
 
 

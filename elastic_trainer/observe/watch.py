@@ -15,14 +15,12 @@ What always holds:
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -39,20 +37,26 @@ from elastic_trainer.observe.host_rows import HostRow, age, bounded, cells, colu
 from elastic_trainer.observe.now import Now, NowReader
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.segments import Reader
+from elastic_trainer.observe.sigterm import ended_by_sigterm
 from elastic_trainer.observe.status import RECENT_EVENTS, Event, Status, fold
 from elastic_trainer.wire.plain import plain
+
+if TYPE_CHECKING:
+    from elastic_trainer.observe.far import FarRun
 
 REFRESH_S = 0.25
 FULL_REFRESH_S = 1.0
 """Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
+FAR_KILL = ("k kills workers of this machine, and this run is read from a bucket. Call watch on "
+            "the machine of the worker.")
 
 
-def plain_line(status: Status) -> str:
-    """Return the status in one line."""
+def plain_line(status: Status, *, is_far: bool = False) -> str:
+    """Return the status in one line. Of a far run no command kills a worker from here."""
     facts = [f"{name} {value}" for name, value in _facts(status)]
-    shows_kill = status.kill_command and status.phase == "training"
+    shows_kill = status.kill_command and status.phase == "training" and not is_far
     kill = f"; try it: {status.kill_command}" if shows_kill else ""
     refusal = f"; {status.refusal}" if status.refusal else ""
     return plain(f"run {status.run}, {status.phase}: {', '.join(facts)}{refusal}{kill}")
@@ -83,7 +87,8 @@ def view(watch: FullWatch, moment: float) -> Panel:
                        for name, value in facts], padding=(0, 3))
     bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
     recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
-    refusal = [Text(status.refusal, style="red")] if status.refusal else []
+    trouble = plain(watch.far.trouble) if watch.far else ""
+    refusal = [Text(line, style="red") for line in (status.refusal, trouble) if line]
     used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal)
     rows, others = bounded(host_rows(status, watch.now), max(2, watch.console.height - used))
     more = [Text(others, style="dim")] if others else []
@@ -203,8 +208,11 @@ class Watch:
         now = time.monotonic()
         if is_line_due(self._printed, self.status, now - self._printed_at,
                        is_last=self._is_stopped.is_set()):
-            self._print(plain_line(self.status))
+            self._print(self._line())
             self._printed, self._printed_at = self.status, now
+
+    def _line(self) -> str:
+        return plain_line(self.status)
 
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -214,9 +222,10 @@ class FullWatch(Watch):
     """The view of `elastic-trainer watch`: also the hosts, the last checkpoint and the goodput."""
 
     def __init__(self, run_dir: str | Path, console: Console | None = None,
-                 prices: Prices | None = None):
+                 prices: Prices | None = None, far: FarRun | None = None):
         super().__init__(run_dir, console)
-        self.run_dir, self.prices = Path(run_dir), prices
+        self.run_dir, self.prices, self.far = Path(run_dir), prices, far
+        """`far`: the run that `run_dir` is a copy of."""
         self.dialog = keys.Dialog()
         self.goodput: float | None = None
         self.now: Now | None = None
@@ -236,6 +245,9 @@ class FullWatch(Watch):
                     self._press(key)
 
     def _press(self, key: str) -> None:
+        if self.far and key == "k":
+            self.dialog = keys.Dialog(said=FAR_KILL)
+            return
         dialog = keys.pressed(self.dialog, key, self.status.workers)
         if dialog.kills:
             dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
@@ -249,6 +261,9 @@ class FullWatch(Watch):
             self._drawn = dialog, now
             super()._redraw(live)
 
+    def _line(self) -> str:
+        return plain_line(self.status, is_far=self.far is not None)
+
     def _picture(self) -> Panel:
         self.goodput, self.now = self._history.goodput(), self._now_reader.read()
         return view(self, time.time())
@@ -258,27 +273,13 @@ class FullWatch(Watch):
             self._history.read(through)
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM raises SystemExit, so that the terminal is put back."""
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def watch(run_dir: str | Path, console: Console | None = None,
-          prices: Prices | None = None) -> None:
+          prices: Prices | None = None, far: FarRun | None = None) -> None:
     """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`."""
-    shown = FullWatch(run_dir, console, prices)
-    with _ended_by_sigterm():
+    shown = FullWatch(run_dir, console, prices, far)
+    if far:
+        far.follow(tells=not shown.console.is_terminal)
+    with ended_by_sigterm():
         try:
             shown.start()
             if shown.console.is_terminal and keys.can_read():

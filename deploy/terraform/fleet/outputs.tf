@@ -14,11 +14,8 @@ output "start" {
 }
 
 output "watch" {
-  description = "Show the event log and the table of hosts, both at most a minute old."
-  value = join("; ", [
-    "aws s3 cp ${local.in_run}/diary/events.jsonl - | tail",
-    "aws s3 cp ${local.in_run}/diary/hosts.json -",
-  ])
+  description = "Show the run, from the event log in the bucket; it is at most 25 s old."
+  value       = "AWS_REGION=${var.region} elastic-trainer watch ${local.in_run}"
 }
 
 output "login" {

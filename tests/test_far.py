@@ -1,0 +1,321 @@
+"""A run that is read from a bucket: each line once, no more requests than needed, and nothing that
+another writer of the bucket could do but be left out."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3_servers
+from faulty_proxy import FaultyProxy
+from rich.console import Console
+from test_terminal import log
+from test_verify import Story
+
+from elastic_trainer.__main__ import main
+from elastic_trainer.observe import far, mirror
+from elastic_trainer.observe.segments import Reader, compress, seal, segments
+from elastic_trainer.observe.watch import FAR_KILL, FullWatch, view
+from elastic_trainer.state import s3
+from elastic_trainer.state.s3 import S3Store
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        with s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint:
+            yield endpoint
+    except s3_servers.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """The server behind a proxy that counts requests, as AWS's variables name it."""
+    with FaultyProxy(endpoint) as proxy:
+        for name, value in s3_servers.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+@pytest.fixture
+def bucket(endpoint: str, proxy: FaultyProxy, request: pytest.FixtureRequest) -> Bucket:
+    return Bucket(endpoint, f"far-{abs(hash(request.node.name))}-{time.monotonic_ns()}")
+
+
+class Bucket:
+    """The folder of one fleet in the bucket, past the code under test."""
+
+    def __init__(self, endpoint: str, name: str):
+        self.client, self.name = s3_servers.client(endpoint), name
+        self.url = f"s3://{s3_servers.BUCKET}/{name}"
+
+    def put(self, name: str, data: bytes) -> None:
+        self.client.put_object(Bucket=s3_servers.BUCKET, Key=f"{self.name}/diary/{name}", Body=data)
+
+    def uploads(self, run_dir: Path) -> Iterator[None]:
+        """Upload a log once as deploy/hosts/events.sh does, with a pause after each request."""
+        with open(run_dir / "events.jsonl", "rb") as newest:
+            for path in segments(run_dir).values():
+                if not path.exists():
+                    return  # it was compressed meanwhile: `aws s3 sync` fails, the script ends
+                self.put(path.name, path.read_bytes())
+                yield
+            if os.path.samestat(os.fstat(newest.fileno()), os.stat(run_dir / "events.jsonl")):
+                self.put("events.jsonl", newest.read())
+                yield
+
+    def upload(self, run_dir: Path) -> None:
+        for _ in self.uploads(run_dir):
+            pass
+
+
+def write(folder: Path, events: list[dict[str, object]]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(it) + "\n" for it in events))
+
+
+def copy_of(bucket: Bucket, folder: Path) -> mirror.Mirror:
+    folder.mkdir(exist_ok=True)
+    return mirror.Mirror(S3Store(f"{bucket.url}/diary", is_reader=True), folder)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_line_is_read_once_whenever_the_copy_is_made(tmp_path: Path, bucket: Bucket,
+                                                          seed: int) -> None:
+    """Between any two requests of an upload, while segments are sealed and compressed."""
+    choice, run_dir = random.Random(seed), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "events.jsonl").write_bytes(b"")
+    written, read = list[bytes](), list[bytes]()
+    copy, upload = copy_of(bucket, tmp_path / "copy"), bucket.uploads(run_dir)
+    reader = Reader(copy.folder)
+    for _ in range(150):
+        act = choice.choice(("write", "write", "seal", "compress", "upload", "upload", "read"))
+        if act == "write":
+            written.append(b'{"line": %d}\n' % len(written))
+            with open(run_dir / "events.jsonl", "ab") as file:
+                file.write(written[-1])
+        elif act == "seal":
+            seal(run_dir, 40)
+        elif act == "compress":
+            compress(run_dir, late_s=0.0)
+        elif act == "upload" and next(upload, "over") == "over":
+            upload = bucket.uploads(run_dir)
+        elif act == "read":
+            copy.refresh()
+            read += reader.lines()
+            assert read == written[:len(read)]
+    bucket.upload(run_dir)
+    copy.refresh()
+    read += reader.lines()
+    assert read == written and len(segments(run_dir)) > 3
+
+
+def test_an_object_is_fetched_once_and_of_the_newest_segment_what_is_new(
+        tmp_path: Path, bucket: Bucket, proxy: FaultyProxy) -> None:
+    """Nothing new costs one list. A log that is replaced by another one is fetched whole."""
+    lines = [b'{"line": %d}\n' % number for number in range(1000)]
+    bucket.put("events-000001.jsonl.gz", gzip.compress(b"".join(lines)))
+    bucket.put("events.jsonl", b"".join(lines[:500]))
+    copy = copy_of(bucket, tmp_path / "copy")
+
+    def requests() -> list[tuple[str, str]]:
+        proxy.seen.clear()
+        copy.refresh()
+        return [(path.partition("?")[0].rpartition("/")[2], headers.get("Range", ""))
+                for _, path, headers in proxy.seen]
+
+    listed = (s3_servers.BUCKET, "")
+    # The newest segment begins as the sealed one does: it is an older copy of it.
+    assert requests() == [listed, ("events-000001.jsonl.gz", ""), ("events.jsonl", "")]
+    assert list(Reader(copy.folder).lines()) == lines
+    assert requests() == [listed]
+    bucket.put("events.jsonl", b"new\n" + b"".join(lines))
+    assert requests() == [listed, ("events.jsonl", "")]
+    bucket.put("events.jsonl", b"new\n" + b"".join(lines) * 2)
+    start = 4 + len(b"".join(lines)) - mirror.OVERLAP_BYTES
+    assert requests() == [listed, ("events.jsonl", f"bytes={start}-")]
+    assert list(Reader(copy.folder).lines()) == [*lines, b"new\n", *lines, *lines]
+    bucket.put("events.jsonl", b"other\n" * 9000)
+    assert [name for name, _ in requests()] == [s3_servers.BUCKET, "events.jsonl", "events.jsonl"]
+    assert list(Reader(copy.folder).lines())[1000:] == [b"other\n"] * 9000
+
+
+def test_an_object_that_changes_under_the_copy_is_listed_again(
+        tmp_path: Path, bucket: Bucket, proxy: FaultyProxy) -> None:
+    """A segment is sealed after the list: the next one is not taken for it."""
+    bucket.put("events.jsonl", b"a\n")
+    copy = copy_of(bucket, tmp_path / "copy")
+
+    def seal_once(method: str, path: str) -> None:
+        if "events.jsonl" in path and len(proxy.seen) == 2:
+            bucket.put("events-000001.jsonl", b"a\nb\n")
+            bucket.put("events.jsonl", b"c\n")
+
+    proxy.on_request = seal_once
+    copy.refresh()
+    assert list(Reader(copy.folder).lines()) == [b"a\n", b"b\n", b"c\n"]
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_hostile_bucket_makes_no_file_but_those_of_a_log(
+        tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """Segments that are damaged or too large are left out, said, and counted; other names are
+    passed over."""
+    monkeypatch.setattr(mirror, "MOST_BYTES", 1 << 20)
+    first, last = log()[:4], log()[4:]
+    bomb = gzip.compress(bytes(2 << 20))
+    packed = gzip.compress(b"".join(json.dumps(it).encode() + b"\n" for it in first))
+    for name, data in (("events-000001.jsonl.gz", packed), ("events-000002.jsonl.gz", packed[:-9]),
+                       ("events-000003.jsonl.gz", bomb), ("events-000004.jsonl", bytes(2 << 20)),
+                       ("events-000005.jsonl.gz", b"rubbish"), ("events-0000006.jsonl", b"x\n"),
+                       ("events-\u0660\u0660\u0660\u0660\u0660\u0666.jsonl", b"x\n"),
+                       ("result.json", b"[" * 5000), (".events.lock", b"x"),
+                       ("../../events-000006.jsonl", b"x\n"), ("events-000006.jsonl/x", b"x\n"),
+                       ("\x1b[2J", b"x\n"),
+                       ("events.jsonl", b"".join(json.dumps(it).encode() + b"\n" for it in last))):
+        bucket.put(name, data)
+    copy = copy_of(bucket, tmp_path / "copy")
+    copy.refresh()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "events-000001.jsonl.gz", *(f"events-00000{number}.jsonl" for number in range(2, 6)),
+        "events.jsonl", "result.json"]
+    assert main(["report", bucket.url, "--json"]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["skipped_lines"] == 4 and result["steps"] == 3 and result["run"] == "seen"
+    assert shown.err.count("so its events are left out. Copy it there again") == 4
+    assert main(["verify", bucket.url]) == 1
+    assert "result.json is malformed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_wrong_address_or_a_missing_permission_is_an_error_with_the_remedy(
+        bucket: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket or a folder that is not there, a missing permission by its name in IAM, a network
+    that does not answer, a log with a hole."""
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+
+    def said(address: str, *options: str, command: str = "verify") -> str:
+        assert main([command, address, *options]) == 2
+        return capsys.readouterr().err
+
+    assert "no event log: neither events.jsonl nor diary/events.jsonl" in said(bucket.url)
+    proxy.fault("no_bucket")
+    assert "NoSuchBucket. Correct the bucket's name" in said("s3://not-there/x")
+    assert "has no bucket" in said("s3://")
+    bucket.put("events-000003.jsonl", b"x\n")
+    bucket.put("events.jsonl", b"x\n")
+    assert "but no events-000001.jsonl or .gz. Copy it there" in said(bucket.url)
+    assert "--timeline joins files of the workers" in said(bucket.url, "--timeline", "x",
+                                                           command="report")
+    arn = f"arn:aws:s3:::{s3_servers.BUCKET}"
+    proxy.fault("forbidden", contains="list-type")
+    assert (f"AccessDenied. Allow s3:ListBucket on {arn} for the prefix {bucket.name}/diary/*"
+            in said(bucket.url))
+    bucket.put("events-000001.jsonl", b"x\n")
+    bucket.put("events-000002.jsonl", b"x\n")
+    proxy.fault("forbidden", contains="events-000001")
+    assert (f"AccessDenied. Allow s3:GetObject on {arn}/{bucket.name}/diary/*"
+            in said(bucket.url))
+    proxy.fault("reset", times=99)
+    assert "Check the network, AWS_REGION and AWS_ENDPOINT_URL_S3" in said(bucket.url)
+
+
+def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
+        tmp_path: Path, bucket: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """The view shows it until a list succeeds; `k` kills nothing, and no command to kill is
+    shown."""
+    monkeypatch.setattr(far, "POLL_S", 0.02)
+    monkeypatch.setattr(s3, "ATTEMPTS", 1)
+    write(tmp_path / "run", log()[:-2])
+    bucket.upload(tmp_path / "run")
+    with far.opened(bucket.url) as run:
+        assert run.folder.name == bucket.name and run.folder.stat().st_uid == os.getuid()
+        assert run.folder.parent.stat().st_mode & 0o777 == 0o700
+        shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
+        shown._read()
+        shown._press("k")
+        run.follow(tells=True)
+        assert shown.dialog.said == FAR_KILL and not shown.dialog.choices
+        assert "kill -9" not in shown._line() and shown.status.kill_command
+        write(tmp_path / "run", log())
+        bucket.upload(tmp_path / "run")
+        wait_for(lambda: shown._read() or shown.status.checkpoint is not None)
+        fault = proxy.fault("reset", times=10**6)
+        wait_for(lambda: "did not list its objects" in run.trouble)
+        shown.console.print(view(shown, 2000.0))
+        assert isinstance(shown.console.file, io.StringIO)
+        assert "did not list its objects" in shown.console.file.getvalue()
+        fault.times = 0
+        wait_for(lambda: not run.trouble)
+    wait_for(lambda: not run.folder.parent.exists())
+    assert f"{bucket.url} answers again." in capsys.readouterr().err
+
+
+def test_runs_of_folders_and_buckets_are_reported_side_by_side_and_a_run_is_proved(
+        tmp_path: Path, bucket: Bucket, proxy: FaultyProxy,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """What is read from a bucket is what the folder has; the log's own folder may be named, too."""
+    story = Story()
+    story.start(4)
+    story.train(10)
+    write(tmp_path / "run", [dict(it) for it in story.finish()])
+    bucket.upload(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), bucket.url, f"{bucket.url}/diary/", "--json"]
+                ) == 0
+    local, far_away, again = json.loads(capsys.readouterr().out)
+    assert local == far_away == again and local["steps"] > 9
+    assert main(["verify", bucket.url]) == main(["verify", str(tmp_path / "run")])
+    page = tmp_path / "page.html"
+    assert main(["report", bucket.url, "--html", str(page)]) == 0 and page.stat().st_size > 9000
+    # The policy of deploy/README.md allows these requests.
+    allowed = re.compile(rf"/{s3_servers.BUCKET}(\?.*\bprefix={bucket.name}%2Fdiary%2F.*|"
+                         rf"/{bucket.name}/diary/[\w.-]+)")
+    assert [path for method, path, _ in proxy.seen
+            if method != "GET" or not allowed.fullmatch(path)] == []
+
+
+def test_a_watch_that_is_terminated_leaves_no_copy_behind(tmp_path: Path, bucket: Bucket) -> None:
+    write(tmp_path / "run", log())
+    bucket.upload(tmp_path / "run")
+    place = tmp_path / "tmp"
+    place.mkdir()
+    watch = subprocess.Popen([sys.executable, "-m", "elastic_trainer", "watch", bucket.url],
+                             cwd=ROOT, env=os.environ | {"TMPDIR": str(place)}, text=True,
+                             stdout=subprocess.PIPE)
+    timer = threading.Timer(WAIT_S, watch.kill)
+    timer.start()
+    assert watch.stdout is not None and "spot-host" in watch.stdout.readline()
+    assert [path.name for path in place.rglob("*.jsonl")] == ["events.jsonl"]
+    watch.send_signal(signal.SIGTERM)
+    assert watch.wait(WAIT_S) == 128 + signal.SIGTERM and not list(place.iterdir())
+    timer.cancel()
+
+
+def wait_for(is_so: object) -> None:
+    """Wait until a function returns something true."""
+    assert callable(is_so)
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
