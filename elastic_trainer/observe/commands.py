@@ -55,7 +55,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_watch(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dirs", nargs="+", metavar="run_dir", help=f"{RUN}; several with --web")
+    command.add_argument("run_dirs", nargs="+", metavar="run_dir",
+                         help=f"{RUN}; several with --web")
     command.add_argument("--prices", type=Path, metavar="FILE",
                          help="the prices of the hosts (TOML), for their rows; with --web also for "
                          "what a run costs")
