@@ -6,15 +6,16 @@
 #
 # What always holds:
 # 1. All sealed segments of the event log are in the bucket before the segment behind them is.
-# 2. Each sealed segment is copied once, the newest one (at most 16 MiB) each time. A time without a
-#    newly sealed segment costs two PUTs, and a third one when there is a result.
+# 2. Each sealed segment is copied once, the newest one (at most 16 MiB) each time. Without a newly
+#    sealed segment a time costs a PUT for the table and one for the newest segment, or four if it
+#    has more than 8 MiB (aws uploads it in parts); and one more when there is a result.
 #
 # The folder in the bucket is called diary/, as in version 0.1: coordinators resume from it.
 set -euo pipefail
 kept=/var/lib/elastic-trainer
 run=$kept/runs/$FLEET
 to=s3://$BUCKET/$FLEET/diary/
-# The aws command takes half a second of a core, so it is only called when the files have changed.
+# The aws command takes half a second of a core (measured), so it is only called when the files have changed.
 sealed_segments() {
     local now
     if [[ ! -d $run ]]; then return; fi
@@ -25,13 +26,12 @@ sealed_segments() {
     fi
 }
 sealed_segments
-# The link keeps the newest segment when a process seals it, and so renames it, meanwhile.
-newest=$kept/newest
+# The open file stays the same segment when a process seals it, and so renames it, meanwhile.
 while [[ -f $run/events.jsonl ]]; do
-    ln -f "$run/events.jsonl" "$newest"
+    exec 3<"$run/events.jsonl"
     sealed_segments
-    if [[ $newest -ef $run/events.jsonl ]]; then
-        aws s3 cp --only-show-errors "$newest" "${to}events.jsonl"
+    if [[ /dev/fd/3 -ef $run/events.jsonl ]]; then
+        aws s3 cp --only-show-errors /dev/fd/3 "${to}events.jsonl"
         break
     fi
 done
