@@ -15,7 +15,7 @@ set -euo pipefail
 kept=/var/lib/elastic-trainer
 run=$kept/runs/$FLEET
 to=s3://$BUCKET/$FLEET/diary/
-# The aws command takes half a second of a core (measured), so it is only called when the files have changed.
+# aws takes half a second of a core (measured), so it is only called when the files have changed.
 sealed_segments() {
     local now
     if [[ ! -d $run ]]; then return; fi
