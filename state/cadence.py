@@ -48,6 +48,14 @@ class Cadence:
             f'checkpoint_every is {text!r}. Use a number of steps (50), seconds ("30s"), "auto", '
             'or the largest share of the time that checkpoints may cost ("0.5%").')
 
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        if self.steps is not None:
+            return str(self.steps)
+        if self.seconds is not None:
+            return f"{self.seconds:g}s"
+        return "auto" if self.share == SHARE else f"{100 * self.share:g}%"
+
     def interval_s(self, *, cost_s: float, losses: int, observed_s: float, step_s: float) -> float:
         """Return the seconds between checkpoints, from the cost of one to the training and the
         losses of all workers so far."""

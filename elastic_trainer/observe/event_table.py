@@ -94,7 +94,7 @@ _JOB = (
         "job.described", DETAIL, "Rank 0 describes the job at the start of each generation.",
         (*reads(attempt=ATTEMPT, dataset_size=SAMPLES, global_batch=SAMPLES, shards=WHOLE,
                 seed=SEED), *may_read(epochs=WHOLE, max_steps=STEP, steps=STEP, reduce=NAME,
-                                      drop_last=FLAG),
+                                      drop_last=FLAG, checkpoint_every=NAME),
          *may_have(dropped_samples=SAMPLES, order=NAME, order_sha256=NAME))),
     EventKind(
         "job.steps_capped", INFO, "`max_steps` is more than the epochs have.",

@@ -39,8 +39,13 @@ class Costs:
     """
     change_s: Seconds = (0.35, 0.44, 0.44, 0.6, 0.95)
     """The pause for a newcomer, or for a host that leaves under notice (tests/bench/join.py)."""
+    listed_s: Seconds = (0.1, 0.5, 0.9)
+    """From a host that is there to its first worker's start. The list is read each second."""
     boot_s: Seconds = (8.4,)
-    """From a host on the list to a worker that stands ready."""
+    """From the start of a worker until it stands ready, while others train."""
+    first_boot_s: Seconds = (8.4,)
+    """The same for the slowest worker of an attempt's first world: nobody trains beside it. Of the
+    attempts behind the first, if there are any: the first one finds cold caches."""
     standby_s: Seconds = (0.3, 0.4, 0.5)
     """The same with a standby."""
     give_up_s: Seconds = (6.0, 7.0, 8.0)
@@ -49,7 +54,10 @@ class Costs:
     """From the last worker that stands ready to the first step of an attempt: restore included."""
     checkpoint_s: float = 0.033
     """The pause of a checkpoint (tests/bench/checkpoint.py)."""
-    publish_s: float = 5.0
+    auto_s: Seconds = ()
+    """What `auto` took a checkpoint to cost: its pause, and what its upload added to the steps
+    beside it. Empty: checkpoint_s."""
+    publish_s: Seconds = (5.0,)
     """From the copy to the record in the store."""
     fixed_s: float = 0.0
     """The part of a step that does not depend on the shards of a worker: reduce, vote, apply."""
@@ -80,6 +88,45 @@ class Costs:
 
 
 @dataclass
+class _Weighed:
+    """The costs of checkpoints as `auto` measures them in an attempt (training/timing.py)."""
+
+    costs: list[float] = field(default_factory=list)
+    pause_s: float = 0.0
+    """Of the last checkpoint; 0: there was none in this attempt."""
+    seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """Moving averages of a step's time, without and with a checkpoint on its way."""
+    steps: int = 0
+    """Beside the last checkpoint."""
+    known_steps: int = 0
+    """Beside the one before, whose upload is known."""
+    is_up: bool = False
+
+    def step(self, step_s: float, pause_s: float) -> None:
+        """Take a step, and the pause of the checkpoint that was begun before it, if any."""
+        if pause_s:
+            self.end()
+            self.known_steps, self.steps = self.steps, 0
+            self.pause_s, self.is_up = pause_s, True
+        before = self.seconds[self.is_up]
+        self.seconds[self.is_up] = 0.9 * before + 0.1 * step_s if before else step_s
+        self.steps += self.is_up
+
+    def end(self) -> None:
+        """Weigh the last checkpoint: the next one begins, or the attempt has ended."""
+        alone_s, beside_s = self.seconds[False], self.seconds[True]
+        if self.pause_s:
+            slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
+            self.costs.append(self.pause_s + slower_s * self.known_steps)
+
+    def restart(self) -> None:
+        """Begin an attempt."""
+        self.end()
+        self.pause_s, self.steps, self.known_steps, self.is_up = 0.0, 0, 0, False
+        self.seconds = {False: 0.0, True: 0.0}
+
+
+@dataclass
 class _Log:
     """What is read of a log."""
 
@@ -92,8 +139,22 @@ class _Log:
     worlds: list[int] = field(default_factory=list)
     published: list[tuple[int, float]] = field(default_factory=list)
     """Step and time of each checkpoint."""
+    is_training: bool = False
+    """The attempt has had a generation."""
+    firsts: list[float] = field(default_factory=list)
+    """The boots of this attempt before its first generation."""
+    first_boot_s: float = 0.0
+    """The longest boot of the first attempt."""
+    leaving: set[str] = field(default_factory=set)
+    """Hosts that have left the list."""
+    is_sudden: bool = False
+    """A worker of this generation was lost whose host was on the list."""
+    weighed: _Weighed = field(default_factory=_Weighed)
+    joined: dict[str, float] = field(default_factory=dict)
+    """When the hosts of a rehearsal came, until their first worker starts."""
     shards: int = 0
     batch: int = 1
+    every: str = ""
     last: tuple[tuple[Any, ...], float] | None = None
     """The generation and the end of the newest step."""
     ready: float | None = None
@@ -105,16 +166,40 @@ class _Log:
         """Take one more event."""
         now, place = float(event["time"]), (event.get("attempt"), event.get("generation"))
         match event["event"]:
-            case "attempt.started" if self.last:
-                self.seen["give_up_s"].append(now - self.last[1])
-                self.last, self.started, self.ready = None, True, None
+            case "attempt.started":
+                self.weighed.restart()
+                self.firsts, self.is_training = [], False
+                if self.last:
+                    if self.is_sudden:  # else the attempt waited with hosts under notice
+                        self.seen["give_up_s"].append(now - self.last[1])
+                    self.last, self.started, self.ready = None, True, None
+            case "rehearsal.host_joined":
+                self.joined[str(event["host"])] = now
+            case "driver.host_removed":
+                self.leaving.add(str(event["host"]))
+            case "driver.worker_gone":
+                self.is_sudden |= str(event.get("host")) not in self.leaving
+            case "driver.worker_started" if event["host"] in self.joined:
+                self.seen["listed_s"].append(now - self.joined.pop(event["host"]))
             case "driver.worker_ready":
                 self.ready = now
                 boot_s = float(event.get("boot_s") or 0.0)
-                self.seen["standby_s" if boot_s < 1.0 else "boot_s"].append(boot_s)
+                if boot_s < 1.0:
+                    self.seen["standby_s"].append(boot_s)
+                elif self.is_training:
+                    self.seen["boot_s"].append(boot_s)
+                else:
+                    self.firsts.append(boot_s)
             case "driver.generation_formed":
                 self.reasons[place] = str(event.get("reason"))
             case "worker.generation_started":
+                self.weighed.is_up = False  # a change of the world drops it
+                if self.firsts and not self.is_training:
+                    if self.started:
+                        self.seen["first_boot_s"].append(max(self.firsts))
+                    else:
+                        self.first_boot_s = max(self.firsts)
+                self.is_training, self.is_sudden = True, False
                 if self.started and self.ready is not None:
                     self.seen["enter_s"].append(now - self.ready)
                 self.started, self.last = False, None
@@ -126,13 +211,16 @@ class _Log:
                 self._step(event, place, now)
             case "state.checkpoint_published":
                 self.published.append((int(event["step"]), now))
+                self.weighed.is_up = False
                 for name, key in (("checkpoint_s", "pause_s"), ("publish_s", "duration_s")):
                     self.seen[name].append(float(event.get(key) or 0.0))
             case "job.described":
                 self.shards, self.batch = int(event["shards"]), int(event["global_batch"])
+                self.every = str(event.get("checkpoint_every", ""))
 
     def _step(self, event: Mapping[str, Any], place: tuple[Any, ...], now: float) -> None:
         step_s = float(event.get("step_s") or 0.0)
+        self.weighed.step(step_s, float(event.get("checkpoint_s") or 0.0))
         if self.last and self.last[0] == place:  # else it is the first step behind a pause
             self.steps[int(event["size"])].append(step_s)
             self.gaps.append(max(0.0, now - self.last[1] - step_s))
@@ -141,15 +229,20 @@ class _Log:
     def costs(self) -> Costs:
         """Return the costs of the log, and the defaults for those that it does not show."""
         found: dict[str, Any] = {name: tuple(values) for name, values in self.seen.items()}
-        for name in ("checkpoint_s", "publish_s"):
-            if name in found:
-                found[name] = fmean(found[name])
+        if self.first_boot_s:
+            found.setdefault("first_boot_s", (self.first_boot_s,))
+            found.setdefault("boot_s", found["first_boot_s"])
+        if "checkpoint_s" in found:
+            found["checkpoint_s"] = fmean(found["checkpoint_s"])
+        self.weighed.end()
+        if self.weighed.costs:
+            found["auto_s"] = tuple(self.weighed.costs)
         if self.steps and self.shards:
             found |= {"shards": self.shards, "batch": self.batch}
             found["fixed_s"], found["shard_s"] = fitted(self.steps, self.shards)
             pauses_s = len(self.published) * float(found.get("checkpoint_s", 0.0))
             found["between_s"] = max(0.0, sum(self.gaps) - pauses_s) / len(self.gaps)
-        if interval := interval_of(self.published):
+        if interval := self.every or interval_of(self.published):
             found["interval"] = interval
         if self.worlds:
             found["world"] = round(median(self.worlds))
@@ -224,6 +317,10 @@ def with_values(costs: Costs, given: Iterable[str]) -> Costs:
             value = (value,)
         elif names[name].type == "int":
             value = max(1, int(value))
+        if name == "checkpoint_s":
+            costs = replace(costs, auto_s=())
+        if name == "boot_s":
+            costs = replace(costs, first_boot_s=value)
         costs = replace(costs, **{name: value},
                         measured=tuple(sorted({*costs.measured, name})))
     return costs

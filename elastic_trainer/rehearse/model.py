@@ -8,9 +8,11 @@ What always holds:
 2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
 3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
    that was published. It loses nothing if the last workers left under notice, since they write one.
-4. An interval of checkpoints in seconds has a random phase, since `auto` follows noisy costs.
+4. Checkpoints are begun, published and dropped as in saves.py. The interval of `auto` follows the
+   costs that were measured, one by one.
 
-What it does not do: slow steps down while workers boot or checkpoints are sent; lose checkpoints.
+What it does not do: slow steps down while workers boot or checkpoints are sent. Goodput is a share
+of the time, so it does not depend on that.
 
 Source: the policies are those of launch/rounds.py (who enters, and when) and state/cadence.py. Two
 recorded storms check it (tests/test_plan.py).
@@ -18,16 +20,20 @@ recorded storms check it (tests/test_plan.py).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
 from elastic_trainer.config import Limits
-from elastic_trainer.rehearse.costs import Costs
+from elastic_trainer.rehearse.costs import Costs, Seconds
 from elastic_trainer.rehearse.pools import Flags, Floats, Lives
+from elastic_trainer.rehearse.saves import last_published_s
 from elastic_trainer.rehearse.storm import HOUR_S
-from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.cadence import SHORTEST_S, Cadence
 
 Wholes = npt.NDArray[np.int64]
 
@@ -95,19 +101,28 @@ def outcome_of(world: World, costs: Costs, policy: Policy, seconds: float, seed:
 def world_of(lives: Lives, costs: Costs, policy: Policy, seconds: float, seed: int) -> World:
     """Return who stands ready when: of the policy, only `standby` and `limits` matter.
 
-    A host that joins while nobody trains boots in the next attempt.
+    A host that joins while nobody trains boots in the next attempt. One under notice trains until
+    the list is read and a checkpoint is published. If all are under notice, the attempt waits with
+    their state, and newcomers that boot are not started again.
     """
     chance = np.random.default_rng(seed)
     is_soon = lives.joined < seconds
     began, gone = lives.joined[is_soon], lives.gone[is_soon]
     noticed, again = lives.noticed[is_soon], lives.again[is_soon]
-    boots = np.where(again, chance.choice(costs.standby_s if policy.standby else costs.boot_s,
-                                          began.size), chance.choice(costs.boot_s, began.size))
-    ready = began + boots
-    for zero in _zeros(ready, gone):  # an attempt ends: workers that boot start again
-        restart = zero + float(chance.choice(costs.give_up_s))
-        late = (began <= restart) & (ready > zero) & (gone > zero)
-        ready[late] = restart + boots[late]
+    boots = np.where(again & policy.standby, chance.choice(costs.standby_s, began.size),
+                     chance.choice(costs.boot_s, began.size))
+    listed = began + np.where(again, 0.0, _at_once(began, costs.listed_s, chance))
+    gone = gone + noticed * (_at_once(gone, costs.listed_s, chance) +
+                             _at_once(gone, costs.publish_s, chance))
+    ready = listed + boots
+    if began.size:
+        _start(float(began.min()), listed, ready, gone, float(chance.choice(costs.first_boot_s)))
+    for zero, is_noticed in _zeros(ready, gone, noticed):
+        if not is_noticed:
+            restart = zero + float(chance.choice(costs.give_up_s))
+            late = (began <= restart) & (ready > zero) & (gone > zero)
+            listed[late] = np.maximum(listed[late], restart)
+        _start(zero, listed, ready, gone, float(chance.choice(costs.first_boot_s)))
     enters = _together(began, ready, gone, policy.limits.settle_s)
     is_seen = (enters < gone) & (enters < seconds)
     is_left = is_seen & (gone < seconds)
@@ -115,15 +130,32 @@ def world_of(lives: Lives, costs: Costs, policy: Policy, seconds: float, seed: i
                    chance)
 
 
-def _zeros(ready: Floats, gone: Floats) -> list[float]:
-    """Return the moments at which the last worker that stands ready is lost."""
+def _at_once(times: Floats, costs: Seconds, chance: np.random.Generator) -> Floats:
+    """Draw a cost for each time. Hosts that come or go together have the same one."""
+    _, at = np.unique(np.round(times, 1), return_inverse=True)
+    return np.asarray(chance.choice(costs, times.size))[at]
+
+
+def _start(since: float, listed: Floats, ready: Floats, gone: Floats, boot_s: float) -> None:
+    """Let all workers boot in the same time that boot while nobody trains, from a moment on."""
+    is_new = (ready > since) & (gone > since)
+    first = np.where(is_new & (listed + boot_s < gone), listed + boot_s, np.inf).min(initial=np.inf)
+    boots = is_new & (listed < first)
+    ready[boots] = listed[boots] + boot_s
+
+
+def _zeros(ready: Floats, gone: Floats, noticed: Flags) -> list[tuple[float, bool]]:
+    """Return the moments at which the last worker that stands ready is gone; True: by notice."""
     was_ready = ready < gone
-    ends = gone[was_ready & np.isfinite(gone)]
+    is_end = was_ready & np.isfinite(gone)
+    ends = gone[is_end]
+    is_noticed = np.concatenate([np.zeros(int(was_ready.sum()), dtype=bool), noticed[is_end]])
     times = np.concatenate([ready[was_ready], ends])
     signs = np.concatenate([np.ones(int(was_ready.sum())), np.full(ends.size, -1.0)])
     order = np.argsort(times, kind="stable")
     sizes = np.cumsum(signs[order])
-    return list(times[order][(sizes <= 0) & (signs[order] < 0)])
+    last = order[(sizes <= 0) & (signs[order] < 0)]
+    return list(zip(times[last].tolist(), is_noticed[last].tolist(), strict=True))
 
 
 def _together(began: Floats, ready: Floats, gone: Floats, settle_s: float) -> Floats:
@@ -208,8 +240,8 @@ class _Run:
         trained = np.maximum(0.0, untils - np.maximum(froms, over))
         trained[sizes < policy.fewest] = 0.0
         self.pausing_s += float((untils - froms - trained)[sizes >= policy.fewest].sum())
-        self._train(trained, sizes, world.left[first:stop] > 0,
-                    is_lost=stop < world.times.size and bool(world.lost[stop]))
+        self._train(trained, sizes, world.left[first:stop] > 0, world.lost[first:stop] > 0,
+                    float(ends), is_lost=stop < world.times.size and bool(world.lost[stop]))
         self.zeros += stop < world.times.size
 
     def _start(self, times: Floats, sizes: Wholes, ends: float) -> float | None:
@@ -225,10 +257,12 @@ class _Run:
         start = min(found) + float(self.chance.choice(self.costs.enter_s))
         return start if start < ends else None
 
-    def _train(self, trained: Floats, sizes: Wholes, drained: Flags, *, is_lost: bool) -> None:
+    def _train(self, trained: Floats, sizes: Wholes, is_left: Flags, is_hit: Flags, ends: float, *,
+               is_lost: bool) -> None:
         """Count the steps of a life, without those that the loss of everybody takes back.
 
-        `drained`: at the beginning of these times somebody left under notice.
+        `is_left`, `is_hit`: at the beginning of these times somebody left under notice, or was
+        lost.
         """
         costs, policy = self.costs, self.policy
         step_s = costs.step_s(sizes, policy.shards)
@@ -238,21 +272,47 @@ class _Run:
         whole_s = float(done[-1])
         if not whole_s:
             return
-        every_s = policy.checkpoint.interval_s(
-            cost_s=costs.checkpoint_s, losses=self.zeros, observed_s=self.trained_s,
-            step_s=whole_s / float(steps[-1]))
-        cycle_s, kept_s = every_s + costs.checkpoint_s, whole_s
-        if is_lost:  # a checkpoint is written when somebody leaves under notice, too
-            kept_s = float(done[:-1][drained].max(initial=0.0))
-            published_s = whole_s - costs.publish_s
-            if every := policy.checkpoint.steps:
-                step = self.steps + float(np.interp(published_s, done, steps))
-                written_s = float(np.interp(step // every * every - self.steps, steps, done))
-            else:  # no interval of seconds is kept so exactly that its phase is known
-                written_s = published_s - cycle_s * float(self.chance.random())
-            kept_s = max(kept_s, written_s)
-        share = every_s / cycle_s
+        intervals = self._intervals(ends, whole_s / float(steps[-1]))
+        every_s, kept_s = sum(intervals) / len(intervals), whole_s
+        if is_lost:
+            kept_s = last_published_s(
+                whole_s, np.maximum(0.0, done[:-1][is_left] - fmean(costs.publish_s)).tolist(),
+                done[:-1][is_hit].tolist(),
+                self._following(intervals, done, steps), lambda: self._one(costs.publish_s),
+                first_s=self._first_s(intervals, done, steps), usual_s=every_s)
+        share = every_s / (every_s + costs.checkpoint_s)
         self.steps += share * float(np.interp(kept_s, done, steps))
         self.useful_s += share * float(np.interp(kept_s, done, useful))
         self.trained_s += whole_s
         self.redone_s += whole_s - kept_s
+
+    def _intervals(self, ends: float, step_s: float) -> list[float]:
+        """Return the intervals between checkpoints by the costs that were measured."""
+        return [self.policy.checkpoint.interval_s(
+            cost_s=cost_s, losses=self.zeros, observed_s=ends, step_s=step_s)
+            for cost_s in self.costs.auto_s or (self.costs.checkpoint_s,)]
+
+    def _first_s(self, intervals: Sequence[float], done: Floats, steps: Floats) -> float:
+        """Return the time of a life's first checkpoint: `auto` does not know its cost yet."""
+        every = self.policy.checkpoint
+        if every.steps is None and every.seconds is None:
+            return SHORTEST_S
+        return self._following(intervals, done, steps)(0.0)
+
+    def _following(self, intervals: Sequence[float], done: Floats,
+                   steps: Floats) -> Callable[[float], float]:
+        """Return what tells the time of the next checkpoint. Each one begins at a step's end."""
+        def after_s(begun_s: float) -> float:
+            step_s = float(done[-1] / steps[-1])
+            return begun_s + self._one(intervals) + step_s * float(self.chance.random())
+
+        def at_step_s(begun_s: float) -> float:
+            step = self.steps + float(np.interp(begun_s, done, steps))
+            following = (int(step + 1e-6) // every + 1) * every - self.steps
+            return float(np.interp(following, steps, done)) if following <= steps[-1] else math.inf
+
+        every = self.policy.checkpoint.steps or 0
+        return at_step_s if every else after_s
+
+    def _one(self, values: Sequence[float]) -> float:
+        return values[int(len(values) * self.chance.random())]

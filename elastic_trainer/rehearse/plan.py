@@ -127,7 +127,7 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
     month_s = 30 * 24 * HOUR_S
     if options.trace:
-        rows = read_trace(options.trace)
+        rows = read_trace(options.trace, may_end_empty=True)
         return Fleet(trace=of_rows(rows), price=options.price), rows[-1].time_s
     if options.pool:
         pools = tuple(map(parse_pool, options.pool))

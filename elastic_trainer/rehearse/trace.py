@@ -50,17 +50,21 @@ class Row(NamedTuple):
     host: str
 
 
-def read_trace(file: Path, notice_s: float = NOTICE_S) -> list[Row]:
+def read_trace(file: Path, notice_s: float = NOTICE_S, *, may_end_empty: bool = False
+               ) -> list[Row]:
     """Read a file of either form. Raises ConfigError."""
     try:
-        return parse_trace(file.read_text(encoding="utf-8"), f"--trace {file}", notice_s)
+        return parse_trace(file.read_text(encoding="utf-8"), f"--trace {file}", notice_s,
+                           may_end_empty=may_end_empty)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace {file} cannot be read: {error}. {REMEDY}") from error
 
 
-def parse_trace(text: str, source: str, notice_s: float = NOTICE_S) -> list[Row]:
+def parse_trace(text: str, source: str, notice_s: float = NOTICE_S, *,
+                may_end_empty: bool = False) -> list[Row]:
     """Read the text of either form. `notice_s`: the notice of a removed node, and of a `notice`
-    without a loss. Raises ConfigError that names the line."""
+    without a loss. Raises ConfigError that names the line; `may_end_empty`: not for a trace that
+    ends without a host, as that of a run that finished with its last host."""
     lines = [(number, [cell.strip() for cell in next(csv.reader([line]))])
              for number, line in enumerate(text.splitlines(), 1)
              if line.strip() and not line.startswith("#")]
@@ -79,7 +83,7 @@ def parse_trace(text: str, source: str, notice_s: float = NOTICE_S) -> list[Row]
     if is_recorded:
         names = {"add": JOIN, "remove": LOSS}
         rows = [Row(row.time_s / 1000, names[row.event], row.host) for row in rows]
-    return completed(rows, source, notice_s, announces=is_recorded)
+    return completed(rows, source, notice_s, announces=is_recorded, may_end_empty=may_end_empty)
 
 
 def text_of(rows: Iterable[Row]) -> str:
@@ -89,11 +93,11 @@ def text_of(rows: Iterable[Row]) -> str:
 
 
 def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
-              announces: bool = False) -> list[Row]:
+              announces: bool = False, may_end_empty: bool = False) -> list[Row]:
     """Return rows in the order of time, from 0 s on, with a loss behind each notice.
 
     `announces`: each loss gets a notice, too. Raises ConfigError for rows that contradict each
-    other, or that leave no host at the end.
+    other, or that leave no host at the end, unless they `may_end_empty`.
     """
     of_host = defaultdict[str, list[Row]](list)
     for row in sorted(rows, key=lambda row: row.time_s):
@@ -108,7 +112,7 @@ def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
                 notice_at = max(life[0].time_s, life[1].time_s - notice_s)
                 life.insert(1, Row(notice_at, NOTICE, host))
             found += life
-    if not present:
+    if not present and not may_end_empty:
         raise ConfigError(f"{source} ends without a host, so a run could not finish. Add a row in "
                           f"which a host joins.")
     first_s = min(row.time_s for row in found)

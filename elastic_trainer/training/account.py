@@ -17,6 +17,7 @@ from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.versions import versions
 from elastic_trainer.order import facts_of
+from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreUnavailable
@@ -47,9 +48,10 @@ steps done and planned."""
 class Account:
     """One worker's account of the run."""
 
-    def __init__(self, job: Job, state: LiveState, launch: Launch, events: Events, reduce: str):
+    def __init__(self, job: Job, state: LiveState, launch: Launch, events: Events, reduce: str,
+                 every: Cadence):
         self.job, self.state, self.launch, self.events = job, state, launch, events
-        self.reduce = reduce
+        self.reduce, self.every = reduce, every
 
     def steps_due(self) -> int:
         """Return how many steps the run has: fewer than planned if the user's code has asked to
@@ -92,6 +94,7 @@ class Account:
                          seed=schedule.seed,
                          steps=schedule.steps,
                          reduce=self.reduce,
+                         checkpoint_every=str(self.every),
                          drop_last=schedule.drop_last,
                          max_steps=schedule.max_steps,
                          dropped_samples=schedule.dropped_samples,

@@ -76,7 +76,7 @@ class Loop:
                                     self.wish)
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
-        self.account = Account(job, self.state, launch, events, reduce)
+        self.account = Account(job, self.state, launch, events, reduce, plan.every)
         self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due,
                              Evaluations(lambda: self.world, driver.is_broken, events, launch))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
