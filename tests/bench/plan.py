@@ -42,9 +42,9 @@ FIELDS = ("time", "event", "attempt", "generation", "size", "step", "samples", "
           "global_batch", "run", "worker", "host", "verdict", "checkpoint_s", "checkpoint_every")
 EVENTS = ("run.started", "attempt.started", "attempt.ended", "job.described",
           "driver.host_removed", "driver.worker_started", "driver.worker_ready",
-          "driver.worker_gone", "driver.generation_formed", "worker.generation_started", "worker.step_committed",
-          "worker.step_redone", "worker.pause_ended", "state.checkpoint_published",
-          "rehearsal.host_joined", "run.finished")
+          "driver.worker_gone", "driver.generation_formed", "worker.generation_started",
+          "worker.step_committed", "worker.step_redone", "worker.pause_ended",
+          "state.checkpoint_published", "rehearsal.host_joined", "run.finished")
 
 
 def replay(runs: Path, name: str, storm: str, options: argparse.Namespace) -> Path:
