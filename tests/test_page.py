@@ -14,6 +14,7 @@ from test_report import event, write
 from test_svg import RECORDED, events_of
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.page import page, read
 from elastic_trainer.observe.story import LONGEST_RECOVERIES, NEWEST_EVENTS
 
@@ -59,8 +60,11 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
     assert not {"script", "link", "img", "iframe"} & {*tree.tags}
     assert {*re.findall(r"https?://[^\"<\s]*", text)} <= {"http://www.w3.org/2000/svg"}
     assert {*re.findall(r"url\(([^)]*)\)", text)} == {
-        f"#fill-{name}" for name in
-        ("redoing", "regrouping", "booting", "restarting", "waiting", "stopped")}
+        *(f"#fill-{name}" for name in
+          ("redoing", "regrouping", "booting", "restarting", "waiting", "stopped")),
+        *(f"#part-{part}" for part in PAUSE_PARTS)}
+    identities = re.findall(r'id="([^"]*)"', text)
+    assert len(identities) == len({*identities}) == 11
     for title in ("Samples a second, and what happened", "Loss", "Hosts", "Recoveries",
                   "Where the time of the hosts went", "Checkpoints", "Events", "Configuration"):
         assert title in tree.texts

@@ -12,9 +12,11 @@ import pytest
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe import svg
-from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.bands import LEAST_PX, bands, slices
+from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.observe.history import history_of
 from elastic_trainer.observe.report import result_of
+from elastic_trainer.observe.story import recovery_of
 from elastic_trainer.observe.timeline import Timeline
 
 RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
@@ -62,7 +64,8 @@ def test_the_picture_needs_nothing_but_itself_and_is_drawn_again_the_same() -> N
     assert text == drawn(events_of(RECORDED))[0]
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
     assert not any(it.tag.endswith(("}script", "}image", "}use")) for it in root.iter())
-    assert "prefers-color-scheme: dark" in text and "url(" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert {*re.findall(r"url\((.*?)\)", text)} == {f"#part-{part}" for part in PAUSE_PARTS}
     assert len(texts(root)) > 15 and len(text) < 64_000
     assert root.get("role") == "img" and root[0].tag.endswith("}title")
 
@@ -104,6 +107,53 @@ def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
     assert line[0].text == "stopped for 13.9 h"
     assert any(text == "20 s" for text in texts(root)) and not any(
         "h" in text for text in texts(root) if re.fullmatch(r"\d+ \w+", text))
+
+
+def paused(time: float, **parts: float) -> dict[str, Any]:
+    return {"event": "worker.pause_ended", "time": time, "run": "x", "attempt": 1,
+            "step": int(time), "duration_s": sum(parts.values()),
+            **{f"{part}_s": parts.get(part, 0.0) for part in PAUSE_PARTS}}
+
+
+def test_a_pause_is_divided_by_its_parts() -> None:
+    """In their order, in the proportion of their seconds, each with a tooltip, within the pause;
+    one that is too narrow is in the tooltip of the whole pause. The legend has the patterns."""
+    parts = {"noticing": 4.0, "deciding": 0.01, "forming": 2.0, "transfer": 8.0, "redoing": 1.0}
+    events = [generation(0.0, 2, 0), *(step(float(at)) for at in range(1, 40)),
+              generation(53.0, 2, 39), paused(54.01, **parts), step(54.01, step=39),
+              *(step(float(at)) for at in range(55, 90))]
+    _, root = drawn(events)
+    group = next(it for it in root if it.get("class") == "bands")
+    found = of_kind(group, "slice")
+    assert [it.get("class") for it in found] == [
+        f"slice {part}" for part in ("noticing", "forming", "transfer", "redoing")]
+    assert found[2][0].text == "transfer for 8 s"
+    widths = [float(it.get("width", 0)) for it in found]
+    assert [width / widths[3] for width in widths] == pytest.approx([4, 2, 8, 1], rel=0.03)
+    (band,) = of_kind(group, "pausing")
+    assert band[0].text == ("pausing for 15 s: noticing 4 s, deciding 0.01 s, forming 2 s, "
+                            "transfer 8 s, redoing 1 s")
+    left, right = (float(band.get("x", 0)) + at * float(band.get("width", 0)) for at in (0, 1))
+    assert left - 0.1 <= float(found[0].get("x", 0)) and float(found[3].get("x", 0)) <= right
+    assert "transfer" in texts(group) and {"parts of a pause:", *PAUSE_PARTS} <= {*texts(root)}
+
+
+def test_many_pauses_have_a_bounded_number_of_bands_and_none_is_lost() -> None:
+    """10,000 faults: bands that would cover each other are one, with the sum of their parts."""
+    periods, recoveries = [], []
+    for at in range(10_000):
+        periods += [(Phase.TRAINING, at * 10.0, at * 10 + 7.0),
+                    (Phase.PAUSING, at * 10 + 7.0, at * 10 + 10.0)]
+        recoveries.append(recovery_of(paused(at * 10 + 10.0, noticing=1.0, redoing=2.0)))
+    axis = svg.axis_of((0.0, 1e5), periods)
+    found = bands(periods, recoveries, axis.x)
+    assert len(found) <= (svg.RIGHT - svg.LEFT) / LEAST_PX + 1
+    assert all(a.right <= b.left for a, b in zip(found, found[1:], strict=False))
+    assert sum(it.number for it in found) == 10_000 and not [*slices(recoveries, axis.x)]
+    assert sum(it.seconds for it in found) == pytest.approx(30_000)
+    assert sum(it.parts["redoing"] for it in found) == pytest.approx(20_000)
+    assert re.fullmatch(r"\d+ times pausing, in all .*: noticing .*, redoing .*",
+                        found[9].in_words(svg.duration))
 
 
 def losses(*times: float, reason: str = "crashed", exit_code: int = -9) -> list[dict[str, Any]]:

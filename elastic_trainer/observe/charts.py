@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from xml.etree.ElementTree import Element, SubElement
 
 from elastic_trainer.observe.accounts import Account, Accounts, Lane
+from elastic_trainer.observe.bands import pattern_elements
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.step_table import StepTable
 from elastic_trainer.observe.story import Recovery
@@ -42,7 +43,7 @@ PATTERNS = {
 
 
 def patterns() -> Element:
-    """Return the patterns of the groups, which all charts of a page share."""
+    """Return the patterns of groups and of parts, which all charts of a page share."""
     root = Element("svg", {"width": "0", "height": "0", "class": "patterns", "aria-hidden": "true"})
     defs = SubElement(root, "defs")
     for name, path in PATTERNS.items():
@@ -50,6 +51,7 @@ def patterns() -> Element:
             "id": f"fill-{name}", "width": "6", "height": "6", "patternUnits": "userSpaceOnUse"})
         SubElement(pattern, "rect", {"width": "6", "height": "6", "class": f"tone {name}"})
         SubElement(pattern, "path", {"d": path or "M0,0", "class": "hatch"})
+    defs.extend(pattern_elements())
     return root
 
 

@@ -149,6 +149,8 @@ def picture(run: Run) -> Element:
     drawn = fromstring(svg.draw(run.timeline, run.history.books.periods, run.result))
     for element in drawn.iter():  # HTML knows the names of SVG without their namespace
         element.tag = element.tag.removeprefix(SVG)
+    for defs in drawn.findall("defs"):  # charts.patterns() has them once for the page
+        drawn.remove(defs)
     for name in ("width", "height"):
         drawn.attrib.pop(name, None)
     drawn.set("class", "chart")

@@ -52,6 +52,12 @@ class Recovery:
     """The seconds of PAUSE_PARTS."""
 
 
+def recovery_of(event: Event) -> Recovery:
+    """Return the pause that a worker.pause_ended reports."""
+    parts = tuple(float(event.get(f"{part}_s") or 0.0) for part in PAUSE_PARTS)
+    return Recovery(float(event["duration_s"]), event["time"], int(event["step"]), parts)
+
+
 @dataclass
 class Story:
     """The story so far; `through` takes the events."""
@@ -119,11 +125,10 @@ class Story:
         known |= {key: event[key] for key in ("host", "pid") if event.get(key) is not None}
 
     def _pause_ended(self, event: Event) -> None:
-        parts = tuple(float(event.get(f"{part}_s") or 0.0) for part in PAUSE_PARTS)
+        recovery = recovery_of(event)
         self.recoveries += 1
-        for part, seconds in zip(PAUSE_PARTS, parts, strict=True):
+        for part, seconds in zip(PAUSE_PARTS, recovery.parts, strict=True):
             self.recovered_s[part] += seconds
-        recovery = Recovery(float(event["duration_s"]), event["time"], int(event["step"]), parts)
         if len(self.longest) < LONGEST_RECOVERIES:
             heapq.heappush(self.longest, recovery)
         else:

@@ -7,7 +7,7 @@ timeline, history → here → a file
 What always holds:
 1. The file needs nothing else: no script, no font, no address. Text is text.
 2. It is readable in light and dark (`prefers-color-scheme`), and each kind of mark has its own
-   shape, so that no reader needs the colours.
+   shape, and each part of a pause its own pattern, so that no reader needs the colours.
 3. Time in which a person had stopped the run is cut out of the time axis.
 4. No text covers another. A mark whose label has no room keeps its tooltip.
 
@@ -24,12 +24,15 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from elastic_trainer.observe.event_kind import Phase
+from elastic_trainer.observe.bands import SHOWN, bands, pattern_elements, slices
+from elastic_trainer.observe.bands import STYLE as BAND_STYLE
+from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.observe.sentences import count
+from elastic_trainer.observe.story import Recovery
 from elastic_trainer.observe.timeline import Change, Mark, Timeline
 from elastic_trainer.wire.plain import plain
 
-WIDTH, HEIGHT = 880, 396
+WIDTH = 880
 LEFT, RIGHT = 72, 864
 TOP, BOTTOM = 100, 268
 """Of the plot of samples a second."""
@@ -42,16 +45,18 @@ COLUMNS = 264
 STEPS_A_COLUMN = 2
 """A column of a short run has the samples of about 2 steps: else noise hides the rate."""
 FEWEST_COLUMNS = 66
-LEAST_BAND_PX = 1.5
 NEAR_PX = 8
 """Marks of one kind that are nearer to each other are one mark."""
 LETTER_PX = 6.6
 """The mean width of a letter."""
+LEGEND_LETTER_PX = 7.0
+"""The same, in words without narrow letters."""
 STYLE = """
 svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .paper { fill: #ffffff; } text { fill: #1f2328; } .title { font-size: 16px; font-weight: 600; }
 .dim { fill: #59636e; } .grid { stroke: #d1d9e0; stroke-width: 1; } .end { text-anchor: end; }
-.middle { text-anchor: middle; } .rate { fill: #0969da; fill-opacity: .2; stroke: #0969da; }
+.middle { text-anchor: middle; } .name { font-size: 11px; font-weight: 600; }
+.rate { fill: #0969da; fill-opacity: .2; stroke: #0969da; }
 .fleet { fill: none; stroke: #59636e; stroke-width: 1.5; } .pausing { fill: #d4a72c; }
 .restarting { fill: #cf222e; } .booting { fill: #8c959f; } .band { fill-opacity: .3; }
 .mark { fill: none; stroke-width: 2; } .lost { stroke: #cf222e; } .larger { stroke: #1a7f37; }
@@ -75,7 +80,6 @@ SHAPES = {
     Mark.CHECKPOINT: ("checkpoint", "M0,-4 L0,4"),
 }
 """Class and outline of each mark: a cross, a plus, a minus, a diamond, a triangle, a stroke."""
-BANDS = (Phase.PAUSING, Phase.RESTARTING, Phase.BOOTING)
 
 Period = tuple[Phase, float, float]
 
@@ -125,16 +129,16 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     """Return the SVG of a run with two steps or more."""
     assert timeline.span
     axis = axis_of(timeline.span, periods)
-    root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img",
-                   viewBox=f"0 0 {WIDTH} {HEIGHT}", width=str(WIDTH), height=str(HEIGHT))
+    root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img", width=str(WIDTH))
     title = f"run {plain(result['run'])}"
     SubElement(root, "title").text = title
     SubElement(root, "desc").text = subtitle(result)
-    SubElement(root, "style").text = STYLE
+    SubElement(root, "style").text = STYLE + BAND_STYLE
+    SubElement(root, "defs").extend(pattern_elements())
     SubElement(root, "rect", {"class": "paper", "width": "100%", "height": "100%"})
     _text(root, LEFT, 28, title, "title")
     _text(root, LEFT, 50, subtitle(result), "dim")
-    _draw_bands(root, axis, periods)
+    are_divided = _draw_bands(root, axis, periods, timeline.recoveries)
     _draw_rates(root, axis, timeline)
     _draw_fleet(root, axis, timeline)
     _draw_time(root, axis)
@@ -143,8 +147,10 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     _draw_marks(root, axis, groups)
     _draw_checkpoints(root, axis, timeline.checkpoints)
     marks = {group[0].mark for group in groups}
-    _draw_legend(root, marks | ({Mark.CHECKPOINT} if timeline.checkpoints else set()),
-                 {phase for phase, _, _ in periods})
+    bottom = _draw_legend(root, marks | ({Mark.CHECKPOINT} if timeline.checkpoints else set()),
+                          {phase for phase, _, _ in periods}, PAUSE_PARTS if are_divided else ())
+    root.set("height", str(bottom + 16))
+    root.set("viewBox", f"0 0 {WIDTH} {bottom + 16}")
     indent(root)
     return tostring(root, encoding="unicode") + "\n"
 
@@ -186,17 +192,28 @@ def time_ticks(length_s: float) -> Iterator[tuple[float, str]]:
         yield value * unit_s, f"{value:g} {unit}"
 
 
-def _draw_bands(root: Element, axis: Axis, periods: Sequence[Period]) -> None:
-    bands = SubElement(root, "g", {"class": "bands"})
-    for phase, start, end in periods:
-        if phase not in BANDS or end <= axis.start or start >= axis.end:
-            continue
-        left, right = axis.x(start), axis.x(end)
-        width = max(LEAST_BAND_PX, right - left)
-        band = SubElement(bands, "rect", {
-            "class": f"band {phase.value}", "x": f"{left:.1f}", "y": str(TOP),
-            "width": f"{width:.1f}", "height": str(BOTTOM - TOP)})
-        SubElement(band, "title").text = f"{phase.value} for {duration(end - start)}"
+def _draw_bands(root: Element, axis: Axis, periods: Sequence[Period],
+                recoveries: Sequence[Recovery]) -> bool:
+    """Shade pauses, restarts and boots; True if a pause is divided by its parts."""
+    group = SubElement(root, "g", {"class": "bands"})
+    shown = [it for it in periods if it[2] > axis.start and it[1] < axis.end]
+    for band in bands(shown, recoveries, axis.x):
+        rect = _band(group, band.left, min(band.right, RIGHT), f"band {band.phase.value}")
+        SubElement(rect, "title").text = band.in_words(duration)
+    are_divided = False
+    for part, left, right, seconds in slices(recoveries, axis.x):
+        rect = _band(group, left, right, f"slice {part}")
+        SubElement(rect, "title").text = f"{part} for {duration(seconds)}"
+        are_divided = True
+        if right - left > LETTER_PX * len(part) + 6:
+            _text(group, (left + right) / 2, TOP + 14, part, "middle name")
+    return are_divided
+
+
+def _band(parent: Element, left: float, right: float, kind: str) -> Element:
+    return SubElement(parent, "rect", {
+        "class": kind, "x": f"{left:.1f}", "y": str(TOP), "width": f"{right - left:.1f}",
+        "height": str(BOTTOM - TOP)})
 
 
 def _draw_rates(root: Element, axis: Axis, timeline: Timeline) -> None:
@@ -299,17 +316,30 @@ def _draw_checkpoints(root: Element, axis: Axis, times: Sequence[float]) -> None
         SubElement(stroke, "title").text = count(number, "checkpoint")
 
 
-def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase]) -> None:
-    legend, x, y = SubElement(root, "g", {"class": "legend"}), float(LEFT), HEIGHT - 16
-    for mark in (mark for mark in Mark if mark in marks):
-        _mark(legend, x + 6, y - 4, mark)
-        _text(legend, x + 17, y, mark.value)
-        x += 32 + LETTER_PX * len(mark.value)
-    for phase in (phase for phase in BANDS if phase in phases):
-        SubElement(legend, "rect", {"class": f"band {phase.value}", "x": f"{x:.1f}",
-                                    "y": str(y - 11), "width": "12", "height": "13"})
-        _text(legend, x + 17, y, phase.value)
-        x += 32 + LETTER_PX * len(phase.value)
+def _draw_legend(root: Element, marks: set[Mark], phases: set[Phase], parts: Sequence[str]) -> int:
+    """Explain marks, bands and the parts of pauses, in as many lines as they need; return the
+    bottom."""
+    legend, x, y = SubElement(root, "g", {"class": "legend"}), float(LEFT), FLEET_BOTTOM + 44
+    names: list[tuple[str, str, Mark | None]] = [
+        ("mark", mark.value, mark) for mark in Mark if mark in marks]
+    names += [("band", phase.value, None) for phase in SHOWN if phase in phases]
+    names += [("slice", part, None) for part in parts]
+    for kind, name, mark in names:
+        width = 32 + LEGEND_LETTER_PX * len(name)
+        is_first_part = kind == "slice" and name == parts[0]
+        if x + width - 15 > RIGHT or is_first_part:
+            x, y = float(LEFT), y + 22
+        if is_first_part:
+            _text(legend, x, y, "parts of a pause:", "dim")
+            x += LEGEND_LETTER_PX * 17
+        if mark:
+            _mark(legend, x + 6, y - 4, mark)
+        else:
+            SubElement(legend, "rect", {"class": f"{kind} {name}", "x": f"{x:.1f}",
+                                        "y": str(y - 11), "width": "12", "height": "13"})
+        _text(legend, x + 17, y, name)
+        x += width
+    return y
 
 
 def _mark(parent: Element, x: float, y: float, mark: Mark) -> Element:

@@ -1,4 +1,5 @@
-"""The timeline of a run, for its pictures: 24 bytes of each step, and each change of the fleet.
+"""The timeline of a run, for its pictures: 24 bytes of each step, each change of the fleet and each
+recovery.
 
 event log → here → picture (text), svg
 """
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.observe import sentences
+from elastic_trainer.observe.story import Recovery, recovery_of
 
 CHUNK_STEPS = 2**16
 
@@ -49,6 +51,7 @@ class Timeline:
         self.size = 0
         """Workers in the newest world."""
         self.first_size = 0
+        self.recoveries: list[Recovery] = []
         self.checkpoints = array("d")
         """When each was published."""
 
@@ -78,6 +81,8 @@ class Timeline:
                 self._mark(event, Mark.RESTART)
             case "driver.host_removed":
                 self._mark(event, Mark.LEAVES)
+            case "worker.pause_ended":
+                self.recoveries.append(recovery_of(event))
             case "state.checkpoint_published":
                 self.checkpoints.append(float(event["time"]))
 

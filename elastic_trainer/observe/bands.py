@@ -1,0 +1,109 @@
+"""The shading of a timeline: pauses, restarts and boots, and pauses divided by their parts.
+
+history (periods), timeline (recoveries) → here → svg
+
+What always holds:
+1. The number of shapes is bounded by the width of the picture, whatever the number of faults.
+   Bands that would cover each other are one band, up to MERGED_PX. It has their number and sums.
+2. A part that is narrower than LEAST_PX has no shape. The tooltip of its band has its seconds.
+3. No reader needs the colours: each part has its own pattern, its name if there is room, and a
+   tooltip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from xml.etree.ElementTree import Element, SubElement
+
+from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
+from elastic_trainer.observe.story import Recovery
+
+LEAST_PX, MERGED_PX = 1.5, 6.0
+SHOWN = (Phase.PAUSING, Phase.RESTARTING, Phase.BOOTING)
+PATTERNS = {"noticing": "M0,3 H6", "deciding": "M3,0 V6", "forming": "M0,0 L6,6",
+            "transfer": "M0,6 L6,0", "redoing": "M2,3 H4"}
+STYLE = """
+.shade.noticing { fill: #cf222e; } .shade.deciding { fill: #9a6700; }
+.shade.forming { fill: #0969da; } .shade.transfer { fill: #1a7f37; }
+.shade.redoing { fill: #6e7781; } .ridge { stroke: #ffffff; stroke-opacity: .7; fill: none; }
+.slice { fill-opacity: .75; } .slice.noticing { fill: url(#part-noticing); }
+.slice.deciding { fill: url(#part-deciding); } .slice.forming { fill: url(#part-forming); }
+.slice.transfer { fill: url(#part-transfer); } .slice.redoing { fill: url(#part-redoing); }
+@media (prefers-color-scheme: dark) {
+  .shade.noticing { fill: #f85149; } .shade.deciding { fill: #d29922; }
+  .shade.forming { fill: #4493f8; } .shade.transfer { fill: #3fb950; }
+  .shade.redoing { fill: #9198a1; } .ridge { stroke: #0d1117; }
+}
+"""
+
+
+@dataclass
+class Band:
+    """One or several periods of a phase, in px of the picture."""
+
+    phase: Phase
+    left: float
+    right: float
+    seconds: float
+    number: int = 1
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSE_PARTS, 0.0))
+
+    def in_words(self, duration: Callable[[float], str]) -> str:
+        """Return the tooltip."""
+        times = f"{self.number} times {self.phase.value}, in all" if self.number > 1 else (
+            f"{self.phase.value} for")
+        parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self.parts.items()
+                          if seconds)
+        return f"{times} {duration(self.seconds)}" + (f": {parts}" if parts else "")
+
+
+def bands(periods: Iterable[tuple[Phase, float, float]], recoveries: Sequence[Recovery],
+          x: Callable[[float], float]) -> list[Band]:
+    """Return the bands of periods, in their order."""
+    found, last, at = list[Band](), dict[Phase, Band](), 0
+    for phase, start, end in periods:
+        if phase not in SHOWN:
+            continue
+        left, right, before = x(start), x(end), last.get(phase)
+        if before and left < before.right and before.right - before.left < MERGED_PX:
+            band = before
+            band.right, band.number = max(band.right, right), band.number + 1
+            band.seconds += end - start
+        else:
+            left = max(left, before.right) if before else left
+            band = last[phase] = Band(phase, left, max(right, left + LEAST_PX), end - start)
+            found.append(band)
+        while phase is Phase.PAUSING and at < len(recoveries) and recoveries[at].time <= end:
+            for part, seconds in zip(PAUSE_PARTS, recoveries[at].parts, strict=True):
+                band.parts[part] += seconds
+            at += 1
+    return found
+
+
+def slices(recoveries: Iterable[Recovery], x: Callable[[float], float]
+           ) -> Iterator[tuple[str, float, float, float]]:
+    """Yield the parts that are wide enough: name, left and right in px, seconds."""
+    free_from = 0.0
+    for recovery in recoveries:
+        end = recovery.time - recovery.duration_s
+        if x(recovery.time) - x(end) < LEAST_PX:
+            continue
+        for part, seconds in zip(PAUSE_PARTS, recovery.parts, strict=True):
+            start, end = end, min(end + seconds, recovery.time)
+            left, right = x(start), x(end)
+            if right - left >= LEAST_PX and left >= free_from:
+                yield part, left, right, seconds
+                free_from = right
+
+
+def pattern_elements() -> list[Element]:
+    """Return the patterns of the parts."""
+    found = []
+    for part, path in PATTERNS.items():
+        pattern = Element("pattern", {"id": f"part-{part}", "width": "6", "height": "6",
+                                      "patternUnits": "userSpaceOnUse"})
+        SubElement(pattern, "rect", {"width": "6", "height": "6", "class": f"shade {part}"})
+        SubElement(pattern, "path", {"d": path, "class": "ridge"})
+        found.append(pattern)
+    return found
