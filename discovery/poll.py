@@ -234,7 +234,8 @@ class Poller:
         was = self._reasons.get(identity)
         if why != was and (why == IN) != (was == IN):
             machine = next((it for it in self.instances if it.id == identity), None)
-            known = {"type": machine.type, "zone": machine.zone} if machine else {}
+            known = {"type": machine.type, "zone": machine.zone,
+                     "lifecycle": machine.lifecycle} if machine else {}
             self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name,
                       id=identity, why=why, **known)
         elif why.startswith(HELD) and not (was or "").startswith(HELD):

@@ -616,6 +616,8 @@ def test_a_host_of_a_doubted_answer_is_not_logged(story: Callable[..., Story]) -
     s.cloud.answer = s.fleet[:3]
     s.poll()
     logged = len(s.logged("host_in", "host_out", "host_gone"))
+    first = s.logged("host_in")[0]
+    assert {first[name] for name in ("type", "zone", "lifecycle")} == {"", "spot"}
     s.cloud.answer = s.fleet[3:]
     assert s.poll(5.0) == [1, 2, 3] and s.logged("answer_doubted")
     assert s.poll() == [1, 2, 3] and len(s.logged("host_in", "host_out", "host_gone")) == logged

@@ -385,6 +385,18 @@ class Accounts:
         return {account: seconds + now[account] - life.mark[account]
                 for account, seconds in life.seconds.items()}
 
+    def lives_of(self, host: str) -> list[tuple[float, float]]:
+        """Return the start and end of each life of a host, up to the last booking."""
+        found: list[tuple[float, float]] = []
+        life = self.lives[host]
+        open_one = [] if life.part is None else [(life.part, life.since, self.until)]
+        for _, start, end in (*life.periods, *open_one):
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], end
+            else:
+                found.append((start, end))
+        return found
+
     def lane(self, host: str) -> Lane:
         """Return what a host did. There is a gap while the host was gone."""
         self._end_steps()

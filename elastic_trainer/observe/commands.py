@@ -28,7 +28,7 @@ from elastic_trainer.wire.plain import plain
 if TYPE_CHECKING:
     from elastic_trainer.observe.far import FarRun
     from elastic_trainer.observe.history import History
-    from elastic_trainer.observe.prices import Prices
+    from elastic_trainer.observe.prices import Pricing
     from elastic_trainer.observe.timeline import Timeline
 
 BUCKET = "s3://"
@@ -36,7 +36,7 @@ RUN = "e.g. runs/NAME, or s3://BUCKET/NAME of a fleet"
 COMMANDS = ("verify", "watch", "report", "hosts")
 _OF_RUNS = {"verify": "prove from the event log that no sample was lost or repeated",
             "watch": "show the progress of a run", "report": "show the summary of a run"}
-_FILES = {"--prices": "the prices of the hosts (TOML), for what the run costs",
+_FILES = {"--prices": "the prices of the hosts (TOML), or ec2 to ask AWS, for what the run costs",
           "--html": "write the report as one page into this file",
           "--svg": "draw the run into this file",
           "--timeline": "join the timelines of all workers into this file",
@@ -58,8 +58,8 @@ def _add_watch(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dirs", nargs="+", metavar="run_dir",
                          help=f"{RUN}; several with --web")
     command.add_argument("--prices", type=Path, metavar="FILE",
-                         help="the prices of the hosts (TOML), for their rows; with --web also for "
-                         "what a run costs")
+                         help="the prices of the hosts (TOML), or ec2 to ask AWS, for their rows; "
+                         "with --web also for what a run costs")
     command.add_argument("--web", action="store_true",
                          help="show runs as pages for a browser, and as metrics for Prometheus")
     command.add_argument("--otel", action="store_true",
@@ -188,7 +188,7 @@ def report(run_dirs: list[Path], options: argparse.Namespace) -> int:
     return 0
 
 
-def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Prices | None) -> None:
+def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summaries of runs for a program, in Markdown, or side by side."""
     from elastic_trainer.observe import comparison
     from elastic_trainer.observe.report import summarize_log
@@ -200,7 +200,7 @@ def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Pric
         comparison.print_side_by_side(results)
 
 
-def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Prices | None) -> None:
+def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricing | None) -> None:
     """Write the page about a run, or about several. Raises ConfigError."""
     from dataclasses import replace
 
@@ -213,7 +213,7 @@ def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Prices
     _tell(f"The report is in {options.html}.", options)
 
 
-def show_report(run_dir: Path, options: argparse.Namespace, prices: Prices | None) -> None:
+def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summary of a run, unless another form is asked for, and write its files."""
     from elastic_trainer.observe.picture import draw
     from elastic_trainer.observe.report import read_log
@@ -281,13 +281,20 @@ def _tell(text: str, options: argparse.Namespace) -> None:
     print(plain(text), file=sys.stderr if is_read else sys.stdout)
 
 
-def _prices(options: argparse.Namespace) -> Prices | None:
+def _prices(options: argparse.Namespace) -> Pricing | None:
     from elastic_trainer.observe.prices import load
 
-    return load(options.prices) if options.prices else None
+    if options.prices != Path("ec2"):
+        return load(options.prices) if options.prices else None
+    from elastic_trainer.observe.ec2_prices import Aws, Ec2Prices
+
+    prices = Ec2Prices(Aws())
+    if options.command == "watch":
+        prices.follow()
+    return prices
 
 
-def _with_costs(result: dict[str, Any], prices: Prices | None) -> dict[str, Any]:
+def _with_costs(result: dict[str, Any], prices: Pricing | None) -> dict[str, Any]:
     """Return a result with what the run costs, if there are prices."""
     from elastic_trainer.observe.prices import costs
 

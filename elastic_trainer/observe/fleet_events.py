@@ -23,7 +23,7 @@ from elastic_trainer.observe.fields import (
 
 DETAIL, INFO, WARNING, _ = Level
 _HOST_OF_CLOUD = has(host=NAME, id=NAME, why=TEXT)
-_MACHINE = may_read(type=NAME, zone=NAME)
+_MACHINE = may_read(type=NAME, zone=NAME, lifecycle=NAME)
 
 STANDBYS = (
     EventKind(

@@ -135,8 +135,8 @@ class History:
     """Workers lost, by reason."""
     hosts: dict[str, Host] = field(default_factory=dict)
     host_of: dict[str, str] = field(default_factory=dict)
-    type_of: dict[str, str] = field(default_factory=dict)
-    """The type of each host of a cloud."""
+    machines: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Type, zone and lifecycle of each host of a cloud, as far as they are known."""
     formed: list[str] = field(default_factory=list)
     """The members of the newest world, in the order of their ranks."""
     is_redoing: bool = False
@@ -297,7 +297,8 @@ class History:
             self.lost[reason] += 1
 
     def _host_in(self, event: Event) -> None:
-        self.type_of[str(event["host"])] = str(event.get("type") or "")
+        self.machines[str(event["host"])] = {
+            name: str(event[name]) for name in ("type", "zone", "lifecycle") if event.get(name)}
 
     def _host_added(self, event: Event) -> None:
         self.accounts.list_host(event["host"], int(event["slots"]), self.now)

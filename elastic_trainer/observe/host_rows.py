@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_trainer.observe.now import Now, WorkerNow
-from elastic_trainer.observe.prices import Prices
+from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.status import LiveWorker, Status
 
 STATES = ("draining", "waiting", "booting", "training", "finished", "spare", "standby", "idle",
@@ -37,6 +37,8 @@ class HostRow:
     """How many steps each of its workers in the world has finished."""
     silent_s: float | None = None
     """The age of the newest heartbeat, of the worker that has the oldest one."""
+    zone: str = ""
+    lifecycle: str = ""
 
 
 def host_rows(status: Status, now: Now | None = None) -> list[HostRow]:
@@ -46,8 +48,11 @@ def host_rows(status: Status, now: Now | None = None) -> list[HostRow]:
     for name, worker in status.workers.items():
         workers.setdefault(worker.host, []).append((name, worker))
     rows = [_row(status, now, host, theirs, ranks) for host, theirs in workers.items()]
-    rows += [HostRow(host, "gone", (), status.types.get(host, ""), at) for host, at in status.gone
-             if host not in workers]
+    for host, at in status.gone:
+        if host not in workers:
+            zone, lifecycle = status.markets.get(host, ("", ""))
+            rows.append(HostRow(host, "gone", (), status.types.get(host, ""), at, zone=zone,
+                                lifecycle=lifecycle))
     return sorted(rows, key=lambda row: (STATES.index(row.state), row.ranks or (len(ranks),),
                                          row.host))
 
@@ -71,12 +76,13 @@ def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, Li
     if host in status.noticed or host not in status.listed or any(
             it.drains for it in known.values() if it):
         states.add("draining")
+    zone, lifecycle = status.markets.get(host, ("", ""))
     silences = [it.silent_s for it in known.values() if it and it.silent_s is not None]
     return HostRow(
         host, min(states, key=STATES.index), tuple(sorted(ranks[name] for name in members)),
         status.types.get(host, ""),
         steps=tuple(it.step if (it := known[name]) else status.steps for name in members),
-        silent_s=max(silences, default=None))
+        silent_s=max(silences, default=None), zone=zone, lifecycle=lifecycle)
 
 
 def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: int | None) -> str:
@@ -87,13 +93,13 @@ def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: 
     return "spare" if state == "training" and shards and rank and rank >= shards else state
 
 
-def columns(status: Status, now: Now | None, prices: Prices | None) -> list[str]:
+def columns(status: Status, now: Now | None, prices: Pricing | None) -> list[str]:
     """Return the heads of the columns: those of which something is known."""
     return ["host", "state", "rank", "step", *(["heartbeat"] if now else []),
             *(["type"] if status.types else []), *([f"{prices.currency}/h"] if prices else [])]
 
 
-def cells(rows: Iterable[HostRow], heads: list[str], prices: Prices | None, moment: float
+def cells(rows: Iterable[HostRow], heads: list[str], prices: Pricing | None, moment: float
           ) -> Iterator[list[str]]:
     """Yield the texts of each row, at a time of the reader's clock."""
     for row in rows:
@@ -121,6 +127,6 @@ def age(seconds: float) -> str:
     return f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"
 
 
-def _price(prices: Prices | None, row: HostRow) -> str:
-    price = prices.find(row.host, row.type) if prices else None
+def _price(prices: Pricing | None, row: HostRow) -> str:
+    price = prices.find(row.host, row.type, row.zone, row.lifecycle) if prices else None
     return f"{price.spot:.4g}" if price else "-"

@@ -27,7 +27,7 @@ from elastic_trainer.observe.history import History, UntilFinished
 from elastic_trainer.observe.host_rows import host_rows
 from elastic_trainer.observe.metrics import Sample, samples
 from elastic_trainer.observe.now import Now, NowReader
-from elastic_trainer.observe.prices import Prices, costs
+from elastic_trainer.observe.prices import Pricing, costs
 from elastic_trainer.observe.report import result_of
 from elastic_trainer.observe.sections import Sections
 from elastic_trainer.observe.segments import Reader
@@ -53,7 +53,7 @@ class Live:
                 "events")
     """In the order of the page."""
 
-    def __init__(self, run_dir: Path, prices: Prices | None = None):
+    def __init__(self, run_dir: Path, prices: Pricing | None = None):
         self.name, self.prices = run_dir.resolve().name, prices
         self.title = f"run {self.name}"
         self.status = Status(run=self.name)

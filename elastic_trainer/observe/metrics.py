@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic_trainer.observe.event_kind import Phase
 from elastic_trainer.observe.host_rows import STATES, HostRow
-from elastic_trainer.observe.prices import Prices
+from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.sentences import ENDINGS
 from elastic_trainer.observe.status import Status
 
@@ -79,7 +79,7 @@ def text_of(runs: Mapping[str, Iterable[Sample]]) -> str:
 
 
 def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
-            counts: Mapping[str, int], rows: Sequence[HostRow], prices: Prices | None,
+            counts: Mapping[str, int], rows: Sequence[HostRow], prices: Pricing | None,
             spent: float) -> Iterator[Sample]:
     """Yield each sample: the metric's name, its labels but `run`, its value. One that is unknown is
     left out.
@@ -128,11 +128,11 @@ def _of_hosts(rows: Sequence[HostRow]) -> Iterator[Sample]:
         yield "oldest_heartbeat_seconds", {}, max(silences)
 
 
-def _of_prices(rows: Sequence[HostRow], prices: Prices, result: Mapping[str, Any], spent: float
+def _of_prices(rows: Sequence[HostRow], prices: Pricing, result: Mapping[str, Any], spent: float
                ) -> Iterator[Sample]:
     currency = {"currency": prices.currency}
     for row in rows:
-        if price := prices.find(row.host, row.type):
+        if price := prices.find(row.host, row.type, row.zone, row.lifecycle):
             yield ("host_price_per_hour", {"host": row.host, "type": row.type, **currency},
                    price.spot)
     if "costs" in result:

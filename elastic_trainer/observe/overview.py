@@ -21,7 +21,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.observe import page
 from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.metrics import text_of
-from elastic_trainer.observe.prices import Prices
+from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.sections import Sections
 from elastic_trainer.observe.status import Status
 
@@ -55,7 +55,7 @@ class Overview:
         return text_of({labels[name]: of_run for name, of_run in found.items()})
 
 
-def open_runs(run_dirs: Sequence[Path], prices: Prices | None = None) -> list[Live]:
+def open_runs(run_dirs: Sequence[Path], prices: Pricing | None = None) -> list[Live]:
     """Return the runs of these folders. Raises ConfigError if two have one name."""
     runs = [Live(run_dir, prices) for run_dir in run_dirs]
     for name, number in Counter(live.name for live in runs).items():

@@ -26,7 +26,7 @@ from elastic_trainer.observe.history import History
 from elastic_trainer.observe.host_rows import bounded, cells, columns, host_rows
 from elastic_trainer.observe.now import Now
 from elastic_trainer.observe.page_style import STYLE
-from elastic_trainer.observe.prices import Prices
+from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.sentences import count
 from elastic_trainer.observe.status import Status
@@ -182,7 +182,7 @@ def hosts(run: Run) -> Element:
     return section
 
 
-def fleet(status: Status, now: Now | None, prices: Prices | None, moment: float) -> Element:
+def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float) -> Element:
     """Return the hosts that are there, and the last that have left, at a time of this clock."""
     section, (rows, others) = _section("The fleet"), bounded(host_rows(status, now), MOST_ROWS)
     if not rows:

@@ -2,7 +2,7 @@
 
     elastic-trainer report runs/NAME --prices prices.toml
 
-result.json's content, a file of prices → here → report
+result.json's content, a file of prices or EC2's (ec2_prices) → here → report
 
     currency = "USD"                    # a name that is shown; USD if it is absent
     [types."p3.2xlarge"]                # of each type that the discovery names
@@ -19,14 +19,16 @@ What always holds:
 1. The money of the accounts adds up to the cost, as the seconds add up to the hosts' lives.
 2. A host without a price is an error that names it, never a cost of 0.
 
-What it does not do: follow the spot price over time. A file has one price for the whole run.
+What it does not do: follow the spot price over time. A file has one price for the whole run, and
+EC2's prices come as the mean over a host's lives (ec2_prices). So the cost of a host is exact, and
+its accounts share it by their seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,18 +53,47 @@ class Price(BaseModel):
     on_demand: Money
 
 
+class Pricing(Protocol):
+    """Where the prices of hosts come from."""
+
+    @property
+    def currency(self) -> str:
+        """The name of the currency."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why prices are not known or old; "" if they are as they should be."""
+        ...
+
+    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = ""
+             ) -> Price | None:
+        """Return the present price of a host of a type ("": unknown); None if there is none."""
+        ...
+
+    def of_hosts(self, hosts: Mapping[str, Any]) -> Mapping[str, Price]:
+        """Return the price of each host of a result, over its lives. Raises ConfigError."""
+        ...
+
+
 class Prices(BaseModel):
     """The prices of hosts: by name, by type, and of all others."""
 
     model_config = ConfigDict(extra="forbid")
+    trouble: ClassVar[str] = ""
     currency: str = "USD"
     hosts: dict[str, Price] = {}
     types: dict[str, Price] = {}
     default: Price | None = None
 
-    def find(self, host: str, kind: str) -> Price | None:
+    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = ""
+             ) -> Price | None:
         """Return the price of a host of a type ("": unknown); None if there is none."""
         return self.hosts.get(host) or self.types.get(kind) or self.default
+
+    def of_hosts(self, hosts: Mapping[str, Any]) -> dict[str, Price]:
+        """Return the price of each host of a result. Raises ConfigError."""
+        return {name: self.of(name, host.get("type", "")) for name, host in hosts.items()}
 
     def of(self, host: str, kind: str) -> Price:
         """Return the price of a host of a type ("": unknown). Raises ConfigError."""
@@ -87,7 +118,7 @@ def load(file: Path) -> Prices:
                           f"and on_demand, numbers from 0 for an hour of a host.") from error
 
 
-def costs(result: Mapping[str, Any], prices: Prices) -> dict[str, Any]:
+def costs(result: Mapping[str, Any], prices: Pricing) -> dict[str, Any]:
     """Return the costs of a run, as `report` adds them to result.json's content.
 
     cost: of all hosts, at their spot prices.
@@ -101,8 +132,9 @@ def costs(result: Mapping[str, Any], prices: Prices) -> dict[str, Any]:
     """
     by_account, on_demand = dict[str, float](), 0.0
     not_needed = {account.value for account in (*LOSSES, *SPARE)}
+    found = prices.of_hosts(result["hosts"])
     for name, host in result["hosts"].items():
-        price = prices.of(name, host.get("type", ""))
+        price = found[name]
         for account, seconds in host["seconds"].items():
             spent = seconds / HOUR_S * price.spot
             by_account[account] = by_account.get(account, 0.0) + spent

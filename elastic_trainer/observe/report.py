@@ -67,7 +67,7 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         from a checkpoint dropped, for each failure; None without failures (arXiv 2602.00277).
     host_seconds: the seconds of all hosts by account (accounts.py, docs/guide/report.md).
     hosts: the workers of each, and their seconds booting and working (from ready until gone), and
-        by account.
+        by account. Of a cloud's machine also type, zone, lifecycle, and start and end of its lives.
     """
     newest = history.kept.get(history.next - 1)
     samples, loss = history.samples, newest[1] if newest and history.samples else None
@@ -112,8 +112,10 @@ def _failures(history: History, restarting_s: float) -> dict[str, Any]:
 def _host(history: History, name: str) -> dict[str, Any]:
     host, accounts = history.hosts.get(name, Host()), history.accounts
     seconds = accounts.seconds(name) if name in accounts.lives else {}
-    kind = {"type": history.type_of[name]} if history.type_of.get(name) else {}
-    return {**host.summary(), **kind, "seconds": _named(seconds)}
+    machine: dict[str, Any] = dict(history.machines.get(name, {}))
+    if machine and name in accounts.lives:
+        machine["lives"] = [[round(at, 3) for at in life] for life in accounts.lives_of(name)]
+    return {**host.summary(), **machine, "seconds": _named(seconds)}
 
 
 def _named(seconds: Mapping[Account, float]) -> dict[str, float]:

@@ -73,6 +73,8 @@ class Status:
     """The workers of the newest world, in the order of their ranks."""
     types: Mapping[str, str] = field(default_factory=dict)
     """The machine types of a cloud's hosts."""
+    markets: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Zone and lifecycle of a cloud's hosts, "" if not known: they decide on the price."""
     gone: tuple[tuple[str, float], ...] = ()
     """The last hosts that have left, and when: neither listed nor with a worker."""
     checkpoint: tuple[int, float] | None = None
@@ -179,12 +181,16 @@ def _without_host(status: Status, host: str, event: Event) -> Status:
 
 
 def _poller_lists(status: Status, event: Event) -> Status:
-    return replace(status, types={**status.types, str(event["host"]): str(event["type"])})
+    host = str(event["host"])
+    market = str(event.get("zone") or ""), str(event.get("lifecycle") or "")
+    return replace(status, types={**status.types, host: str(event["type"])},
+                   markets={**status.markets, host: market})
 
 
 def _poller_unlists(status: Status, event: Event) -> Status:
-    others = {host: it for host, it in status.types.items() if host != event["host"]}
-    return replace(status, types=others)
+    types = {host: it for host, it in status.types.items() if host != event["host"]}
+    markets = {host: it for host, it in status.markets.items() if host != event["host"]}
+    return replace(status, types=types, markets=markets)
 
 
 def _published(status: Status, event: Event) -> Status:

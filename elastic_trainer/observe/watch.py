@@ -35,7 +35,7 @@ from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History, UntilFinished
 from elastic_trainer.observe.host_rows import HostRow, age, bounded, cells, columns, host_rows
 from elastic_trainer.observe.now import Now, NowReader
-from elastic_trainer.observe.prices import Prices
+from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.sigterm import ended_by_sigterm
 from elastic_trainer.observe.status import RECENT_EVENTS, Event, Status, fold
@@ -87,8 +87,8 @@ def view(watch: FullWatch, moment: float) -> Panel:
                        for name, value in facts], padding=(0, 3))
     bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
     recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
-    trouble = plain(watch.far.trouble) if watch.far else ""
-    refusal = [Text(line, style="red") for line in (status.refusal, trouble) if line]
+    troubles = [it.trouble for it in (watch.far, watch.prices) if it]
+    refusal = [Text(plain(line), style="red") for line in (status.refusal, *troubles) if line]
     used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal)
     rows, others = bounded(host_rows(status, watch.now), max(2, watch.console.height - used))
     more = [Text(others, style="dim")] if others else []
@@ -222,7 +222,7 @@ class FullWatch(Watch):
     """The view of `elastic-trainer watch`: also the hosts, the last checkpoint and the goodput."""
 
     def __init__(self, run_dir: str | Path, console: Console | None = None,
-                 prices: Prices | None = None, far: FarRun | None = None):
+                 prices: Pricing | None = None, far: FarRun | None = None):
         super().__init__(run_dir, console)
         self.run_dir, self.prices, self.far = Path(run_dir), prices, far
         """`far`: the run that `run_dir` is a copy of."""
@@ -274,7 +274,7 @@ class FullWatch(Watch):
 
 
 def watch(run_dir: str | Path, console: Console | None = None,
-          prices: Prices | None = None, far: FarRun | None = None) -> None:
+          prices: Pricing | None = None, far: FarRun | None = None) -> None:
     """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`."""
     shown = FullWatch(run_dir, console, prices, far)
     if far:
