@@ -55,6 +55,8 @@ from elastic_trainer.wire.plain import plain_text
 
 AGENTS_S = 1.0
 AT_ONCE = 256
+PRICED_BY = ("type", "zone", "lifecycle")
+"""What the price of a machine depends on."""
 REFUSED_EVERY_S = 60.0
 """The shortest interval between two events of clients that one host has refused."""
 
@@ -234,8 +236,7 @@ class Poller:
         was = self._reasons.get(identity)
         if why != was and (why == IN) != (was == IN):
             machine = next((it for it in self.instances if it.id == identity), None)
-            known = {"type": machine.type, "zone": machine.zone,
-                     "lifecycle": machine.lifecycle} if machine else {}
+            known = {name: getattr(machine, name) for name in PRICED_BY} if machine else {}
             self.emit("discovery.host_in" if why == IN else "discovery.host_out", host=name,
                       id=identity, why=why, **known)
         elif why.startswith(HELD) and not (was or "").startswith(HELD):
