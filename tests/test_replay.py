@@ -303,7 +303,7 @@ def test_a_run_that_lost_nothing_is_judged_right() -> None:
     """Through losses, a notice and a zero; the story of the trace is counted."""
     outcome = judged(rehearsed())
     assert outcome.is_right, outcome.faults
-    assert outcome.played == "2 hosts joined, 3 lost (2 without a notice), 1 zero"
+    assert outcome.played == "2 hosts joined, 3 lost (2 without a notice), 1 time without any host"
     rows = parse_trace(text_of(rows_played(rehearsed(), ["a", "b"])), "what was played")
     assert [(row.event, row.host) for row in rows] == [
         (JOIN, "a"), (JOIN, "b"), (LOSS, "a"), (JOIN, "c"), (NOTICE, "b"), (LOSS, "b"), (LOSS, "c"),
@@ -483,7 +483,8 @@ def test_a_rehearsal_loses_nothing_through_a_loss_a_notice_and_a_zero(tmp_path: 
         assert process.returncode == 0, output + cluster.story()
         found = json.loads((cluster.run_dir / "rehearsal.json").read_text())
         assert found["right"] and "equal" in found["bits"], found
-        assert found["played"] == "3 hosts joined, 5 lost (4 without a notice), 1 zero"
+        assert found["played"] == (
+            "3 hosts joined, 5 lost (4 without a notice), 1 time without any host")
         assert "rehearsal passed" in output and "report runs/storm --html" in output
         assert not any(map(is_running, cluster.live_pids().values()))
         assert not cluster.malformed()

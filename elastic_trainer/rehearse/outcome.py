@@ -216,7 +216,7 @@ def _bits(ours: str | None, twin: str | None, reduce: str) -> tuple[str, str]:
 
 def _story(played: Played) -> str:
     text = (f"{count(played.joined, 'host')} joined, {played.lost} lost "
-            f"({played.sudden} without a notice), {count(played.zeros, 'zero')}")
+            f"({played.sudden} without a notice), {count(played.zeros, 'time')} without any host")
     if played.others:
         lost = ", ".join(f"{number} {reason.replace('_', ' ')}"
                          for reason, number in sorted(played.others.items()))
