@@ -162,8 +162,8 @@ def test_a_wrong_address_is_named(tmp_path: Path, bind: str,
 
 def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
-    """Light and dark, 400 and 1600 px wide; nothing is asked of another place; the run goes on to
-    the same bits."""
+    """Light and dark, 400 and 1600 px wide, with heartbeats and the parts of the pause; nothing is
+    asked of another place; the run goes on to the same bits."""
     try:
         prepare()
     except Unavailable as error:
@@ -190,6 +190,8 @@ def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
             shown.wait_for_selector("#picture .marks .mark.lost", state="attached",
                                     timeout=60_000)
             shown.wait_for_selector("#events td:has-text('was killed (SIGKILL)')")
+            shown.wait_for_selector("#fleet th:has-text('heartbeat')")
+            shown.wait_for_selector("#picture .slice.redoing", state="attached", timeout=60_000)
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
             colours.add(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
             shown.screenshot(path=str(tmp_path / f"{width}.png"), full_page=True)
