@@ -63,7 +63,7 @@ class Live:
         self._gate = UntilFinished()
         self._lock = threading.Lock()
         self._sections = Sections()
-        self._read_at = self._drawn_at = -REST * 1e6
+        self._read_at = self._drawn_at = self._fleet_of = -REST * 1e6
         self._cost_s, self._last_event_at = 0.0, -math.inf
         self._are_texts_old = self._are_charts_old = True
         self._spent = 0.0
@@ -133,7 +133,10 @@ class Live:
         if self._are_texts_old:
             self._show(TEXTS)
             self._are_texts_old = False
-        self._sections.show("fleet", page.fleet(self.status, self._now, self.prices, time.time()))
+        if self._fleet_of != self._read_at:  # not again for each reader
+            self._fleet_of = self._read_at
+            self._sections.show("fleet", page.fleet(self.status, self._now, self.prices,
+                                                    time.time()))
         now = time.monotonic()
         if self._are_charts_old and now - self._drawn_at >= REST * self._cost_s:
             started = time.thread_time()
