@@ -80,6 +80,12 @@ class Limits:
     stuck_s: float = 300.0
     """How long the members of a broken generation wait for one that still trains in it. After that
     it is evicted."""
+    hang_s: float = 0.0
+    """A worker that is in one phase of your code for this time, while all others wait for it, is
+    evicted and replaced. 0: it is only named (`driver.step_stalled`)."""
+    straggler_s: float = 30.0
+    """A worker that computes slower than its peers for this time is named
+    (`driver.straggler_found`)."""
     gloo_s: float = 10.0
     """Horovod's own timeout of a collective: a back-stop, because missing heartbeats are noticed
     earlier."""

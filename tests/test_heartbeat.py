@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.observe.schema import flaw_of_message
-from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News, Seat
+from elastic_trainer.wire.heartbeat import At, Heartbeat, MachineFault, News, Seat
 
 WHOLE = st.integers(0, 2**40)
 PORT = st.integers(0, 65535)
@@ -25,6 +25,17 @@ ARITHMETIC = st.fixed_dictionaries({
     "program": WHOLE, "inputs": WHOLE, "result": WHOLE, "is_exact": st.booleans(),
     "facts": st.dictionaries(st.sampled_from(["cpu", "torch"]), st.just("2"))
 })
+SECONDS = st.floats(0, 1e9)
+AT = st.builds(At,
+               phase=st.sampled_from(["load", "reduce"]),
+               what=TEXT,
+               for_s=SECONDS,
+               step=st.integers(-1, 2**40),
+               step_for_s=SECONDS,
+               usual_s=SECONDS,
+               own_s=SECONDS,
+               steps=WHOLE,
+               unsent=st.lists(st.just("10.0.0.2"), max_size=2).map(tuple))
 HEARTBEATS = st.builds(Heartbeat,
                        count=WHOLE,
                        worker=NAME,
@@ -43,6 +54,7 @@ HEARTBEATS = st.builds(Heartbeat,
                        arithmetic=st.none() | ARITHMETIC,
                        error=TEXT,
                        machine=st.none() | FAULTS,
+                       at=st.none() | AT,
                        pid=st.integers(1, 2**22),
                        time=st.none() | st.floats(0, 4e9),
                        hold_s=st.floats(0, 10),

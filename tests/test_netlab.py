@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import hanging
 import pytest
 import s3_servers
 from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on, wait_for
@@ -278,3 +279,25 @@ def test_a_lab_vanishes_with_its_test_and_no_other_lab_with_it(lab: Lab, tmp_pat
         other.wait()
     wait_for("end of the other lab", lambda: not any(process.exists() for process in processes))
     assert lab.inside("h1", "ssh", "h2", "hostname") == "h2\n"
+
+
+def test_a_slow_line_is_named_and_stacks_of_far_workers_come(lab: Lab, tmp_path: Path) -> None:
+    """All workers wait in a collective: the host is named that is at an end of each connection with
+    unsent bytes. Stacks come back over ssh."""
+    command = [*hanging.JOB, "--steps", "120", "--width", "20000"]
+    lab.boot(COORDINATOR, *FOUR)
+    with Fleet(lab, tmp_path, FOUR, command=command) as fleet:
+        fleet.wait_for_step(5)
+        lab.slow("h3", 1500)
+        slow = fleet.wait_for("verdict", lambda: fleet.events("driver.step_stalled"))[0]
+        lab.slow("h3", 0)
+        fleet.wait_for("a next step", lambda: fleet.events("driver.step_resumed"))
+        hanging.hang(tmp_path, "lock", "h2")
+        lock = fleet.wait_for("verdict", lambda: fleet.events("driver.step_stalled")[1:])[0]
+        (tmp_path / "released").touch()
+        assert fleet.finish() == 0
+        fleet.assert_nothing_lost(hanging.weights_alone(command, tmp_path), victims=0)
+    assert (slow["cause"], slow["host"], slow["phase"]) == ("network", "h3", "reduce"), slow
+    assert slow["what"].startswith("exact.") and all("h3" in link for link in slow["links"]), slow
+    assert (lock["host"], lock["rank"], lock["phase"]) == ("h2", 1, "forward"), lock
+    assert "in loss" in lock["stacks"][lock["worker"]]

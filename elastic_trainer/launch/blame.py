@@ -87,7 +87,7 @@ class Blame:
             return worker.ended_by or "stopped"
         host = self.roster.hosts[worker.host]
         if code == EXIT_LEFT or self._is_end_of_unlisted(worker):
-            host.not_before = now + self.settle_s
+            host.keep_out(now + self.settle_s)
             return "left"
         return self._failed(worker, host, before, code, now, place)
 

@@ -221,6 +221,10 @@ class MessageDesk:
         for name in self.contacts.keys() - self.membership.workers.keys():
             del self.contacts[name]
 
+    def addresses(self) -> dict[str, str]:
+        """Return the addresses of the workers, by name."""
+        return {name: contact.address for name, contact in self.contacts.items()}
+
     def seat(self, name: str, seat: Seat) -> None:
         """Give a worker its place in the newest generation."""
         self.contacts[name].seat = seat

@@ -31,6 +31,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from elastic_trainer.config import (
@@ -51,6 +52,8 @@ from elastic_trainer.launch.process import WorkerProcess
 from elastic_trainer.launch.reached import Reached
 from elastic_trainer.launch.rendezvous import Rendezvous
 from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.launch.stalls import Stalls
+from elastic_trainer.launch.stragglers import Stragglers
 from elastic_trainer.observe.events import Events
 from elastic_trainer.standby.shim import through_shim
 from elastic_trainer.wire.heartbeat import Seat
@@ -74,6 +77,10 @@ stop: a service manager signals the supervisor, which signals the driver, and th
 LAST_OUTPUT_S = 2.0
 """The time for which the driver waits for the last lines of workers that have ended. A process that
 a worker left behind may hold its output."""
+
+BOOT_FAILED = (
+    "elastic-trainer: The command ended with exit code {code} on {host} before its worker stood "
+    "ready. The driver starts it there again, after a back-off, while that host is listed.")
 
 
 def stop_deadline(began: float, moved_at: float) -> float:
@@ -121,6 +128,16 @@ def await_output(forwards: list[threading.Thread]) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def seats(workers: list[Worker], generation: int, address: str, port: int,
+          at_once: bool) -> Iterator[Seat]:
+    """Yield the place of each member of a generation, by rank."""
+    for rank, worker in enumerate(workers):
+        neighbours = [w.name for w in workers if w.host == worker.host]
+        yield Seat(generation=generation, rank=rank, size=len(workers),
+                   local_rank=neighbours.index(worker.name), local_size=len(neighbours),
+                   address=address, port=port, at_once=at_once)
+
+
 class MendedDriver:
     """One attempt: acts for `Membership`, which decides. `settings` are horovodrun's."""
 
@@ -140,6 +157,8 @@ class MendedDriver:
         self.processes: dict[str, WorkerProcess] = {}
         self.forwards: list[threading.Thread] = []
         """The threads that read workers' output."""
+        self.stalls = Stalls(self.membership, self.processes, self.desk.addresses, events.emit)
+        self.stragglers = Stragglers(self.membership, env, events.emit)
         self.stores: list[Rendezvous] = []
         self.address = ""
         self.server: MessageServer | None = None
@@ -173,6 +192,8 @@ class MendedDriver:
                 if not self.ended:
                     self._turn()
                     self._report_reached()
+                    self.stalls.look(time.monotonic())
+                    self.stragglers.look(time.monotonic())
                     self.changed.wait(TURN_S)
             self.desk.refusals.log(time.monotonic())
         return self.stop_all()
@@ -231,9 +252,7 @@ class MendedDriver:
                 host = self.membership.roster.hosts[process.host]
                 self.differences.report_host(process.host, host)
             if reason == "boot_failed" and not self.membership.blame.user_error:
-                print(f"elastic-trainer: The command ended with exit code {code} on "
-                      f"{process.host} before its worker stood ready. The driver starts it there "
-                      f"again, after a back-off, while that host is listed.", file=sys.stderr)
+                print(BOOT_FAILED.format(code=code, host=process.host), file=sys.stderr)
             self._turn()
 
     # --- what to do (under the lock) ------------------------------------------------------------
@@ -282,7 +301,9 @@ class MendedDriver:
         threading.Thread(target=self._await_exit, args=(process,), daemon=True).start()
 
     def _stop(self, stop: Stop) -> None:
-        silent_s = round(time.monotonic() - self.membership.workers[stop.worker].heard_at, 2)
+        now = time.monotonic()
+        self.stalls.give_up(stop, now)
+        silent_s = round(now - self.membership.workers[stop.worker].heard_at, 2)
         self.events.emit("driver.worker_evicted" if stop.at_once else "driver.worker_dismissed",
                          worker=stop.worker, reason=stop.reason, silent_s=silent_s)
         self.processes[stop.worker].stop(stop.at_once, self.membership.limits.stop_grace_s)
@@ -302,12 +323,8 @@ class MendedDriver:
         while len(self.stores) > STORES_KEPT:
             threading.Thread(target=self.stores.pop(0).close, daemon=True).start()
         workers = [self.membership.workers[name] for name in form.members]
-        for rank, worker in enumerate(workers):
-            neighbours = [w.name for w in workers if w.host == worker.host]
-            self.desk.seat(worker.name, Seat(
-                generation=form.generation, rank=rank, size=len(workers),
-                local_rank=neighbours.index(worker.name), local_size=len(neighbours),
-                address=self.address, port=store.port, at_once=at_once))
+        for seat in seats(workers, form.generation, self.address, store.port, at_once):
+            self.desk.seat(workers[seat.rank].name, seat)
         self.events.emit("driver.generation_formed", generation=form.generation,
                          size=len(workers), reason=form.reason, hosts=[w.host for w in workers],
                          workers=list(form.members))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from elastic_trainer.config import Limits
 from elastic_trainer.launch.actions import Action, Differ, Stop
 from elastic_trainer.launch.roster import Phase, Roster, Worker
+from elastic_trainer.observe.mark import COLLECTIVES, USERS_CODE
 from elastic_trainer.world.arithmetic import computes_otherwise, facts_that_differ
 
 MAX_REFUSED_OFFERS = 3
@@ -54,6 +55,7 @@ def strike(roster: Roster, worker: Worker, reason: str, now: float) -> Stop:
 
 def evict(roster: Roster, limits: Limits, now: float, *, is_finished: bool) -> list[Action]:
     """Evict each worker for which there is a reason."""
+    hung = _hung(roster, limits, now)
     stuck, most_silent_s = _stuck(roster, limits, now), silence_s(limits, len(roster.workers))
     actions: list[Action] = []
     for worker in roster.alive():
@@ -67,6 +69,8 @@ def evict(roster: Roster, limits: Limits, now: float, *, is_finished: bool) -> l
             reason = "exit_timeout" if now - worker.heard_at > limits.exit_s else ""
         elif now - worker.heard_at > most_silent_s:
             reason = "frozen"
+        elif worker.name in hung:
+            reason = "hung"
         elif worker.name in stuck or worker.refused_offers > MAX_REFUSED_OFFERS:
             reason = "stuck"
         if reason:
@@ -81,6 +85,19 @@ def _stuck(roster: Roster, limits: Limits, now: float) -> set[str]:
     if not waiting or now - min(waiting) <= limits.stuck_s:
         return set()
     return {w.name for w in current if w.phase is Phase.TRAINING}
+
+
+def _hung(roster: Roster, limits: Limits, now: float) -> set[str]:
+    """Return the members that have been in the user's code for longer than `hang_s`, if all others
+    wait for them. The first step of a process may take longer: it compiles.
+    """
+    current = roster.current()
+    if not limits.hang_s or any(w.phase is not Phase.TRAINING for w in current):
+        return set()
+    hung = {w.name for w in current if w.at and w.at.steps and w.at.phase in USERS_CODE
+            and w.at.for_s + now - w.heard_at > limits.hang_s}
+    others_wait = all(w.at and w.at.phase in COLLECTIVES for w in current if w.name not in hung)
+    return hung if others_wait else set()
 
 
 def drop_failed(roster: Roster, now: float) -> list[Action]:

@@ -28,6 +28,7 @@ from horovod.runner.common.util.env import is_exportable
 
 from elastic_trainer.host.crash import FAULTS, LINES, place_of
 from elastic_trainer.host.lines import lines_of
+from elastic_trainer.host.stacks import ASK, Answer
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.actions import Start
@@ -61,6 +62,7 @@ class WorkerProcess:
         """Lines for the far end."""
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LINES)
         """The end of its stderr. If it died of a signal, faulthandler's stack is there."""
+        self.answer, self._state = Answer(), ""
         command_here, env_here = command, env
         if is_remote:
             command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
@@ -111,6 +113,8 @@ class WorkerProcess:
             line, mark, code = text.partition(remote.EXITED)
             if kind == "stderr":
                 self.last_lines.append(line[:LAST_LINE_CHARACTERS])
+                if self._is_answer(line):
+                    continue
             if line or not mark:
                 with suppress(OSError):  # a broken output must not make the worker wait for us
                     # One call, or another worker's line could come in between.
@@ -130,6 +134,27 @@ class WorkerProcess:
             self.forwards[0].join(FAR_OUTPUT_S)  # only ssh held it, so it ends now
             code = -signal.SIGHUP if code == SSH_CONNECTION_LOST else code
         return code if self.exit_code is None else self.exit_code
+
+    def ask_stacks(self) -> None:
+        """Ask the worker for its stacks (host/stacks.py), and for its state if it is far."""
+        self.answer.expect()
+        if self.is_remote:
+            self._state = ""
+            self.messages.put(f"stacks {self.worker_pid}\n".encode())
+        elif self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.worker_pid, ASK)
+
+    def state(self) -> str:
+        """Return the state of its process as /proc has it, of a far one when it was asked."""
+        return self._state if self.is_remote else remote.state_of(self.worker_pid)
+
+    def _is_answer(self, line: str) -> bool:
+        """Take a line of stderr that answers `ask_stacks`; False if it is another one."""
+        if self.is_remote and line.startswith(remote.STATE):
+            self._state = line.removeprefix(remote.STATE)[:1]
+            return True
+        return self.answer.take(line)
 
     def died_in(self, code: int) -> str:
         """Return where the process died, if faulthandler reports the signal that ended it; else "".

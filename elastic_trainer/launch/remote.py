@@ -29,6 +29,8 @@ from contextlib import suppress
 
 EXITED = "\x1eelastic-trainer-exit "
 """Begins the line on stdout that ends with the worker's exit code (negative: a signal's number)."""
+STATE = "\x1eelastic-trainer-state "
+"""Begins the line on stderr with the state of the worker's process."""
 SSH_OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
@@ -98,12 +100,31 @@ def obey(messages: Messages, group: int, ended: threading.Event, lost_s: float,
     while message := messages.next(lost_s):
         if message == b"term\n" and not ended.is_set():
             end(group, signal.SIGTERM)
+        elif message.startswith(b"stacks ") and not ended.is_set():
+            ask_stacks(group, int(message.split()[1]))
         elif message == b"kill\n":
             break
     else:
         ended.wait(grace_s)
     if not ended.is_set():
         end(group, signal.SIGKILL)
+
+
+def ask_stacks(group: int, pid: int) -> None:
+    """Let a worker write its stacks to its stderr (host/stacks.py), and write its state there."""
+    with suppress(OSError):
+        if os.getpgid(pid) == group:  # a number that another process may have by now
+            os.write(2, f"{STATE}{state_of(pid)}\n".encode())
+            os.kill(pid, signal.SIGURG)
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process as /proc has it: "T" is stopped by a signal; "": it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
 
 
 def end(group: int, number: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
 
+from elastic_trainer.wire.heartbeat import At
 from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_BACK_OFF_S = 60.0
@@ -72,6 +73,8 @@ class Worker:
     step: int = 0
     published: int = -1
     """The newest checkpoint that the worker knows to be published."""
+    at: At | None = None
+    """What its loop did at its newest heartbeat; None: it was in no step."""
     has_failed_machine: bool = False
     """The worker has reported that its machine failed, so it leaves as a dead one does."""
     ended_by: str = ""
@@ -88,7 +91,7 @@ class Worker:
 
 
 loud = attrgetter(*(f.name for f in fields(Worker) if f.name not in (
-    "heard_at", "started_at", "count", "step", "published")))
+    "heard_at", "started_at", "count", "step", "published", "at")))
 """What decisions rest on, as one value. A heartbeat without news leaves all of it as it was."""
 
 
@@ -123,10 +126,14 @@ class Host:
             doubled_s = OUT_S * 2.0 ** min(self.differences - 2, 9)
             self.not_before = now + min(MAX_OUT_S, doubled_s)
 
+    def keep_out(self, until: float) -> None:
+        """Start nothing here before this time."""
+        self.not_before = max(self.not_before, until)
+
     def fail(self, now: float) -> None:
         """Count a failure, and start nothing here until a back-off, doubled each time, is over."""
         self.failures += 1
-        self.not_before = now + min(MAX_BACK_OFF_S, 0.5 * 2 ** min(self.failures, 9))
+        self.keep_out(now + min(MAX_BACK_OFF_S, 0.5 * 2 ** min(self.failures, 9)))
 
 
 @dataclass

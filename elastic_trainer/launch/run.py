@@ -34,6 +34,7 @@ def run(argv: list[str]) -> int:
         os.environ["ELASTIC_TRAINER_REDUCE"] = wanted.reduce
     os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = wanted.mixed_hardware
     os.environ["ELASTIC_TRAINER_STORE"] = wanted.store
+    os.environ["ELASTIC_TRAINER_REPLACE_STRAGGLERS"] = str(int(wanted.replace_stragglers))
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)

@@ -52,6 +52,7 @@ class Run:
     store: str
     """Where the run keeps its checkpoints; "": in its own folder."""
     timeline: bool
+    replace_stragglers: bool
     has_own_s3: bool
     """The store is a server of the run's own, on this machine."""
     configuration: Configuration
@@ -99,6 +100,7 @@ def parse_run(argv: list[str]) -> Run:
         standbys=int(is_local) if options.standby is None else options.standby,
         reduce=options.reduce, mixed_hardware=options.mixed_hardware,
         store=store_of_run(options.store, name), timeline=options.timeline,
+        replace_stragglers=options.replace_stragglers,
         has_own_s3=options.store == "s3",
         configuration=configuration, allow_change=options.allow_change)
 
@@ -158,6 +160,10 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
         default=env.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse"),
         help="exact: a host whose processor or torch computes other bits than the world's gets no "
              "place, or gets one with a warning (%(default)s)")
+    add("--replace-stragglers", action="store_true",
+        default=env.get("ELASTIC_TRAINER_REPLACE_STRAGGLERS") == "1",
+        help="a worker that computes 1.5 times as long as its peers over many steps leaves, and "
+             "its host is kept out for 10 minutes, while --min-np others stay")
     add("--timeline", action="store_true",
         default=env.get("ELASTIC_TRAINER_TIMELINE") == "1",
         help="write what each worker does in each step, for Perfetto (runs/NAME/timeline)")

@@ -46,6 +46,7 @@ from elastic_trainer.observe.fields import (
     reads,
 )
 from elastic_trainer.observe.fleet_events import DISCOVERY, REHEARSAL, STANDBYS
+from elastic_trainer.observe.stall_events import STALLS
 
 DETAIL, INFO, WARNING, ERROR = Level
 
@@ -442,8 +443,8 @@ _CHECKPOINTS = (
 
 GROUPS = {
     "The run and its attempts": _RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
-    "The driver": _DRIVER, "A worker": _WORKERS, "The world": _WORLD,
-    "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS, "The discovery": DISCOVERY,
-    "A rehearsal": REHEARSAL}
+    "The driver": _DRIVER, "Steps that stand still": STALLS, "A worker": _WORKERS,
+    "The world": _WORLD, "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS,
+    "The discovery": DISCOVERY, "A rehearsal": REHEARSAL}
 """All kinds of events, by the heading that the documentation gives them."""
 KINDS = {kind.name: kind for group in GROUPS.values() for kind in group}

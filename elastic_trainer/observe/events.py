@@ -121,6 +121,7 @@ class Events:
 
     def reach(self, point: str, **facts: Any) -> None:
         """Call the listeners at a point of the protocol that is no event and is not logged."""
+        self.trace.mark.reach(point)
         for listener in self.listeners:
             listener(point, {**self.bound, **facts})
 

@@ -22,6 +22,7 @@ from elastic_trainer.observe.accounts import Account, Accounts
 from elastic_trainer.observe.event_kind import Phase
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.observe.standstills import Standstills
 from elastic_trainer.observe.step_table import StepTable
 
 Event = Mapping[str, Any]
@@ -113,6 +114,7 @@ class History:
     """The time of the event before this one."""
     books: Books = field(default_factory=Books)
     accounts: Accounts = field(default_factory=Accounts)
+    standstills: Standstills = field(default_factory=Standstills)
     invocations: int = 0
     attempts: set[Attempt] = field(default_factory=set)
     world_of: Attempt | None = None
@@ -158,6 +160,7 @@ class History:
         self.books.open(self.now)
         self.accounts.until = min(self.accounts.until, self.now)
         self.run = self.run or str(event.get("run", ""))
+        self.standstills.read(event, self.now)
         if reader := _READERS.get(event["event"]):
             reader(self, event)
 

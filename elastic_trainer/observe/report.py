@@ -60,6 +60,7 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         restarts, steps done twice and time between steps lower it. 0 if no training began.
     compression: what a worker sends of its gradients in each step in 16 bits and without, in bytes,
         and the relative error of the cast, as last measured. Only with `compress`.
+    stalls, slow_hosts: see standstills.py. Only if there was one.
     ettr: effective training time ratio: the sum of step_s of the kept steps / (wall_s - stopped_s).
         Unlike goodput it counts the first boot (Kokolis et al., arXiv 2410.21680).
     failures: pauses that the loss of a worker caused, and attempts behind the first one.
@@ -95,6 +96,7 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         "workers_lost": dict(history.lost),
         "hosts": {name: _host(history, name)
                   for name in sorted(history.hosts.keys() | history.accounts.lives.keys())},
+        **history.standstills.facts(),
         **({"compression": {name: history.compressed.get(name) for name in COMPRESSION}}
            if history.compressed else {}),
     }

@@ -135,15 +135,27 @@ def _is_machine_fault(value: Any) -> bool:
             and all(is_right(value[name]) for name, is_right in checks.items()))
 
 
+_AT: dict[str, Check] = {
+    "phase": NAME.check, "what": TEXT.check, "step": WHOLE_OR_MINUS_ONE.check, "steps": WHOLE.check,
+    **dict.fromkeys(("for_s", "step_for_s", "usual_s", "own_s"), SECONDS.check)}
+
+
+def _is_at(value: Any) -> bool:
+    """True for the fields of heartbeat.At; a newer worker may send more."""
+    return (type(value) is dict and len(value) <= 100 and NAMES.check(value.get("unsent", []))
+            and all(name in value and is_right(value[name]) for name, is_right in _AT.items()))
+
+
 _PHASE = one_of("booting", "standby", "training", "waiting", "finished", "reviving")
 _HEARTBEAT = checked((
     *reads(worker=NAME, count=WHOLE, phase=_PHASE, generation=WHOLE),
     *may_read(pid=PID, time=NUMBER, accepted=WHOLE, holds_state=FLAG, drains=FLAG, step=WHOLE,
               error=TEXT, left=TEXT, unreachable=NAMES, door=PORT, meets_at_once=FLAG, saves=FLAG,
-              published=WHOLE_OR_MINUS_ONE, hold_s=SECONDS, seen=NAME,
+              published=WHOLE_OR_MINUS_ONE,
+              at=Kind("what a worker's loop does", _is_at), hold_s=SECONDS, seen=NAME,
               arithmetic=Kind("the facts of a worker's arithmetic", _is_arithmetic),
               machine=Kind("the facts of a machine's fault", _is_machine_fault))))
-_NULLABLE = ("unreachable", "arithmetic", "machine")
+_NULLABLE = ("unreachable", "arithmetic", "machine", "at")
 _LINE = Kind("a text", lambda value: type(value) is str)
 _CARRIED_LINE = checked(reads(worker=NAME, courier=NAME, number=WHOLE, line=_LINE))
 

@@ -88,6 +88,8 @@ ENDINGS = {
                      "was evicted: it and another worker do not reach each other"),
     "stuck": _lost("it sends heartbeats but does not go on",
                    "sent heartbeats, but did not go on, and was evicted"),
+    "hung": _lost("it was in the user's code for longer than hang_s, and all others waited for it",
+                  "was in the user's code for longer than hang_s, and was evicted"),
     "join_failed": _lost("it accepted a place and did not enter the world",
                          "accepted a place, did not enter the world and was evicted"),
     "exit_timeout": _lost("it did not exit in time when the run was finished",
@@ -121,6 +123,23 @@ def worker_evicted(facts: Facts) -> str:
     reason = str(facts["reason"])
     why = ENDINGS[reason].meaning if reason in ENDINGS else reason.replace("_", " ")
     return f"host {facts['host']}: the driver evicts worker {facts['pid']}: {why}"
+
+
+def step_stalled(facts: Facts) -> str:
+    """Describe who makes a step stand still, where, and since when."""
+    begin = f"step {facts['step']} stands still for {facts['stood_s']:.1f} s: "
+    rank = f"rank {facts['rank']} on host {facts['host']}" if "host" in facts else ""
+    what = f" ({facts['what']})" if facts.get("what") else ""
+    if facts["cause"] == "network":
+        if not rank:
+            return begin + "all workers wait in a collective, so look at the network"
+        return (f"{begin}all workers wait in {facts['phase']}{what}, and {rank} has slow "
+                f"connections")
+    waiting = count(len(facts["waiting"]), "worker")
+    state = {"stopped": ", and is stopped by a signal", "silent": ", and sends no heartbeats"}.get(
+        facts["state"], "")
+    return (f"{begin}{waiting} wait for {rank}, which is in {facts['phase']}{what} since "
+            f"{facts['since_s']:.1f} s{state}")
 
 
 def loss(facts: Facts) -> str:

@@ -52,6 +52,13 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"{result['failures']}, {result['stall_per_failure_s']:.2f} s of standstill each"),
         ("steps done again", f"{result['steps_redone']}"),
     ]
+    if stalls := result.get("stalls"):
+        rows.append(("standstills", f"{stalls['count']}, the longest {stalls['longest_s']:.1f} s; "
+                     f"ELASTIC_TRAINER_LIMITS=hang_s={stalls['suggested_hang_s']:g} replaces a "
+                     f"worker that hangs in your code"))
+    if slow := result.get("slow_hosts"):
+        rows.append(("slow hosts", ", ".join(f"{host}: {times:.1f} times its peers"
+                                             for host, times in slow.items())))
     if costs := result.get("costs"):
         rows += _cost_rows(costs)
     if sent := result.get("compression"):

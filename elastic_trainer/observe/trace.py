@@ -12,7 +12,7 @@ What always holds:
 4. All times are those of the monotonic clock, which the processes of a host share
    (clock_gettime(2)), plus its distance to the time of day, read once for each generation. So hosts
    are comparable as far as their clocks are synchronized.
-5. A trace without a folder writes nothing, keeps nothing, and reads no clock.
+5. A trace without a folder writes and keeps nothing but its mark (mark.py).
 
 What it does not do: time the kernels of a GPU. A span has the time of the worker's Python code.
 
@@ -34,6 +34,7 @@ from typing import Any
 
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.observe.event_table import KINDS
+from elastic_trainer.observe.mark import Mark
 
 FOLDER = "timeline"
 MAX_BYTES = 32 << 20
@@ -55,6 +56,8 @@ class Trace:
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES):
         self.folder, self.max_bytes = folder, max_bytes
+        self.mark = Mark()
+        """What the loop does now. It is kept without a folder, too: heartbeats carry it."""
         self._lock = threading.Lock()
         self._pending: list[str] = []
         self._head: list[str] = []
@@ -113,6 +116,7 @@ class Trace:
 
     def begin_step(self, step: int, phase: int) -> None:
         """Begin a step, or a phase of it."""
+        self.mark.begin(step)
         if self.folder:
             self._step = self.now(), {"step": step, "phase": phase}
 

@@ -168,6 +168,7 @@ class Evaluations:
     def __init__(self, world: Callable[[], World], is_broken: Callable[[], bool],
                  events: Events, launch: Launch):
         self._world, self._is_broken, self._events = world, is_broken, events
+        self._mark = events.trace.mark
         self._patience_s = launch.limits.stuck_s
         self.request: Request | None = None
         self._step = 0
@@ -206,6 +207,7 @@ class Evaluations:
     def _round(self) -> Generator[Move, None, bool]:
         """Do one round; returns whether a worker wanted an evaluation. Network: two gathers."""
         request, world = self.request, self._world()
+        self._mark.enter("gather")
         mine: dict[str, Any] = {"has": len(self._results), "is_known": self._is_known,
                                 "wants": None}
         if request:
@@ -225,7 +227,9 @@ class Evaluations:
         elif request and world.rank in wanting and not holders:
             yield from self._compute(request, shared_out(plans, wanting)[world.rank])
             given = {"found": request.found.encoded(), "error": request.error}
+        self._mark.enter("gather")
         self._take(gathered(world, given), wanting)
+        self._mark.enter("behind")
         if world.rank in wanting and request:
             self.request = None
             means = request.means(self._results[-1])
@@ -258,6 +262,7 @@ class Evaluations:
         for place, number in enumerate(numbers):
             if self._is_broken():
                 raise PeersLost("a member is gone: the evaluation goes on in the next generation")
+            self._mark.enter("evaluate", f"batch {number}")
             portion = Portion(number, numbers[place + 1:])
             yield portion
             if portion.error is not None:  # only the collectives report it to the other workers

@@ -22,7 +22,7 @@ from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
-from elastic_trainer.training.traced import traced
+from elastic_trainer.training.traced import TracedReducer
 from elastic_trainer.training.words import Words
 
 
@@ -73,9 +73,9 @@ def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, state: LiveS
                events: Events) -> Reducer:
     """Return the reducer of this name, which logs what it sends in 16 bits."""
     if reduce == "exact":
-        return traced(ExactReducer(flat, job.schedule.shards), events.trace)
+        return TracedReducer(ExactReducer(flat, job.schedule.shards), events.trace)
 
     def note(**facts: Any) -> None:
         events.emit("worker.gradients_compressed", step=state.committed, **facts)
 
-    return traced(RingReducer(flat, job.schedule.shards, sending, note), events.trace)
+    return TracedReducer(RingReducer(flat, job.schedule.shards, sending, note), events.trace)

@@ -116,6 +116,7 @@ class Shards:
     ) -> Generator[Shard, None, None]:
         """Hand one shard to the user's code. Its backward pass starts the network if it `overlaps`
         with a world."""
+        self.trace.mark.enter("load", f"shard {shard}", indices)
         with self.user_code(shard), self.trace.span("load", shard=shard):
             batch = self._open(step, shard, indices)
         if self.error is not None:
@@ -128,6 +129,7 @@ class Shards:
             self.flat.tally,
         )
         self._handed_ns = self.trace.now()
+        self.trace.mark.enter("forward", f"shard {shard}", indices)
         self.number = shard  # if the user's loop is left here, this shard is the one in hand
         yield in_hand
         with self.user_code(shard):
@@ -175,6 +177,7 @@ class Shards:
         flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
         if overlaps:
             self.reducer.overlap(overlaps)
+        self.trace.mark.enter("backward", f"shard {shard}", indices)
         weighted = loss if is_sum else loss * weight
         with self.trace.span("backward", shard=shard):
             (job.scaler.scale(weighted) if job.scaler else weighted).backward()

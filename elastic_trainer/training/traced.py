@@ -1,4 +1,4 @@
-"""A reducer whose collectives are on the timeline: one span for each bucket.
+"""A reducer whose collectives are in the mark and on the timeline: one span for each bucket.
 
 loop → here → exact or ring → here (its collectives) → the world
 
@@ -50,6 +50,7 @@ class TracedWorld:
 
     def wait(self, handle: Any) -> torch.Tensor:
         """Wait for a collective."""
+        self.trace.mark.bucket = handle.name
         with self.trace.span(f"wait {handle.name}"):
             result = self.world.wait(handle.handle)
         self._end(handle)
@@ -62,6 +63,7 @@ class TracedWorld:
 
     def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]:
         """Wait for an exchange."""
+        self.trace.mark.bucket = handle.name
         with self.trace.span(f"wait {handle.name}"):
             result = self.world.exchanged(handle.handle)
         self._end(handle)
@@ -69,6 +71,7 @@ class TracedWorld:
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensors of all workers, joined by rank."""
+        self.trace.mark.bucket = name
         began = self.trace.now()
         with self.trace.span(f"wait {name}"):
             result = self.world.allgather(tensor, name)
@@ -120,8 +123,3 @@ class TracedReducer:
     def finish(self, world: Collectives) -> None:
         """Wait for the sums."""
         self.reducer.finish(self._traced(world))
-
-
-def traced(reducer: Reducer, trace: Trace) -> Reducer:
-    """Return a reducer whose collectives are on the timeline, if there is one."""
-    return TracedReducer(reducer, trace) if trace.is_on else reducer

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.observe import report
@@ -338,6 +339,7 @@ def opened(
                 "that all share."
             )
         courier, launch = Courier(launch), replace(launch, run_dir=None)
+    stacks.answer()
     events = Events(
         launch.run_dir,
         courier=courier,

@@ -37,6 +37,38 @@ class MachineFault:
 
 
 @dataclass(frozen=True, kw_only=True)
+class At:
+    """What a worker's loop does (observe/mark.py)."""
+
+    phase: str
+    what: str
+    """The shard and its samples, the batch, or the bucket; "": none."""
+    for_s: float
+    """How long the phase has lasted."""
+    step: int
+    step_for_s: float
+    """How long the step has lasted."""
+    usual_s: float
+    """How long a step usually takes; 0: not known."""
+    own_s: float
+    """How long this worker usually computes for one shard."""
+    steps: int
+    """The number of steps that its process has done."""
+    unsent: tuple[str, ...] = ()
+    """The addresses of members that have not taken what it sends, while it waits for them."""
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> At:
+        """Read a JSON object; fields that are not known are ignored."""
+        known = {name: fields[name] for name in At.__dataclass_fields__ if name in fields}
+        return At(**known | {"unsent": tuple(known.get("unsent", ()))})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return vars(self) | {"unsent": list(self.unsent)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """What a worker reports of itself.
 
@@ -76,6 +108,8 @@ class Heartbeat:
     left: str = ""
     """Why the user's code stops the run, without an error."""
     machine: MachineFault | None = None
+    at: At | None = None
+    """What its loop does; None: it is in no step."""
     pid: int = 0
     """0: not reported."""
     time: float | None = None
@@ -88,7 +122,7 @@ class Heartbeat:
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
         fields = {name: value for name, value in vars(self).items()
-                 if name not in ("worker", "arithmetic", "error", "left", "machine", "time")}
+                 if name not in ("worker", "arithmetic", "error", "left", "machine", "time", "at")}
         fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
         if self.time is not None:
             fields["time"] = self.time
@@ -100,6 +134,8 @@ class Heartbeat:
             fields["left"] = self.left
         if self.machine is not None:
             fields["machine"] = dict(vars(self.machine))
+        if self.at is not None:
+            fields["at"] = self.at.to_dict()
         return fields
 
     @staticmethod
@@ -110,6 +146,7 @@ class Heartbeat:
             known["unreachable"] = tuple(known["unreachable"])
         machine = known.get("machine")
         known["machine"] = MachineFault.from_dict(machine) if machine else None
+        known["at"] = At.from_dict(known["at"]) if known.get("at") else None
         return Heartbeat(**known)
 
 

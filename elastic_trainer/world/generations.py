@@ -119,7 +119,6 @@ class Generations:
                  world: World | None = None, session: Session | None = None):
         self.driver, self.events, self.hooks = driver, events, hooks
         self.world, self.mixture = world or World(driver.is_broken), Mixture(launch, events)
-        self.local_size = 1
         self.arithmetic: Arithmetic | None = None
         """How this worker computes; None before its warm-up."""
         self.pauses = Pauses(launch.revived_since)
@@ -127,7 +126,7 @@ class Generations:
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
                                   hooks.user_reduces)
         self._live_state: Callable[[], Any] = _nothing
-        self._generation, self._is_guarded, self._trains = 0, False, False
+        self._generation, self.local_size, self._is_guarded, self._trains = 0, 1, False, False
         self._change_wanted_since: float | None = None
         self._redone_step = -1
         """The newest step that this worker has logged as done again."""
@@ -175,7 +174,8 @@ class Generations:
 
     def _start_driver(self, state: LiveState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
-                            is_saving=self.hooks.is_moving, published=self.hooks.published)
+                            is_saving=self.hooks.is_moving, published=self.hooks.published,
+                            at=lambda: self._session.noting(self.events.trace.mark.at()))
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 

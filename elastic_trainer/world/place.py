@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_trainer.wire.heartbeat import MachineFault
+from elastic_trainer.wire.heartbeat import At, MachineFault
 from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_ERROR_CHARACTERS = 50_000
@@ -61,6 +61,8 @@ class DriverHooks:
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
+    at: Callable[[], At | None] = lambda: None
+    """What the loop does now; None: it is in no step."""
 
 
 class Driver(Protocol):

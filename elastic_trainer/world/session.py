@@ -25,10 +25,15 @@ import ctypes
 import os
 import socket
 import stat
+import sys
+from dataclasses import replace
+from ipaddress import IPv6Address
 
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
+from elastic_trainer.observe.mark import COLLECTIVES
+from elastic_trainer.wire.heartbeat import At
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Place
 
@@ -47,6 +52,8 @@ MAX_LOAD = 4.0
 """On a machine with more than 4 runnable processes a core, Gloo's timeout is longer in proportion,
 up to 4 times. The timeout is the last resort: heartbeats find a dead worker, and a timeout during a
 slow start would break the world without need."""
+UNSENT_S = 1.0
+"""A worker that waits longer in a collective reports who has not taken what it sends."""
 
 
 class Session:
@@ -107,6 +114,16 @@ class Session:
                         ours.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # closed already
+
+    def noting(self, at: At | None) -> At | None:
+        """Add the addresses of the members that have not taken all that this process has sent, if
+        it waits in a collective. Any thread may call it.
+        """
+        if at is None or at.phase not in COLLECTIVES or at.for_s < UNSENT_S:
+            return at
+        ours = {str(inode) for _, inode in self._sockets}
+        peers = {peer for inode, peer in unsent_sockets() if inode in ours}
+        return replace(at, unsent=tuple(sorted(peers)))
 
     def take_back_environment(self) -> None:
         """Set the variables of this world as the user had them, for a process that restarts."""
@@ -185,6 +202,34 @@ def cycle_ms(step_s: float, wakes: bool) -> float:
     4 operations by half of its length.
     """
     return IDLE_CYCLE_MS if wakes else min(5.0, max(1.0, 1000.0 * step_s / 50.0))
+
+
+def unsent_sockets() -> list[tuple[str, str]]:
+    """Return (inode, address of the peer) of the TCP sockets of this network namespace with bytes
+    that the peer has not acknowledged.
+
+    Source: proc(5), /proc/net/tcp: the fields rem_address, tx_queue and inode.
+    """
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue  # a kernel without IPv6
+        found += [(row[9], address_in(row[2].partition(":")[0])) for row in rows
+                  if int(row[4].partition(":")[0], 16)]
+    return found
+
+
+def address_in(digits: str) -> str:
+    """Return the address that /proc/net/tcp has as 32-bit words of this machine's byte order."""
+    words = [bytes.fromhex(digits[at:at + 8])[::-1 if sys.byteorder == "little" else 1]
+             for at in range(0, len(digits), 8)]
+    if len(words) == 1:
+        return socket.inet_ntoa(words[0])
+    address = IPv6Address(b"".join(words))
+    return str(address.ipv4_mapped or address)
 
 
 def open_sockets() -> set[tuple[int, int]]:

@@ -1,0 +1,270 @@
+"""Why a step does not end: whom the others wait for, in which phase, since when.
+
+heartbeats (wire.At), roster → here → a question for stacks (host/stacks.py) → driver.step_stalled
+
+What always holds:
+1. A step is judged by its usual time. The first steps of a process, a checkpoint and the user's
+   code between two steps may take `stuck_s`, and as long as they like while nobody waits for them.
+2. A worker that is silent is judged by its last heartbeat, its stacks and its process's state: a
+   worker that holds the GIL sends no heartbeats.
+3. If all wait in collectives, it is the network. The host is named that most connections with
+   unsent bytes have at one of their ends.
+4. A step has one verdict. Nothing here ends a worker: evictions.py does.
+
+What it does not do: judge scripts in Horovod's own style, which mark no phases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
+
+from elastic_trainer.host.stacks import Answer
+from elastic_trainer.launch.actions import Stop
+from elastic_trainer.launch.evictions import hold_s, silence_s
+from elastic_trainer.launch.membership import Membership
+from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.observe.mark import COLLECTIVES, PHASES, USERS_CODE
+
+TIMES, LEAST_S = 5.0, 4.0
+"""A step has stalled at TIMES its usual time, and not before LEAST_S."""
+FIRST_STEPS = 3
+"""The steps of a process that may take long: it compiles, and fills its caches."""
+ANSWER_S = 1.0
+"""The time between the question for stacks and the verdict."""
+SILENT_S = 1.5
+"""The silence, beyond the time between two heartbeats, behind which a worker may have gone on."""
+LOOK_S = 0.25
+FORMING = "forming"
+"""The phase of a worker that is in no step."""
+LONG = ("behind", "evaluate", "upload", FORMING)
+MAX_CHARACTERS = 40_000
+"""Of all stacks in one event."""
+MOST_ASKED = 8
+"""The number of workers that are asked for their stacks: those that are waited for come first."""
+
+Link = tuple[str, str]
+"""The hosts of a sender and of a receiver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A member of the generation, as the driver knows it now."""
+
+    name: str
+    host: str
+    rank: int
+    phase: str
+    what: str = ""
+    for_s: float = 0.0
+    """How long it has been in this phase."""
+    step: int = 0
+    step_s: float = 0.0
+    """How long it has been in this step."""
+    usual_s: float = 0.0
+    steps: int = 0
+    is_silent: bool = False
+    unsent: tuple[str, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """True if it is in a collective, as far as it is known."""
+        return self.phase in COLLECTIVES and not self.is_silent
+
+
+def member(worker: Worker, now: float, allowed_s: float) -> Member:
+    """Return what is known of a worker. `allowed_s`: the silence that means nothing."""
+    at, silent_s = worker.at, now - worker.heard_at
+    facts: dict[str, Any] = {"name": worker.name, "host": worker.host, "rank": worker.rank,
+                             "is_silent": silent_s > allowed_s}
+    if at is None:
+        return Member(phase=FORMING, for_s=silent_s, **facts)
+    return Member(phase=at.phase, what=at.what, for_s=at.for_s + silent_s, step=at.step,
+                  step_s=at.step_for_s + silent_s, usual_s=at.usual_s, steps=at.steps,
+                  unsent=at.unsent, **facts)
+
+
+def waited_for(members: Sequence[Member]) -> list[Member]:
+    """Return the members that the others wait for, the one furthest behind first."""
+    late = [one for one in members if not one.waits]
+    order = {phase: number for number, phase in enumerate(PHASES)}
+    return sorted(late, key=lambda m: (not m.is_silent, m.step, order.get(m.phase, 0), -m.for_s))
+
+
+def stood_s(members: Sequence[Member]) -> float:
+    """Return for how long the newest step has not ended."""
+    in_step = [one for one in members if one.phase != FORMING]
+    newest = max((one.step for one in in_step), default=0)
+    return min((one.step_s for one in in_step if one.step == newest), default=0.0)
+
+
+def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -> float | None:
+    """Return how long the step may take; None: as long as it likes."""
+    usual_s = TIMES * median(one.usual_s for one in members)
+    judged = late[:1] or members
+    if any(one.is_silent for one in late):
+        return max(LEAST_S, usual_s)
+    if late and late[0].phase in LONG and not any(one.waits for one in members):
+        return None
+    is_long = any(one.steps < FIRST_STEPS or one.phase in LONG for one in judged)
+    return max(stuck_s if is_long else LEAST_S, usual_s)
+
+
+def slow_host(links: Collection[Link]) -> str:
+    """Return the host at an end of most links; of equals, one that sends. "": there is no link."""
+    ends, senders = Counter(host for link in links for host in link), {link[0] for link in links}
+    return max(sorted(ends), key=lambda host: (ends[host], host in senders), default="")
+
+
+class Process(Protocol):
+    """What is asked of a worker's process (process.py)."""
+
+    answer: Answer
+    """Its stacks, as far as it has answered."""
+
+    def ask_stacks(self) -> None:
+        """Ask for its stacks and its state."""
+
+    def state(self) -> str:
+        """Return the state of its process in /proc; "": not known."""
+
+
+class Stalls:
+    """Watches the steps of one attempt. The driver calls it under its lock."""
+
+    def __init__(self, membership: Membership, processes: Mapping[str, Process],
+                 addresses: Callable[[], Mapping[str, str]], emit: Callable[..., None]):
+        """`addresses` returns those of the workers, by name."""
+        self.roster, self.limits, self.processes = membership.roster, membership.limits, processes
+        self._addresses, self._emit = addresses, emit
+        self._looked_at = 0.0
+        self._key = 0, -1
+        """The generation and the newest step."""
+        self._asked: dict[str, float] = {}
+        """When a worker was asked in this step."""
+        self._links: set[Link] = set()
+        self._is_judged = False
+        self._stalled: tuple[int, float] | None = None
+        """The newest step with a verdict that has not ended, and since when it stands."""
+
+    def look(self, now: float) -> None:
+        """Ask, judge, or do nothing."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        members = self._members(now)
+        if not members:
+            return
+        self._begin(members, now)
+        late, stood = waited_for(members), stood_s(members)
+        limit = limit_s(members, late, self.limits.stuck_s)
+        if not late:
+            self._links |= self._unsent(members)
+        for one in late:  # before it is evicted as frozen
+            if one.is_silent and now - self.roster.workers[one.name].heard_at > (
+                    silence_s(self.limits, len(self.roster.workers)) / 2):
+                self._ask(one, now)
+        if limit is None or self._is_judged or stood <= limit - ANSWER_S:
+            return
+        for one in [*late, *members][:MOST_ASKED]:
+            self._ask(one, now)
+        if stood > limit and now - min(self._asked.values(), default=0.0) >= ANSWER_S:
+            self._judge(members, late, stood, limit, now)
+
+    def give_up(self, stop: Stop, now: float) -> None:
+        """Give the verdict on a worker that is about to be evicted, if its step has none."""
+        if stop.reason not in ("frozen", "hung"):
+            return
+        worker, allowed_s = self.roster.workers[stop.worker], self._allowed_s()
+        one = member(worker, now, allowed_s)
+        others = [member(w, now, allowed_s) for w in self.roster.current() if w is not worker]
+        if worker.at is None:
+            return
+        self._begin([*others, one], now)
+        if not self._is_judged:
+            self._judge([*others, one], [one], stood_s([*others, one]), self.limits.silence_s, now)
+
+    def _members(self, now: float) -> list[Member]:
+        """Return the members of a generation that trains; none while a generation ends."""
+        current = self.roster.current()
+        if len(current) < len(self.roster.members) or any(
+                w.phase is not Phase.TRAINING for w in current):
+            return []
+        return [member(w, now, self._allowed_s()) for w in current]
+
+    def _allowed_s(self) -> float:
+        return SILENT_S + hold_s(self.limits, len(self.roster.workers))
+
+    def _begin(self, members: Sequence[Member], now: float) -> None:
+        """Forget what was asked in another step, and log that a step with a verdict has ended."""
+        key = self.roster.generation, max(one.step for one in members)
+        if key != self._key:
+            self._key, self._asked, self._links, self._is_judged = key, {}, set(), False
+        if self._stalled and key[1] > self._stalled[0]:
+            self._emit("driver.step_resumed", step=self._stalled[0],
+                       stood_s=round(now - self._stalled[1], 1))
+            self._stalled = None
+
+    def _ask(self, one: Member, now: float) -> None:
+        if one.name not in self._asked and one.name in self.processes:
+            self._asked[one.name] = now
+            self.processes[one.name].ask_stacks()
+
+    def _unsent(self, members: Sequence[Member]) -> set[Link]:
+        """Return the links with unsent bytes."""
+        known = self._addresses()
+        hosts = {known[one.name]: one.host for one in members if one.name in known}
+        return {(one.host, hosts[address]) for one in members for address in one.unsent
+                if hosts.get(address, one.host) != one.host}
+
+    def _judge(self, members: Sequence[Member], late: Sequence[Member], stood: float,
+               limit: float, now: float) -> None:
+        self._is_judged, self._stalled = True, (self._key[1], now - stood)
+        facts: dict[str, Any] = {"cause": "worker", "waited_for": [one.name for one in late]}
+        named: Member | None
+        if late:
+            named, facts["state"] = self._looked_into(late[0])
+        else:
+            facts |= {"cause": "network", "links": sorted(" → ".join(it) for it in self._links)}
+            host = slow_host(self._links)
+            named = next((one for one in members if one.host == host), None)
+        if named:
+            facts |= {"worker": named.name, "host": named.host, "rank": named.rank,
+                      "phase": named.phase, "what": named.what, "since_s": round(named.for_s, 1)}
+        self._emit("driver.step_stalled", step=self._key[1], stood_s=round(stood, 1),
+                   limit_s=round(limit, 1), **facts,
+                   phases={one.name: one.phase for one in members},
+                   waiting=[one.name for one in members if one.waits],
+                   stacks=self._stacks([*late, *(one for one in members if one.waits)]))
+
+    def _stacks(self, members: Sequence[Member]) -> dict[str, str]:
+        """Return the stacks of those that were asked, as many as an event may have."""
+        left, found = MAX_CHARACTERS, {}
+        for one in members:
+            answer = self._answer(one)
+            if answer and (text := answer.text()[:left]):
+                found[one.name] = text
+                left -= len(text)
+        return found
+
+    def _answer(self, one: Member) -> Answer | None:
+        is_asked = one.name in self._asked and one.name in self.processes
+        return self.processes[one.name].answer if is_asked else None
+
+    def _looked_into(self, one: Member) -> tuple[Member, str]:
+        """Return a late member with the phase that its process shows, and its state in a word."""
+        process = self.processes.get(one.name)
+        if process and process.state() in ("T", "t"):
+            return one, "stopped"
+        if not one.is_silent:
+            return one, "answers"
+        # Its heartbeat may be older than the phase.
+        answer = self._answer(one)
+        if answer is None or not answer.lines:
+            return one, "silent"
+        # In none of our functions it is in the user's own loop.
+        own = one.phase if one.phase in USERS_CODE else "forward"
+        return replace(one, phase=answer.phase() or own), "silent"

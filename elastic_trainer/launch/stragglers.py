@@ -1,0 +1,90 @@
+"""A worker that computes slower than its peers over many steps: it makes all of them wait.
+
+heartbeats (each worker's own time for a shard) → here → driver.straggler_found → membership, if
+stragglers are replaced
+
+What always holds:
+1. A worker is compared by its own time for one shard: its loader, forward and backward. Waiting for
+   others is no part of it.
+2. A worker is named when it, and no other, was slow in WINDOWS windows in a row, which together
+   last `straggler_s`.
+3. A straggler leaves between two steps, so no step is done again. It leaves only while the others
+   are at least --min-np, and its host gets no worker for OUT_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median
+
+from elastic_trainer.launch.membership import Membership
+from elastic_trainer.launch.roster import OUT_S, Phase, Worker
+from elastic_trainer.observe.mark import WINDOW
+
+SLOWER = 1.5
+"""A straggler takes this many times the median of its peers."""
+LEAST_S = 0.005
+"""A smaller difference for a shard is no reason to replace a host."""
+WINDOWS = 3
+LEAST_PEERS = 2
+
+
+def slowest(own_s: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the worker that is slower than its peers, and the median of these. A worker without
+    shards has 0.
+    """
+    own_s = {name: seconds for name, seconds in own_s.items() if seconds}
+    if len(own_s) <= LEAST_PEERS:
+        return None
+    name = max(own_s, key=lambda one: own_s[one])
+    peers_s = median(seconds for one, seconds in own_s.items() if one != name)
+    is_slow = own_s[name] > SLOWER * peers_s and own_s[name] - peers_s > LEAST_S
+    return (name, peers_s) if is_slow else None
+
+
+class Stragglers:
+    """Compares the workers of one attempt. The driver calls it under its lock."""
+
+    def __init__(self, membership: Membership, env: Mapping[str, str],
+                 emit: Callable[..., None]):
+        self.roster, self.least = membership.roster, membership.rounds.min_workers
+        self.window_s = membership.limits.straggler_s / WINDOWS
+        self.replaces = env.get("ELASTIC_TRAINER_REPLACE_STRAGGLERS") == "1"
+        self.emit = emit
+        self._window = 0, -1, 0.0
+        """The generation, step and time of the last window's end."""
+        self._slow, self._times, self._named = "", 0, ""
+
+    def look(self, now: float) -> None:
+        """End a window if it is long enough."""
+        current = self.roster.current()
+        if any(w.phase is not Phase.TRAINING or w.at is None for w in current) or not current:
+            return
+        step = min(w.at.step for w in current if w.at)
+        generation, since, at = self._window
+        if generation != self.roster.generation:
+            self._window, self._times = (self.roster.generation, step, now), 0
+        elif step - since >= WINDOW and now - at >= self.window_s:
+            self._window = generation, step, now
+            self._compare(current, step, now)
+
+    def _compare(self, current: list[Worker], step: int, now: float) -> None:
+        own_s = {w.name: w.at.own_s for w in current if w.at and w.at.steps >= WINDOW}
+        found = slowest(own_s) if len(own_s) == len(current) else None
+        if found is None or found[0] != self._slow:
+            self._slow, self._times = found[0] if found else "", 0
+            self._named = self._named if found else ""
+        if found is None:
+            return
+        self._times += 1
+        worker = self.roster.workers[found[0]]
+        leaves = self.replaces and len(current) - 1 >= self.least and not worker.drains
+        if self._times < WINDOWS or (self._named == found[0] and not leaves):
+            return
+        self._named = found[0]
+        self.emit("driver.straggler_found", worker=worker.name, host=worker.host,
+                  rank=worker.rank, step=step, own_s=round(own_s[worker.name], 4),
+                  peers_s=round(found[1], 4), is_replaced=leaves)
+        if leaves:
+            worker.drains = True
+            self.roster.hosts[worker.host].keep_out(now + OUT_S)

@@ -1,0 +1,360 @@
+"""Why a step stands still: the right worker, host and phase, and who is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from hanging import JOB, hang, weights_alone
+
+from elastic_trainer.config import Limits
+from elastic_trainer.host import stacks
+from elastic_trainer.launch import evictions
+from elastic_trainer.launch.actions import Stop
+from elastic_trainer.launch.membership import Membership
+from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.launch.stalls import LEAST_S, Member, Stalls, limit_s, slow_host, waited_for
+from elastic_trainer.launch.stragglers import Stragglers
+from elastic_trainer.observe.mark import PHASES, Mark
+from elastic_trainer.wire.heartbeat import At
+from elastic_trainer.world.session import address_in, unsent_sockets
+
+LIMITS = "silence_s=6,gloo_s=16,driver_lost_s=6,hang_s=12,straggler_s=4"
+WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, step_for_s=9.1, usual_s=0.1,
+           own_s=0.02, steps=20)
+HANGS = replace(WAITS, phase="forward", what="shard 2")
+
+
+def host(rank: int) -> str:
+    """The host that has this rank while all workers are present."""
+    return f"127.0.0.{rank + 1}"
+
+
+def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) -> None:
+    """A loader that sleeps, a lock, a loop that holds the GIL, SIGSTOP, a loader that never
+    answers, and a slow host, one after the other in one run."""
+    command = [*JOB, "--steps", "600"]
+    with Cluster(tmp_path, command=command, limits=LIMITS,
+                 options=["--replace-stragglers"]) as cluster:
+        def verdict(count: int) -> dict[str, Any]:
+            found: dict[str, Any] = cluster.wait_for(
+                f"verdict {count}", lambda: cluster.events("driver.step_stalled")[count - 1:])[0]
+            return found
+
+        def release() -> None:
+            (tmp_path / "released").touch()
+            was = len(cluster.events("driver.step_resumed"))
+            cluster.wait_for("a next step", lambda: cluster.events("driver.step_resumed")[was:])
+            (tmp_path / "released").unlink()
+
+        cluster.wait_for_step(5)
+        hang(tmp_path, "loader", host(2))
+        loader = verdict(1)
+        release()
+        hang(tmp_path, "lock", host(1))
+        lock = verdict(2)
+        release()
+        hang(tmp_path, "gil", host(3))
+        gil = verdict(3)
+        newest = cluster.wait_for_world(4, after=2)
+        cluster.wait_for("steps", lambda: [e for e in cluster.events("worker.step_committed")
+                                           if e["generation"] == newest][9:])
+        cluster.signal_worker(host(2), signal.SIGSTOP)
+        stop = verdict(4)
+        cluster.wait_for_world(4, after=4)
+        hang(tmp_path, "loader", host(1))
+        hung = verdict(5)
+        cluster.wait_for_world(4, after=6)
+        (tmp_path / f"slow-{host(0)}").touch()
+        cluster.wait_for("the straggler's end", lambda: [
+            e for e in cluster.events("driver.worker_gone") if e["reason"] == "left"])
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(weights_alone(command, tmp_path), victims=3)
+        slow = cluster.events("driver.straggler_found")
+        gone = [(e["host"], e["reason"]) for e in cluster.lost()]
+    for one, rank, phase, line in ((loader, 2, "load", "in __getitem__"),
+                                   (lock, 1, "forward", "in loss"),
+                                   (hung, 1, "load", "in __getitem__")):
+        assert (one["host"], one["rank"], one["phase"], one["state"]) == (
+            host(rank), rank, phase, "answers"), one
+        assert "shard" in one["what"] and line in one["stacks"][one["worker"]]
+        assert len(one["waiting"]) == 3
+    assert (gil["host"], gil["phase"], gil["state"]) == (host(3), "forward", "silent"), gil
+    assert "in loss" in gil["stacks"][gil["worker"]]
+    assert (stop["host"], stop["rank"], stop["state"]) == (host(2), 2, "stopped"), stop
+    assert stop["phase"] in PHASES
+    assert gone == [(host(3), "frozen"), (host(2), "frozen"), (host(1), "hung")]
+    assert [(e["host"], e["is_replaced"]) for e in slow] == [(host(0), True)]
+    assert result["stalls"]["count"] == 5 and result["stalls"]["longest_s"] >= 12
+    assert result["stalls"]["suggested_hang_s"] >= 60 and set(result["slow_hosts"]) == {host(0)}
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+def member(phase: str, **facts: Any) -> Member:
+    return Member(**{"name": f"h{facts.get('rank', 0)}/0/1", "host": f"h{facts.get('rank', 0)}",
+                     "rank": 0, "phase": phase, "step": 9, "step_s": 5.0, "usual_s": 0.1,
+                     "steps": 20, **facts})
+
+
+def test_the_one_furthest_behind_is_waited_for() -> None:
+    """A silent one comes first, then the older step, then the earlier phase, then the longer."""
+    first, second = member("reduce", rank=1, is_silent=True), member("apply", rank=2, step=8)
+    third, fourth = member("load", rank=3, for_s=3.0), member("load", rank=4, for_s=2.0)
+    fifth = member("backward", rank=5, for_s=9.0)
+    late = [fifth, fourth, second, third, first]
+    assert waited_for([member("vote"), *late]) == [first, second, third, fourth, fifth]
+    assert waited_for([member("reduce"), member("vote"), member("gather")]) == []
+
+
+@pytest.mark.parametrize(("members", "limit"), [
+    ([member("forward"), member("reduce")], LEAST_S),
+    ([member("forward", usual_s=2.0), member("reduce", usual_s=2.0)], 10.0),
+    ([member("forward", steps=1), member("reduce")], 300.0),
+    ([member("forward", steps=1, is_silent=True), member("reduce")], LEAST_S),
+    ([member("behind"), member("reduce")], 300.0),
+    ([member("upload"), member("vote")], 300.0),
+    ([member("behind"), member("behind")], None),
+    ([member("evaluate"), member("upload")], None),
+    ([member("evaluate"), member("gather")], 300.0),
+    ([member("forward")], LEAST_S),
+    ([member("reduce"), member("reduce")], LEAST_S),
+    ([member("reduce", steps=0), member("reduce", steps=0)], 300.0),
+])
+def test_a_step_may_take_as_long_as_such_steps_do(members: list[Member],
+                                                  limit: float | None) -> None:
+    """A first step, a checkpoint, an evaluation and the user's code behind a step have stuck_s, and
+    no limit while nobody waits. A silent worker is none of them."""
+    assert limit_s(members, waited_for(members), stuck_s=300.0) == limit
+
+
+def test_the_host_at_an_end_of_most_slow_links_is_named() -> None:
+    """Of equals it is a sender."""
+    assert slow_host([("a", "c"), ("b", "c"), ("c", "a"), ("a", "b")]) in ("a", "c")
+    assert slow_host([("a", "c"), ("b", "c"), ("c", "d")]) == "c"
+    assert slow_host([("b", "a")]) == "b"
+    assert slow_host([]) == ""
+
+
+class Scene:
+    """A generation of three workers, whose driver is asked at made-up times."""
+
+    def __init__(self, limits: str = "", replaces: bool = False, least: int = 2):
+        self.events: list[dict[str, Any]] = []
+        self.membership = Membership(
+            3, least, None, limits=Limits.from_environment({"ELASTIC_TRAINER_LIMITS": limits}))
+        roster = self.membership.roster
+        self.membership.hosts_listed({"h0": 1, "h1": 1, "h2": 1})
+        roster.generation, roster.members = 1, ("h0/0/1", "h1/0/1", "h2/0/1")
+        for rank, name in enumerate(roster.members):
+            roster.workers[name] = Worker(name=name, host=f"h{rank}", slot=0, started_at=0.0,
+                                         heard_at=0.0)
+            roster.workers[name].phase, roster.workers[name].rank = Phase.TRAINING, rank
+            roster.workers[name].generation = 1
+        self.stalls = Stalls(self.membership, {}, lambda: {n: n[:2] for n in roster.members},
+                             self.emit)
+        env = {"ELASTIC_TRAINER_REPLACE_STRAGGLERS": str(int(replaces))}
+        self.stragglers = Stragglers(self.membership, env, self.emit)
+
+    def emit(self, event: str, **facts: Any) -> None:
+        self.events.append({"event": event, **facts})
+
+    def hear(self, now: float, *at: At | None) -> None:
+        """Take a heartbeat of each worker."""
+        for worker, one in zip(self.membership.roster.workers.values(), at, strict=True):
+            worker.at, worker.heard_at = one, now
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+
+def test_a_step_has_one_verdict_and_its_end_is_logged() -> None:
+    """Each look hears the same; then the step has ended."""
+    scene = Scene()
+    for tick in range(40):
+        now = 100.0 + tick / 4
+        scene.hear(now, WAITS, replace(HANGS, for_s=tick / 4, step_for_s=tick / 4), WAITS)
+        scene.stalls.look(now)
+    assert scene.names() == ["driver.step_stalled"]
+    assert scene.events[0]["worker"] == "h1/0/1" and 4.0 < scene.events[0]["stood_s"] < 10.0
+    scene.hear(111.0, *[replace(WAITS, step=21, step_for_s=0.1)] * 3)
+    scene.stalls.look(111.0)
+    assert scene.names() == ["driver.step_stalled", "driver.step_resumed"]
+
+
+def test_no_worker_is_named_while_a_generation_ends() -> None:
+    """A member is gone, or waits for its next place."""
+    scene = Scene()
+    scene.membership.roster.workers["h2/0/1"].phase = Phase.WAITING
+    for tick in range(40):
+        scene.hear(100.0 + tick, WAITS, HANGS, WAITS)
+        scene.stalls.look(100.0 + tick)
+    assert not scene.events
+
+
+def test_of_a_frozen_worker_the_verdict_comes_before_its_end() -> None:
+    """Also if its step is not late by its usual time."""
+    scene = Scene()
+    scene.hear(100.0, WAITS, replace(HANGS, usual_s=60.0), WAITS)
+    scene.stalls.give_up(Stop("h1/0/1", "frozen", at_once=True), 105.0)
+    scene.stalls.give_up(Stop("h1/0/1", "frozen", at_once=True), 105.1)
+    scene.stalls.give_up(Stop("h0/0/1", "cut_off", at_once=True), 105.1)
+    assert [event["worker"] for event in scene.events] == ["h1/0/1"]
+
+
+@pytest.mark.parametrize(("ats", "hung"), [
+    ([WAITS, HANGS, WAITS], {"h1/0/1"}),
+    ([HANGS, HANGS, WAITS], {"h0/0/1", "h1/0/1"}),
+    ([HANGS, HANGS, HANGS], {"h0/0/1", "h1/0/1", "h2/0/1"}),
+    ([WAITS, replace(HANGS, for_s=1.0), WAITS], set()),
+    ([WAITS, HANGS, replace(HANGS, for_s=1.0)], set()),
+    ([WAITS, HANGS, None], set()),
+    ([WAITS, replace(HANGS, steps=0), WAITS], set()),
+    ([WAITS, replace(HANGS, phase="upload"), WAITS], set()),
+    ([WAITS, WAITS, WAITS], set()),
+])
+def test_who_hangs_is_replaced_if_all_others_wait_for_it(ats: list[At | None],
+                                                         hung: set[str]) -> None:
+    """Not the first step, not a checkpoint, and nobody by default."""
+    for limits, expected in (("", set()), ("hang_s=5", hung)):
+        scene = Scene(limits)
+        scene.hear(100.0, *ats)
+        stops = evictions.evict(scene.membership.roster, scene.membership.limits, 100.0,
+                                is_finished=False)
+        assert {stop.worker for stop in stops if isinstance(stop, Stop)} == expected
+        assert all(stop.reason == "hung" for stop in stops if isinstance(stop, Stop))
+
+
+def slow_steps(scene: Scene, own_s: Callable[[int, int], float], steps: int = 400) -> None:
+    """Let steps pass, ten a second, in which a worker computes `own_s(rank, step)` for a shard."""
+    for step in range(steps):
+        scene.hear(step / 10, *[replace(WAITS, step=step, steps=step, own_s=own_s(rank, step))
+                                for rank in range(3)])
+        scene.stragglers.look(step / 10)
+
+
+def test_a_persistent_straggler_is_named_once() -> None:
+    """And it leaves, while enough others stay, if that is asked for."""
+    for replaces in (False, True):
+        scene = Scene("straggler_s=9", replaces)
+        slow_steps(scene, lambda rank, step: 0.04 if rank == 1 else 0.02)
+        assert [(e["host"], e["is_replaced"]) for e in scene.events] == [("h1", replaces)]
+        assert scene.membership.roster.workers["h1/0/1"].drains is replaces
+    scene = Scene("straggler_s=9", replaces=True, least=3)
+    slow_steps(scene, lambda rank, step: 0.04 if rank == 1 else 0.02)
+    assert [event["is_replaced"] for event in scene.events] == [False]
+
+
+@pytest.mark.parametrize("own_s", [
+    lambda rank, step: 0.028 if rank == 1 else 0.02,  # not 1.5 times
+    lambda rank, step: 0.004 if rank == 1 else 0.001,  # a few milliseconds
+    lambda rank, step: 0.04 if rank == step // 40 % 3 else 0.02,  # each in turn
+    lambda rank, step: 0.04 if rank == 1 and step % 90 < 40 else 0.02,  # now and then
+    lambda rank, step: 0.0 if rank == 2 else 0.04 if rank == 1 else 0.02,  # with one peer
+])
+def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
+        own_s: Callable[[int, int], float]) -> None:
+    """A worker without shards is no peer."""
+    scene = Scene("straggler_s=9")
+    slow_steps(scene, own_s)
+    assert not scene.events
+
+
+# --- what a worker reports ------------------------------------------------------------------------
+
+def test_a_mark_has_what_the_loop_does() -> None:
+    """Outside of steps it says nothing; a bucket is named while its collective is waited for."""
+    mark = Mark()
+    assert mark.at() is None
+    mark.begin(7)
+    assert mark.at() is None
+    mark.enter("load", "shard 2", [40, 41])
+    at = mark.at()
+    assert at and (at.phase, at.what, at.step) == ("load", "shard 2, 2 samples from 40", 7)
+    mark.reach("step.computed")
+    mark.bucket = "ring.0"
+    at = mark.at()
+    assert at and (at.phase, at.what, at.steps) == ("reduce", "ring.0", 0) and at.own_s > 0
+    for point in ("step.prepared", "step.voted", "step.applied", "step.handed_over"):
+        mark.reach(point)
+    at = mark.at()
+    assert at and (at.phase, at.steps) == ("upload", 1)
+    mark.reach("world.place_taken")
+    assert mark.at() is None
+
+
+def test_stacks_are_taken_and_the_lines_of_the_user_pass() -> None:
+    """A real process's answer, with a line of the user's within; and no line later on."""
+    code = """if True:
+        import os, signal, sys, threading, time
+        from elastic_trainer.host import stacks
+        stacks.answer()
+        def waits(): time.sleep(60)
+        threading.Thread(target=waits, daemon=True).start()
+        os.kill(os.getpid(), signal.SIGURG)
+        print("of the user", file=sys.stderr)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = stacks.Answer()
+    answer.expect()
+    rest = [line for line in done.stderr.splitlines() if not answer.take(line)]
+    assert rest == ["of the user"]
+    assert answer.text().splitlines()[0].startswith("Current thread")
+    assert "in waits" in answer.text() and "in <module>" in answer.main()[-1]
+    late = stacks.Answer()
+    assert not any(late.take(line) for line in done.stderr.splitlines())
+
+
+def test_a_phase_is_read_from_the_main_threads_stack() -> None:
+    """Whatever other threads do."""
+    answer = stacks.Answer()
+    answer.expect()
+    for line in ('Thread 0x01 (most recent call first):',
+                 '  File "/x/elastic_trainer/training/loop.py", line 1 in _vote', "",
+                 'Current thread 0x02 (most recent call first):',
+                 '  File "/x/train.py", line 9 in __getitem__',
+                 '  File "/x/elastic_trainer/training/shards.py", line 140 in _open'):
+        assert answer.take(line)
+    assert answer.phase() == "load"
+    assert stacks.Answer().phase() == "" and stacks.Answer().text() == ""
+
+
+def test_a_handler_of_the_users_own_stays() -> None:
+    """The signal is the user's then."""
+    before = signal.signal(stacks.ASK, lambda *_: None)
+    try:
+        mine = signal.getsignal(stacks.ASK)
+        stacks.answer()
+        assert signal.getsignal(stacks.ASK) is mine
+    finally:
+        signal.signal(stacks.ASK, before)
+
+
+def test_a_socket_whose_peer_takes_nothing_is_unsent() -> None:
+    """By the kernel's own table, over IPv4 and IPv6."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with socket.socket(family) as listener:
+            try:
+                listener.bind((address, 0))
+            except OSError:
+                continue  # no IPv6 here
+            listener.listen()
+            with socket.create_connection(listener.getsockname()[:2]) as sender:
+                sender.setblocking(False)
+                inode = str(os.fstat(sender.fileno()).st_ino)
+                assert (inode, address) not in unsent_sockets()
+                with pytest.raises(BlockingIOError):
+                    while True:
+                        sender.send(bytes(1 << 20))
+                assert (inode, address) in unsent_sockets()
+    assert address_in("0100007F") == "127.0.0.1"
+    assert address_in("0000000000000000FFFF00000200000A") == "10.0.0.2"
