@@ -272,6 +272,21 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
     assert f"{bucket.url} answers again." in capsys.readouterr().err
 
 
+def test_lines_that_come_all_at_once_are_all_printed(tmp_path: Path) -> None:
+    """As the news of a bucket do. Of what was there at the start the last ones are shown."""
+    events = log(hosts=40)
+    write(tmp_path, events[:60])
+    output = io.StringIO()
+    watch = FullWatch(tmp_path, Console(file=output, width=200))
+    watch.start()
+    wait_for(output.getvalue)
+    assert output.getvalue().count("boots") < 5
+    write(tmp_path, events)
+    watch.stop()
+    for number in range(20, 40):
+        assert f"host spot-host-{number:03d}: worker {100 + number} boots" in output.getvalue()
+
+
 def test_runs_of_folders_and_buckets_are_reported_side_by_side_and_a_run_is_proved(
         tmp_path: Path, bucket: Bucket, proxy: FaultyProxy,
         capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ FULL_REFRESH_S = 1.0
 """Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
+MOST_NEWS = 1000
+"""Without a terminal, the lines that are printed at once are at most the last ones of so many."""
 FAR_KILL = ("k kills workers of this machine, and this run is read from a bucket. Call watch on "
             "the machine of the worker.")
 
@@ -151,7 +154,8 @@ class Watch:
         self.status = Status(run=Path(run_dir).name)
         self._log = Reader(Path(run_dir))
         self._printed, self._printed_at = self.status, time.monotonic()
-        self._news: list[str] = []
+        # At the start the log may have many.
+        self._news: deque[str] = deque(maxlen=RECENT_EVENTS)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._show, name="watch", daemon=True)
 
@@ -198,13 +202,13 @@ class Watch:
         for event in self._log.events():
             self._take(event)
             before, status = status, fold(status, event)
-            self._news += status.recent[-1:] if status.recent is not before.recent else []
+            self._news += status.recent[-1:] if status.recent is not before.recent else ()
         self.status = replace(status, skipped=self._log.malformed)
 
     def _print_news(self) -> None:
-        for line in self._news[-RECENT_EVENTS:]:  # at the start the log may have many
+        for line in self._news:
             self._print(line)
-        self._news.clear()
+        self._news = deque(maxlen=MOST_NEWS)  # the news of a bucket come all at once
         now = time.monotonic()
         if is_line_due(self._printed, self.status, now - self._printed_at,
                        is_last=self._is_stopped.is_set()):
