@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.rehearse.advice import Fleet, Planner, shards_for
 from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, interval_of, with_values
+from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
 from elastic_trainer.rehearse.plan import of_batch, run
 from elastic_trainer.rehearse.pools import (
@@ -40,8 +42,9 @@ from elastic_trainer.training.timing import Timing
 
 DATA = Path(__file__).parent / "data"
 COSTS = Costs(loss_s=(2.0,), change_s=(1.0,), boot_s=(10.0,), first_boot_s=(10.0,),
-              standby_s=(0.5,), give_up_s=(7.0,), enter_s=(3.0,), listed_s=(0.0,),
-              checkpoint_s=0.0, publish_s=(5.0,), shards=8, shard_s=0.5, grow_s=0.0)
+              restart_boot_s=(10.0,), standby_s=(0.5,), give_up_s=(7.0,), enter_s=(3.0,),
+              listed_s=(0.0,), checkpoint_s=0.0, publish_s=(5.0,), shards=8, shard_s=0.5,
+              grow_s=0.0)
 POLICY = Policy(shards=8, checkpoint=Cadence(seconds=100.0), first=4)
 BOOTED = 13.0
 """Boot and entering."""
@@ -106,6 +109,34 @@ def test_newcomers_that_boot_at_a_time_enter_together() -> None:
     assert after(Change(200.0, joined=1), Change(250.0, joined=1)).changes == 2
     alone = replace(POLICY, limits=Limits(settle_s=1.0))
     assert after(Change(200.0, joined=1), Change(205.0, joined=1), policy=alone).changes == 2
+
+
+def entered(*hosts: tuple[float, float, float], boots: Sequence[float]) -> list[float]:
+    """Return when the workers of hosts with (start, gone, lost) enter. A restart begins 7 s after
+    the end of an attempt, and boots take 10 s in it."""
+    starts, gone, lost = (list(column) for column in zip(*hosts, strict=True))
+    draws = Draws(boots=boots, attempts=[(10.0, 7.0, 0.0)])
+    return Entering(starts, gone, lost, draws, settle_s=10.0).run(1000.0)
+
+
+def test_a_newcomer_waits_ten_seconds_for_others_that_boot() -> None:
+    """Also for one that is not ready by then, or that is lost while it boots."""
+    stays, never = (0.0, math.inf, math.inf), math.inf
+    assert entered(stays, (50.0, never, never), (55.0, never, never),
+                   boots=[10.0, 10.0, 30.0]) == [10.0, 70.0, 85.0]
+    assert entered(stays, (50.0, never, never), (55.0, 62.0, 62.0),
+                   boots=[10.0, 10.0, 30.0]) == [10.0, 62.0, never]
+
+
+def test_hosts_under_notice_keep_the_state_until_they_are_lost() -> None:
+    """A newcomer that is ready before then continues their attempt. One that is not starts again in
+    the next one, and so does one that stands ready when the last member is lost."""
+    last, never = (0.0, 100.0, 112.0), math.inf
+    assert entered(last, (95.0, never, never), boots=[10.0, 15.0]) == [10.0, 110.0]
+    assert entered(last, (95.0, never, never), boots=[10.0, 20.0]) == [10.0, 129.0]
+    sudden, slow = (0.0, 100.0, 100.0), (89.0, never, never)
+    assert entered(sudden, (88.0, never, never), slow, boots=[10.0, 10.0, 30.0]) == [
+        10.0, 117.0, 117.0]
 
 
 def test_the_loss_of_everybody_goes_back_to_the_last_checkpoint() -> None:
@@ -194,7 +225,7 @@ def test_the_workers_that_stand_ready_are_those_that_have_booted_and_are_not_los
     world = world_of(hosts, replace(COSTS, publish_s=(0.0,)), alone, 1000.0, 0)
     at = np.searchsorted(world.times, moment, side="right") - 1
     assert (world.sizes[at] if at >= 0 else 0) == sum(
-        joined + 10.0 <= moment < gone for joined, gone, *_ in zip(*hosts, strict=True))
+        joined + 10.0 <= moment < gone for joined, gone, *_ in zip(*hosts[:4], strict=True))
 
 
 # --- costs ----------------------------------------------------------------------------------------
@@ -208,7 +239,8 @@ def test_costs_are_those_of_the_log() -> None:
             for one in RUN]
     costs = costs_of(sorted([*told, formed, ended], key=lambda one: one["time"]))
     assert costs.loss_s == (0.4,) and costs.change_s == Costs().change_s
-    assert costs.boot_s == costs.first_boot_s == (4.0,) and costs.give_up_s == (2.0,)
+    assert costs.boot_s == costs.first_boot_s == costs.restart_boot_s == (4.0,)
+    assert costs.give_up_s == (2.0,)
     assert (costs.checkpoint_s, costs.publish_s) == (0.05, (0.3,))
     assert (costs.shards, costs.batch, costs.fixed_s, costs.shard_s) == (2, 8, 0.0, 1.0)
     assert "loss_s" in costs.measured and "change_s" not in costs.measured
@@ -279,6 +311,7 @@ def test_a_real_replay_has_the_goodput_that_was_forecast(name: str, zeros: int) 
     """Within three points, by the costs of another replay. The real launcher met a storm that was
     drawn after the model was made: kills, notices, newcomers, losses of everybody."""
     events, costs = recorded(name), costs_of(recorded("costs"))
+    costs = replace(costs, first_boot_s=costs_of(events).first_boot_s)  # then the clock starts
     fleet = of_rows(read_trace(DATA / "replays" / f"{name}.csv", may_end_empty=True))
     result, every = summarize(events), Cadence.parse(costs.interval)
     policy = Policy(shards=costs.shards, checkpoint=every, first=1, standby=False)
@@ -296,7 +329,7 @@ def test_a_pool_loses_by_its_rate_and_never_more_than_it_has() -> None:
     """The same seed gives the same changes; bulk and zero take several hosts at once."""
     pool = Pool(hosts=50, loss=0.2, bulk=0.4, zero=0.02, notice=0.5, replace=60.0)
     first, same, other = (lives_of(pool, 200 * 3600.0, seed) for seed in (1, 1, 2))
-    assert all((one == two).all() for one, two in zip(first, same, strict=True))
+    assert all((one == two).all() for one, two in zip(first[:4], same[:4], strict=True))
     assert first.joined.size != other.joined.size and first.most == 50
     assert (first.gone > first.joined).all()
     losses = np.unique(first.gone[np.isfinite(first.gone)], return_counts=True)[1]
@@ -319,7 +352,7 @@ def test_a_host_leaves_the_world_once() -> None:
     """At its notice, or where it has none at its loss. Changes at one moment are one."""
     rows = parse_trace("time_s,event,host\n0,join,a\n0,join,b\n0,join,c\n5,notice,a\n"
                        "9,loss,b\n125,loss,a\n", "a test")
-    assert sorted(zip(*(column.tolist() for column in of_rows(rows)), strict=True)) == [
+    assert sorted(zip(*(column.tolist() for column in of_rows(rows)[:4]), strict=True)) == [
         (0.0, 5.0, True, False), (0.0, 9.0, False, False), (0.0, math.inf, False, False)]
 
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.segments import Reader, has_events
+from elastic_trainer.observe.sentences import ENDINGS
 
 Seconds = tuple[float, ...]
 """Values that were seen. The model draws from them."""
@@ -44,8 +45,9 @@ class Costs:
     boot_s: Seconds = (8.4,)
     """From the start of a worker until it stands ready, while others train."""
     first_boot_s: Seconds = (8.4,)
-    """The same for the slowest worker of an attempt's first world: nobody trains beside it. Of the
-    attempts behind the first, if there are any: the first one finds cold caches."""
+    """The same for the slowest worker of a run's first world: nobody trains beside it."""
+    restart_boot_s: Seconds = (8.4,)
+    """The same in a restart, which finds warm caches."""
     standby_s: Seconds = (0.3, 0.4, 0.5)
     """The same with a standby."""
     give_up_s: Seconds = (6.0, 7.0, 8.0)
@@ -139,14 +141,16 @@ class _Log:
     worlds: list[int] = field(default_factory=list)
     published: list[tuple[int, float]] = field(default_factory=list)
     """Step and time of each checkpoint."""
+    has_begun: bool = False
+    """The run has had a generation."""
     is_training: bool = False
     """The attempt has had a generation."""
     firsts: list[float] = field(default_factory=list)
     """The boots of this attempt before its first generation."""
-    first_boot_s: float = 0.0
-    """The longest boot of the first attempt."""
     leaving: set[str] = field(default_factory=set)
     """Hosts that have left the list."""
+    lost_at: float | None = None
+    """When this attempt's newest host was taken in a rehearsal."""
     is_sudden: bool = False
     """A worker of this generation was lost whose host was on the list."""
     weighed: _Weighed = field(default_factory=_Weighed)
@@ -168,17 +172,22 @@ class _Log:
         match event["event"]:
             case "attempt.started":
                 self.weighed.restart()
-                self.firsts, self.is_training = [], False
                 if self.last:
-                    if self.is_sudden:  # else the attempt waited with hosts under notice
-                        self.seen["give_up_s"].append(now - self.last[1])
-                    self.last, self.started, self.ready = None, True, None
+                    since = self.last[1] if self.is_sudden else self.lost_at
+                    if since is not None:  # else it waited with hosts under notice, until when?
+                        self.seen["give_up_s"].append(now - since)
+                self.last, self.started, self.ready = None, self.has_begun, None
+                self.firsts, self.is_training, self.lost_at = [], False, None
             case "rehearsal.host_joined":
                 self.joined[str(event["host"])] = now
+            case "rehearsal.host_lost":
+                self.lost_at = now
             case "driver.host_removed":
                 self.leaving.add(str(event["host"]))
             case "driver.worker_gone":
-                self.is_sudden |= str(event.get("host")) not in self.leaving
+                ending = ENDINGS.get(str(event.get("reason")))
+                is_lost = ending is not None and ending.is_lost
+                self.is_sudden |= is_lost and str(event.get("host")) not in self.leaving
             case "driver.worker_started" if event["host"] in self.joined:
                 self.seen["listed_s"].append(now - self.joined.pop(event["host"]))
             case "driver.worker_ready":
@@ -195,11 +204,9 @@ class _Log:
             case "worker.generation_started":
                 self.weighed.is_up = False  # a change of the world drops it
                 if self.firsts and not self.is_training:
-                    if self.started:
-                        self.seen["first_boot_s"].append(max(self.firsts))
-                    else:
-                        self.first_boot_s = max(self.firsts)
-                self.is_training, self.is_sudden = True, False
+                    self.seen["restart_boot_s" if self.started else "first_boot_s"].append(
+                        max(self.firsts))
+                self.is_training, self.has_begun, self.is_sudden = True, True, False
                 if self.started and self.ready is not None:
                     self.seen["enter_s"].append(now - self.ready)
                 self.started, self.last = False, None
@@ -229,9 +236,9 @@ class _Log:
     def costs(self) -> Costs:
         """Return the costs of the log, and the defaults for those that it does not show."""
         found: dict[str, Any] = {name: tuple(values) for name, values in self.seen.items()}
-        if self.first_boot_s:
-            found.setdefault("first_boot_s", (self.first_boot_s,))
+        if "first_boot_s" in found:  # a run without newcomers or restarts
             found.setdefault("boot_s", found["first_boot_s"])
+            found.setdefault("restart_boot_s", found["first_boot_s"])
         if "checkpoint_s" in found:
             found["checkpoint_s"] = fmean(found["checkpoint_s"])
         self.weighed.end()
@@ -320,7 +327,7 @@ def with_values(costs: Costs, given: Iterable[str]) -> Costs:
         if name == "checkpoint_s":
             costs = replace(costs, auto_s=())
         if name == "boot_s":
-            costs = replace(costs, first_boot_s=value)
+            costs = replace(costs, first_boot_s=value, restart_boot_s=value)
         costs = replace(costs, **{name: value},
                         measured=tuple(sorted({*costs.measured, name})))
     return costs

@@ -3,8 +3,8 @@
 lives of hosts, costs, policy → here → outcome → advice
 
 What always holds:
-1. Nothing here runs step by step. The time between two changes is one entry of an array: a month
-   of 1,000 hosts takes milliseconds.
+1. Nothing here runs step by step. The time between two changes is one entry of an array. A month
+   of 1,000 hosts takes less than a second.
 2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
 3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
    that was published. It loses nothing if the last workers left under notice, since they write one.
@@ -15,7 +15,7 @@ What it does not do: slow steps down while workers boot or checkpoints are sent.
 of the time, so it does not depend on that.
 
 Source: the policies are those of launch/rounds.py (who enters, and when) and state/cadence.py. Two
-recorded storms check it (tests/test_plan.py).
+recorded replays check it (tests/test_plan.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ import numpy.typing as npt
 
 from elastic_trainer.config import Limits
 from elastic_trainer.rehearse.costs import Costs, Seconds
+from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.pools import Flags, Floats, Lives
 from elastic_trainer.rehearse.saves import last_published_s
 from elastic_trainer.rehearse.storm import HOUR_S
 from elastic_trainer.state.cadence import SHORTEST_S, Cadence
 
 Wholes = npt.NDArray[np.int64]
+RESTARTS = 1000
+"""So many are drawn. Behind them the same ones follow again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,29 +104,27 @@ def outcome_of(world: World, costs: Costs, policy: Policy, seconds: float, seed:
 def world_of(lives: Lives, costs: Costs, policy: Policy, seconds: float, seed: int) -> World:
     """Return who stands ready when: of the policy, only `standby` and `limits` matter.
 
-    A host that joins while nobody trains boots in the next attempt. One under notice trains until
-    the list is read and a checkpoint is published. If all are under notice, the attempt waits with
-    their state, and newcomers that boot are not started again.
+    A host under notice trains until the list is read and a checkpoint is published.
     """
     chance = np.random.default_rng(seed)
     is_soon = lives.joined < seconds
     began, gone = lives.joined[is_soon], lives.gone[is_soon]
     noticed, again = lives.noticed[is_soon], lives.again[is_soon]
-    boots = np.where(again & policy.standby, chance.choice(costs.standby_s, began.size),
-                     chance.choice(costs.boot_s, began.size))
+    count = began.size
+    boots = np.where(again & policy.standby, chance.choice(costs.standby_s, count),
+                     chance.choice(costs.boot_s, count))
     listed = began + np.where(again, 0.0, _at_once(began, costs.listed_s, chance))
-    gone = gone + noticed * (_at_once(gone, costs.listed_s, chance) +
-                             _at_once(gone, costs.publish_s, chance))
-    ready = listed + boots
-    if began.size:
-        _start(float(began.min()), listed, ready, gone, float(chance.choice(costs.first_boot_s)))
-    for zero, is_noticed in _zeros(ready, gone, noticed):
-        if not is_noticed:
-            restart = zero + float(chance.choice(costs.give_up_s))
-            late = (began <= restart) & (ready > zero) & (gone > zero)
-            listed[late] = np.maximum(listed[late], restart)
-        _start(zero, listed, ready, gone, float(chance.choice(costs.first_boot_s)))
-    enters = _together(began, ready, gone, policy.limits.settle_s)
+    lost = gone + noticed * lives.notice_s
+    gone = gone + noticed * np.minimum(
+        lives.notice_s, _at_once(gone, costs.listed_s, chance) +
+        _at_once(gone, costs.publish_s, chance))
+    drawn = [chance.choice(one, RESTARTS)
+             for one in (costs.restart_boot_s, costs.give_up_s, costs.listed_s)]
+    drawn[0][0] = chance.choice(costs.first_boot_s)
+    draws = Draws(boots=boots.tolist(), attempts=list(zip(*(one.tolist() for one in drawn),
+                                                          strict=True)))
+    enters = np.array(Entering(listed.tolist(), gone.tolist(), lost.tolist(), draws,
+                               policy.limits.settle_s).run(seconds))
     is_seen = (enters < gone) & (enters < seconds)
     is_left = is_seen & (gone < seconds)
     return _joined(enters[is_seen], gone[is_left & noticed], gone[is_left & ~noticed], costs,
@@ -134,45 +135,6 @@ def _at_once(times: Floats, costs: Seconds, chance: np.random.Generator) -> Floa
     """Draw a cost for each time. Hosts that come or go together have the same one."""
     _, at = np.unique(np.round(times, 1), return_inverse=True)
     return np.asarray(chance.choice(costs, times.size))[at]
-
-
-def _start(since: float, listed: Floats, ready: Floats, gone: Floats, boot_s: float) -> None:
-    """Let all workers boot in the same time that boot while nobody trains, from a moment on."""
-    is_new = (ready > since) & (gone > since)
-    first = np.where(is_new & (listed + boot_s < gone), listed + boot_s, np.inf).min(initial=np.inf)
-    boots = is_new & (listed < first)
-    ready[boots] = listed[boots] + boot_s
-
-
-def _zeros(ready: Floats, gone: Floats, noticed: Flags) -> list[tuple[float, bool]]:
-    """Return the moments at which the last worker that stands ready is gone; True: by notice."""
-    was_ready = ready < gone
-    is_end = was_ready & np.isfinite(gone)
-    ends = gone[is_end]
-    is_noticed = np.concatenate([np.zeros(int(was_ready.sum()), dtype=bool), noticed[is_end]])
-    times = np.concatenate([ready[was_ready], ends])
-    signs = np.concatenate([np.ones(int(was_ready.sum())), np.full(ends.size, -1.0)])
-    order = np.argsort(times, kind="stable")
-    sizes = np.cumsum(signs[order])
-    last = order[(sizes <= 0) & (signs[order] < 0)]
-    return list(zip(times[last].tolist(), is_noticed[last].tolist(), strict=True))
-
-
-def _together(began: Floats, ready: Floats, gone: Floats, settle_s: float) -> Floats:
-    """Return when newcomers enter: one waits for others that boot, at most `settle_s`."""
-    enters: Floats = ready.copy()
-    order = np.argsort(np.where(ready < gone, ready, np.inf), kind="stable")
-    count = int((ready < gone).sum())
-    starts, moments = began[order].tolist(), ready[order].tolist()
-    at = 0
-    while at < count:
-        stop = at + 1
-        while (stop < count and moments[stop] <= moments[at] + settle_s
-               and starts[stop] <= moments[stop - 1]):
-            stop += 1
-        enters[order[at:stop]] = moments[stop - 1]
-        at = stop
-    return enters
 
 
 def _joined(arrivals: Floats, leaving: Floats, losses: Floats, costs: Costs,

@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.storm import HOUR_S, Storm
-from elastic_trainer.rehearse.trace import JOIN, NOTICE, NOTICE_S, Row
+from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -38,12 +39,14 @@ class Lives(NamedTuple):
     """When the host vanished or got its notice; infinite: it stays."""
     noticed: Flags
     again: Flags
+    notice_s: float = NOTICE_S
+    """From a notice to the loss."""
 
     @staticmethod
-    def of(rows: Iterable[tuple[float, float, bool, bool]]) -> Lives:
+    def of(rows: Iterable[tuple[float, float, bool, bool]], notice_s: float = NOTICE_S) -> Lives:
         """Return the lives of (joined, gone, noticed, again)."""
         table = np.array(sorted(rows, key=lambda row: row[0]), dtype=np.float64).reshape(-1, 4)
-        return Lives(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3] > 0)
+        return Lives(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3] > 0, notice_s)
 
     @property
     def most(self) -> int:
@@ -55,7 +58,7 @@ class Lives(NamedTuple):
 
     def hours(self, seconds: float) -> float:
         """Return the hours of hosts that are paid: until they are taken."""
-        ends = np.minimum(self.gone + NOTICE_S * self.noticed, seconds)
+        ends = np.minimum(self.gone + self.notice_s * self.noticed, seconds)
         return float(np.maximum(0.0, ends - self.joined).sum()) / HOUR_S
 
 
@@ -174,13 +177,19 @@ def of_storm(storm: Storm, hosts: int, price: float) -> Pool:
 def of_rows(rows: Iterable[Row]) -> Lives:
     """Return the lives of a trace. A host under notice leaves the world at its notice."""
     open_lives, found = dict[str, float](), list[tuple[float, float, bool, bool]]()
+    told, notices = dict[str, float](), list[float]()
     for row in rows:
+        if row.event == NOTICE:
+            told[row.host] = row.time_s
+        elif row.event == LOSS and row.host in told:
+            notices.append(row.time_s - told.pop(row.host))
         if row.event == JOIN:
             open_lives[row.host] = row.time_s
         elif row.host in open_lives:
             found.append((open_lives.pop(row.host), row.time_s, row.event == NOTICE, False))
     return Lives.of([*found, *((joined, math.inf, False, False)
-                               for joined in open_lives.values())])
+                               for joined in open_lives.values())],
+                    median(notices) if notices else NOTICE_S)
 
 
 def merged(parts: Sequence[Lives]) -> Lives:
@@ -215,7 +224,8 @@ def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
         rows += [(max(0.0, since), start, True, False) for since in staying[fits:]
                  if since < start]
         staying = staying[:fits]
-    return Lives.of([*rows, *((max(0.0, since), math.inf, False, False) for since in staying)])
+    return Lives.of([*rows, *((max(0.0, since), math.inf, False, False) for since in staying)],
+                    trace.notice_s)
 
 
 def parse_pool(text: str) -> Pool:

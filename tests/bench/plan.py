@@ -6,7 +6,8 @@
 A storm from a fresh random seed is replayed for real: the demo on 4 local hosts, 10 times as fast
 as the storm. The costs are those of another run, a replay of the shipped storm `zeros`, or of the
 run in --costs. So the model knows of the second run only when hosts came and went, and how long it
-was.
+was. The clock of a replay's storm starts with the first step, so the first boot, which is no part
+of the goodput, belongs to the times of the hosts.
 
 The books of both are compared by account. A run that loses everybody depends on the age of the
 newest checkpoint. With `--checkpoint-every auto` its interval follows noisy measurements of the
@@ -34,6 +35,7 @@ from typing import Any
 
 from elastic_trainer.observe.report import read_log
 from elastic_trainer.observe.segments import Reader
+from elastic_trainer.rehearse.costs import costs_of
 
 LIMIT_POINTS = 3.0
 TRAINER = [sys.executable, "-m", "elastic_trainer"]
@@ -44,7 +46,8 @@ EVENTS = ("run.started", "attempt.started", "attempt.ended", "job.described",
           "driver.host_removed", "driver.worker_started", "driver.worker_ready",
           "driver.worker_gone", "driver.generation_formed", "worker.generation_started",
           "worker.step_committed", "worker.step_redone", "worker.pause_ended",
-          "state.checkpoint_published", "rehearsal.host_joined", "run.finished")
+          "state.checkpoint_published", "rehearsal.host_joined", "rehearsal.host_lost",
+          "run.finished")
 
 
 def replay(runs: Path, name: str, storm: str, options: argparse.Namespace) -> Path:
@@ -58,9 +61,11 @@ def replay(runs: Path, name: str, storm: str, options: argparse.Namespace) -> Pa
 
 def forecast(run: Path, costs: Path, every: str, seconds: float) -> dict[str, Any]:
     """Return what `plan` says of the trace that was played, by the costs of another run."""
+    first_boot_s = costs_of(Reader(run).events(to_the_end=True)).first_boot_s[0]
     planned = subprocess.run(
         [*TRAINER, "plan", "--trace", str(run / "trace.csv"), "--costs", str(costs), "--hours",
-         str(seconds / 3600), "--np", "1", "--no-standby", "--checkpoint-every", every, "--json"],
+         str(seconds / 3600), "--np", "1", "--no-standby", "--checkpoint-every", every, "--json",
+         "--cost", f"first_boot_s={first_boot_s}"],
         check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(planned.stdout.splitlines()[-1])["forecast"]
     return found
