@@ -43,7 +43,7 @@ AGAIN_S = 60.0
 """The same after a question without an answer."""
 SINCE_S = 3600.0
 """Of a pool that no host has lived in yet, the history is asked for from so long ago."""
-MOST_PAGES = 100
+MOST_PAGES, MOST_OF_ERROR = 100, 300
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=5,
                 read_timeout=20)
 FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
@@ -296,7 +296,8 @@ def _refused(action: str, region: str, error: Exception) -> ConfigError:
     if isinstance(error, NoCredentialsError):
         return ConfigError(f"{action} needs credentials, and AWS's chain has none. Set "
                            f"AWS_PROFILE, {A_FILE}.")
-    return ConfigError(f"AWS did not answer {action} in {region}: {error}. Call the command again "
+    reason = str(error)[:MOST_OF_ERROR]
+    return ConfigError(f"AWS did not answer {action} in {region}: {reason}. Call the command again "
                        f"later, {A_FILE}.")
 
 
