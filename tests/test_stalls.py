@@ -22,7 +22,15 @@ from elastic_trainer.launch import evictions
 from elastic_trainer.launch.actions import Stop
 from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.launch.stalls import LEAST_S, Member, Stalls, limit_s, slow_host, waited_for
+from elastic_trainer.launch.stalls import (
+    ALL_LATE_S,
+    LEAST_S,
+    Member,
+    Stalls,
+    limit_s,
+    slow_host,
+    waited_for,
+)
 from elastic_trainer.launch.stragglers import Stragglers
 from elastic_trainer.observe.mark import PHASES, Mark
 from elastic_trainer.wire.heartbeat import At
@@ -126,7 +134,8 @@ def test_the_one_furthest_behind_is_waited_for() -> None:
     ([member("behind"), member("behind")], None),
     ([member("evaluate"), member("upload")], None),
     ([member("evaluate"), member("gather")], 300.0),
-    ([member("forward")], LEAST_S),
+    ([member("forward")], ALL_LATE_S),
+    ([member("forward"), member("load")], ALL_LATE_S),
     ([member("reduce"), member("reduce")], LEAST_S),
     ([member("reduce", steps=0), member("reduce", steps=0)], 300.0),
 ])

@@ -31,6 +31,8 @@ from elastic_trainer.observe.mark import COLLECTIVES, PHASES, USERS_CODE
 
 TIMES, LEAST_S = 5.0, 4.0
 """A step has stalled at TIMES its usual time, and not before LEAST_S."""
+ALL_LATE_S = 60.0
+"""The same while no worker waits for another one: their common batch may compile a kernel."""
 FIRST_STEPS = 3
 """The steps of a process that may take long: it compiles, and fills its caches."""
 ANSWER_S = 1.0
@@ -107,10 +109,11 @@ def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -
     judged = late[:1] or members
     if any(one.is_silent for one in late):
         return max(LEAST_S, usual_s)
-    if late and late[0].phase in LONG and not any(one.waits for one in members):
+    is_any_waiting = any(one.waits for one in members)
+    if late and late[0].phase in LONG and not is_any_waiting:
         return None
     is_long = any(one.steps < FIRST_STEPS or one.phase in LONG for one in judged)
-    return max(stuck_s if is_long else LEAST_S, usual_s)
+    return max(stuck_s if is_long else LEAST_S if is_any_waiting else ALL_LATE_S, usual_s)
 
 
 def slow_host(links: Collection[Link]) -> str:

@@ -135,11 +135,11 @@ def step_stalled(facts: Facts) -> str:
             return begin + "all workers wait in a collective, so look at the network"
         return (f"{begin}all workers wait in {facts['phase']}{what}, and {rank} has slow "
                 f"connections")
-    waiting = count(len(facts["waiting"]), "worker")
+    waiting = count(len(facts["waiting"]), "worker") + " wait for "
     state = {"stopped": ", and is stopped by a signal", "silent": ", and sends no heartbeats"}.get(
         facts["state"], "")
-    return (f"{begin}{waiting} wait for {rank}, which is in {facts['phase']}{what} since "
-            f"{facts['since_s']:.1f} s{state}")
+    who = f"{waiting}{rank}, which" if facts["waiting"] else f"no worker waits for others; {rank}"
+    return f"{begin}{who} is in {facts['phase']}{what} since {facts['since_s']:.1f} s{state}"
 
 
 def loss(facts: Facts) -> str:

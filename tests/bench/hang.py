@@ -38,7 +38,7 @@ from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 FOUR = ["h1", "h2", "h3", "h4"]
 STRAGGLER_S, BEYOND_S = 12.0, 5.0
 CGROUPS = Path("/sys/fs/cgroup/cpu")
-SLOW_KBIT, STORE_KBIT = 1500, 3000
+SLOW_KBIT, STORE_KBIT = 1500, 8000
 QUOTA, PERIOD_US = 0.1, 100_000
 STEPPING = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "upload")
 VERDICTS = ("driver.step_stalled", "driver.straggler_found")

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import quick_boot  # noqa: E402,F401
@@ -34,7 +35,9 @@ options = parser.parse_args()
 FOLDER, HOST = Path(os.environ.get("ELASTIC_TEST_FOLDER", ".")), os.environ.get("HOROVOD_HOSTNAME")
 SLOWER = 5
 lock = threading.Lock()
-passes = 0
+is_first = False
+"""The next forward pass is the first one in a world."""
+has_entered = False
 
 
 def told(word: str) -> bool:
@@ -78,9 +81,9 @@ class Points(torch.utils.data.Dataset):
 
 def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The loss of a batch."""
-    global passes
-    passes += 1
-    if passes == 9 and options.first_s:  # behind the warm-up
+    global is_first
+    if is_first:
+        is_first = False
         time.sleep(options.first_s)
     if told("lock"):
         lock.acquire()
@@ -97,6 +100,13 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def note(point: str, _: dict[str, Any]) -> None:
+    """Take a point of the protocol."""
+    global is_first, has_entered
+    if point == "world.generation_entered" and not has_entered:
+        is_first = has_entered = True
+
+
 def after_step(step: int) -> None:
     """The user's code behind a step."""
     if options.behind_s and step % 500 == 499 and HOST == "h1":
@@ -107,6 +117,6 @@ torch.manual_seed(1)
 square = torch.randn(200, 200)
 model = torch.nn.Sequential(torch.nn.Linear(8, options.width), torch.nn.Linear(options.width, 4))
 result = train(model, torch.optim.SGD(model.parameters(), lr=0.1), Points(), loss=loss,
-               after_step=after_step, max_steps=options.steps, global_batch=32, shards=4, seed=3,
-               checkpoint_every=options.checkpoint_every)
+               after_step=after_step, listeners=[note], max_steps=options.steps, global_batch=32,
+               shards=4, seed=3, checkpoint_every=options.checkpoint_every)
 print("weights", result.weights_sha256)
