@@ -47,6 +47,8 @@ METRICS = {
     "workers_lost_total": ("counter", "Workers that were lost, by reason."),
     "checkpoints_total": ("counter", "Checkpoints that were published."),
     "failures_total": ("counter", "Pauses after a loss, and attempts behind the first one."),
+    "standstills_total": ("counter", "Steps that stood still (driver.step_stalled)."),
+    "slow_hosts": ("gauge", "Hosts that were found slower than their peers."),
     "warnings_total": ("counter", "Events with the level warning or error, by level."),
     "run_seconds_total": ("counter", "Wall time of the run, by what it did."),
     "host_seconds": ("gauge", "Time of all hosts together, by account. Useful steps become redone "
@@ -106,6 +108,8 @@ def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, flo
                    float(result["workers_lost"].get(reason, 0)))
     yield "checkpoints_total", {}, float(counts["checkpoints_total"])
     yield "failures_total", {}, float(result["failures"])
+    yield "standstills_total", {}, float(result.get("stalls", {}).get("count", 0))
+    yield "slow_hosts", {}, float(len(result.get("slow_hosts", {})))
     for level in ("warning", "error"):
         yield "warnings_total", {"level": level}, float(counts.get(level, 0))
     for phase in Phase:

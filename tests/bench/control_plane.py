@@ -39,6 +39,8 @@ SLOT = ('echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WOR
 START_S = 240.0
 BARS = {64: 0.05, 512: 0.35}
 LATE_S = 0.25
+AT = {"phase": "forward", "what": "shard 17, 64 samples from 123456", "for_s": 0.05, "step": 1000,
+      "step_for_s": 0.1, "usual_s": 0.2, "own_s": 0.02, "steps": 900}
 
 
 class Simulated:
@@ -94,7 +96,7 @@ class Simulated:
             if place := news.get("place"):
                 self.message |= {
                     "phase": "training", "generation": place["generation"], "accepted": 0,
-                    "holds_state": True
+                    "holds_state": True, "at": AT
                 }
                 self.trains.set()
             else:
