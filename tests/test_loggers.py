@@ -142,6 +142,26 @@ def test_no_step_is_doubled_when_an_attempt_does_steps_again(kind: str, tmp_path
         for step in range(12)]
 
 
+def test_a_step_that_mlflow_has_in_part_is_completed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker dies within a request to a store in a folder, which takes it value by value."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # to read
+    rows_of_run = [Row(step, {"train/loss": 1.0, "train/lr": 2.0, "a": 3.0}, time.time())
+                   for step in range(4)]
+    torn = MLflow(str(tmp_path / "mlruns"))
+    torn.open(RUN)
+    for row in rows_of_run[:2]:
+        torn.write(row)
+    log_batch = torn._client.log_batch
+    torn._client.log_batch = lambda run, metrics: log_batch(run, metrics=metrics[:4])
+    torn.flush()
+    written(MLflow(str(tmp_path / "mlruns")), RUN, range(0), 0.0, *rows_of_run)
+    series = of_mlflow(tmp_path / "mlruns")
+    for name, value in rows_of_run[0].values.items():
+        assert sorted(series[name]) == [(step, value) for step in range(4)], name
+
+
 def test_what_no_worker_could_write_any_more_is_read_from_the_event_log(tmp_path: Path) -> None:
     """Also by a logger that is added when the run is resumed: with all numbers of a run that had it
     from its beginning."""

@@ -7,6 +7,8 @@ What always holds:
    goes on with it.
 2. MLflow keeps each value that it ever got. So a step that it has is not logged again, also if the
    run has gone back and does it again.
+3. A store in a folder takes a request value by value, so a worker that dies may leave a part of a
+   step there. The next one adds what is lacking.
 
 mlflow-skinny suffices. It has the store in a folder, and the client of a tracking server.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from elastic_trainer.loggers.redact import redacted
@@ -24,7 +27,7 @@ TAG = "elastic_trainer.run_id"
 MOST = 500
 """The most numbers of one request. A tracking server takes 1000."""
 STEP_METRIC = "train/loss"
-"""The number that each row has. It is sent first, and tells which steps MLflow has."""
+"""The number that each row has. It is sent last, and tells which steps MLflow has whole."""
 _ODD = re.compile(r"[^\w\-. /:]")
 """What MLflow does not allow in a name."""
 
@@ -38,6 +41,8 @@ class MLflow:
         self._client: Any = None
         self._run_id = ""
         self._rows: list[Row] = []
+        self._lacking = 0
+        """The first step that MLflow does not have whole."""
 
     def __repr__(self) -> str:
         return f"MLflow({redacted(str(self._uri))!r}, experiment={self._experiment!r})"
@@ -71,10 +76,14 @@ class MLflow:
             for name, value in run.config.items():
                 client.log_param(self._run_id, name, value)
         had = client.get_metric_history(self._run_id, STEP_METRIC)
-        return max((metric.step for metric in had), default=-1) + 1
+        self._lacking = max((metric.step for metric in had), default=-1) + 1
+        return self._lacking
 
     def write(self, row: Row) -> None:
-        """Keep a row for the next request."""
+        """Keep a row for the next request. Network, for the first one that was lacking."""
+        if row.step == self._lacking:
+            row = replace(row, values={name: value for name, value in row.values.items()
+                                       if not self._has(name, row.step)})
         self._rows.append(row)
         if sum(len(row.values) for row in self._rows) >= MOST:
             self.flush()
@@ -87,9 +96,13 @@ class MLflow:
         metrics = [Metric(_ODD.sub("_", name), value, round(1000 * row.time), row.step)
                    for row in rows
                    for name, value in sorted(row.values.items(), key=lambda one: one[0]
-                                             != STEP_METRIC)]
+                                             == STEP_METRIC)]
         for start in range(0, len(metrics), MOST):
             self._client.log_batch(self._run_id, metrics=metrics[start:start + MOST])
+
+    def _has(self, name: str, step: int) -> bool:
+        history = self._client.get_metric_history(self._run_id, _ODD.sub("_", name))
+        return any(metric.step == step for metric in history)
 
     def close(self) -> None:
         """Send the rest, and mark the MLflow run as finished: it is opened again if need be."""
