@@ -78,19 +78,22 @@ variable "environment" {
   default     = {}
   description = <<-EOT
     Environment variables of your command, e.g. { WANDB_PROJECT = "gpt" }. They are part of the
-    user data, so put secrets into the variable secrets instead.
+    user data, so put secrets into the variable secrets instead. Of the trainer's own variables it
+    takes ELASTIC_TRAINER_LIMITS and ELASTIC_TRAINER_REPLACE_STRAGGLERS.
   EOT
 
   validation {
     condition = alltrue([
       for name, value in var.environment :
       can(regex("^[A-Za-z][A-Za-z0-9_]*$", name)) && can(regex("^[^\n]*$", value)) &&
-      !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name))
+      (can(regex("^ELASTIC_TRAINER_(LIMITS|REPLACE_STRAGGLERS)$", name)) ||
+      !can(regex("^(HOME|PATH|AWS_REGION|AWS_DEFAULT_REGION|(ELASTIC_TRAINER|HOROVOD)_.*)$", name)))
     ]) && length(jsonencode(var.environment)) <= 4096
     error_message = join(" ", [
       "environment must have names of variables, and values without line breaks, of at most 4,096",
       "characters in all. The fleet itself sets HOME, PATH, AWS_REGION, AWS_DEFAULT_REGION,",
-      "ELASTIC_TRAINER_… and HOROVOD_…; leave them out.",
+      "ELASTIC_TRAINER_… and HOROVOD_…; leave them out (but for ELASTIC_TRAINER_LIMITS and",
+      "ELASTIC_TRAINER_REPLACE_STRAGGLERS).",
     ])
   }
 }
