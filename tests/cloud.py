@@ -38,7 +38,8 @@ CODE = f"{NAME}/code.tar.gz"
 VARIABLES = {
     "region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8,
     "image_id": IMAGE, "zones": ["us-east-1e", "us-east-1a"],
-    "command": ["python", "it's \"mine\".py", "${x}"], "environment": {"MODE": "${x}='y'"},
+    "command": ["python", "it's \"mine\".py", "${x}"],
+    "environment": {"ELASTIC_TRAINER_LIMITS": "hang_s=120", "MODE": "${x}='y'"},
     "secrets": {"TOKEN": "/mine/token", "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}
 }
 NOT_SAID = {"private_dns_name_options"}

@@ -51,7 +51,7 @@ WRONG = WRONG_OF_BUCKET | {
     "pip_extra_index_url": "https://me:word@index", "min_workers": 3, "max_workers": 1, "slots": 0,
     "instance_types": [], "zones": ["us-east-1a", "us-east-1a"
                                     ], "spot_allocation_strategy": "cheapest", "image_id": "al2023",
-    "worker_disk_gb": 8, "data_buckets": ["s3://data"], "environment": {"PATH": "/bin"},
+    "worker_disk_gb": 8, "data_buckets": ["s3://data"], "environment": {"ELASTIC_TRAINER_KEY": "x"},
     "secrets": {"TOKEN": "a value: hf_x"}, "secrets_keys": ["alias/mine"],
     "coordinator_type": "m6i", "admin_cidr": "0.0.0.0/0", "network": "10.0.0.0/8"
 }

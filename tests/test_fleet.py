@@ -228,7 +228,8 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
                                             Attribute="userData")["UserData"]["Value"]
     files = user_data(base64.b64decode(given).decode())
     assert files["/etc/elastic-trainer/command"] == "python\nit's \"mine\".py\n${x}\n"
-    assert files["/etc/elastic-trainer/environment"] == "MODE=${x}='y'\n"
+    assert files["/etc/elastic-trainer/environment"] == (
+        "ELASTIC_TRAINER_LIMITS=hang_s=120\nMODE=${x}='y'\n")
     assert files["/etc/elastic-trainer/secrets"] == (
         "OTHER_TOKEN=/aws/reference/secretsmanager/hub/token\nTOKEN=/mine/token\n")
     no_secret_in(json.dumps(outputs))
