@@ -8,10 +8,11 @@
 2. The page. `report --html` of a log of --steps steps and --long-faults faults.
 3. Watching. A run of 4 workers is watched for a minute: in a terminal, and as a page with a reader
    that asks as the page's script does. Then the time from an event to its text in an answer.
+   What the driver pays for now.json in a second, with 4, 64 and 1,000 workers that step.
 
 Last line: one JSON object with books_error (the largest; limit 0.005), html_s (limit 20), html_mb
 (limit 5), watch_cpu (the larger one, of a core; limit 0.03), page_update_s (the longest of 20;
-limit 2), and the parts.
+limit 2), now_ms, and the parts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ import long_run  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from folds import host_seconds  # noqa: E402
 
+from elastic_trainer.launch.now import NowFile  # noqa: E402
+from elastic_trainer.launch.roster import Phase, Roster  # noqa: E402
 from elastic_trainer.observe.events import Events, read_events  # noqa: E402
 from elastic_trainer.observe.report import summarize_log  # noqa: E402
 
@@ -59,7 +62,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = books(Path(folder), options.faults)
         found |= page(Path(folder), options.steps, options.long_faults)
-        found |= watching(Path(folder))
+        found |= watching(Path(folder)) | {"now_ms": [
+            now_ms(Path(folder), workers) for workers in (4, 64, 1000)]}
     print(json.dumps(found))
 
 
@@ -100,6 +104,21 @@ def watching(folder: Path) -> dict[str, Any]:
             updates = [page.update_s(f"bench-{number}") for number in range(20)]
     return {"watch_cpu": max(in_terminal, as_page), "terminal_cpu": in_terminal,
             "page_cpu": as_page, "page_update_s": round(max(updates), 2)}
+
+
+def now_ms(folder: Path, workers: int) -> float:
+    """Return the milliseconds of processor time of a write of now.json."""
+    roster = Roster()
+    for number in range(workers):
+        worker = roster.add(f"ip-10-0-{number // 256}-{number % 256}.ec2.internal", 0, 0.0)
+        worker.phase, worker.count = Phase.TRAINING, 1
+    roster.members = tuple(roster.workers)
+    file, before = NowFile(folder, roster, threading.RLock()), time.process_time()
+    for step in range(50):
+        for worker in roster.workers.values():
+            worker.step, worker.heard_at = step, time.monotonic()
+        file.write()
+    return round((time.process_time() - before) / 50 * 1e3, 2)
 
 
 class Watch:
