@@ -309,7 +309,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("name", "zeros"), [("zeros", 3), ("none", 0)])
 def test_a_real_replay_has_the_goodput_that_was_forecast(name: str, zeros: int) -> None:
     """Within three points, by the costs of another replay. The real launcher met a storm that was
-    drawn after the model was made: kills, notices, newcomers, losses of everybody."""
+    recorded before the model's last change: kills, notices, newcomers, losses of everybody."""
     events, costs = recorded(name), costs_of(recorded("costs"))
     costs = replace(costs, first_boot_s=costs_of(events).first_boot_s)  # then the clock starts
     fleet = of_rows(read_trace(DATA / "replays" / f"{name}.csv", may_end_empty=True))
