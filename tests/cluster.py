@@ -82,6 +82,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def run_alone(command: Sequence[str | Path], folder: Path,
+              timeout_s: float | None = 300) -> str:
+    """Run a command that no launcher has started; return what it printed."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True,
+                          timeout=timeout_s)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def weights_alone(command: Sequence[str | Path], folder: Path,
+                  timeout_s: float | None = 300) -> str:
+    """Return the hash of the weights of a job done alone, undisturbed."""
+    return run_alone(command, folder, timeout_s).split("weights ")[1].strip()
+
+
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 

@@ -98,7 +98,7 @@ def made_up_events() -> None:
 @pytest.fixture(scope="session")
 def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return the weights' hash of the job done alone, undisturbed: one process, no Horovod."""
-    from cluster import JOB
+    from cluster import JOB, weights_alone
 
     @cache
     def twin(*job: str) -> str:
@@ -107,15 +107,7 @@ def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             if option in job:
                 at = job.index(option)
                 return twin(*job[:at], *job[at + 2 :])
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-        done = subprocess.run([*JOB, *job],
-                              env=env,
-                              capture_output=True,
-                              text=True,
-                              timeout=300,
-                              check=True,
-                              cwd=tmp_path_factory.mktemp("twin"))
-        return done.stdout.split("weights ")[1].strip()
+        return weights_alone([*JOB, *job], tmp_path_factory.mktemp("twin"))
 
     return twin
 

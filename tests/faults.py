@@ -133,7 +133,7 @@ class Injector:
                 while True:
                     time.sleep(3600)
             case "hold":
-                _hold_until_there(self.folder / RELEASED)
+                hold_until_there(self.folder / RELEASED)
             case "lose_vote":
                 from elastic_trainer.world.collectives import (
                     PeersLost,  # here: it imports torch, which a test does not need
@@ -168,7 +168,7 @@ class Injector:
             time.sleep(0.001)
 
 
-def _hold_until_there(file: Path) -> None:
+def hold_until_there(file: Path) -> None:
     """Hold this thread; the others, which say that we live, go on."""
     deadline = time.monotonic() + 150
     while not file.exists():

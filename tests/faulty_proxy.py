@@ -15,11 +15,17 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import s3_servers
+
+if TYPE_CHECKING:
+    import pytest
 
 STATUS = {
     "slow_down": (503, "SlowDown"), "internal": (500, "InternalError"),
@@ -45,6 +51,15 @@ class Fault:
     contains: str
     times: int
     fired: int = 0
+
+
+@contextmanager
+def proxied(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy before an S3 server, to which AWS's variables point."""
+    with FaultyProxy(endpoint) as proxy:
+        for name, value in s3_servers.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
 
 
 class FaultyProxy:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import s3_servers
-from faulty_proxy import FaultyProxy
+from faulty_proxy import FaultyProxy, proxied
 from rich.console import Console
 from test_terminal import log
 from test_verify import Story
@@ -47,9 +47,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The server behind a proxy that counts requests, as AWS's variables name it."""
-    with FaultyProxy(endpoint) as proxy:
-        for name, value in s3_servers.environment(proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+    with proxied(endpoint, monkeypatch) as proxy:
         yield proxy
 
 

@@ -7,14 +7,12 @@ test_extra_state.py, test_losses.py and test_batches.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import TESTS, Cluster
+from cluster import TESTS, Cluster, run_alone
 from faults import Plan
 
 JOB = [sys.executable, str(TESTS / "jobs" / "features.py"), "--steps", "60"]
@@ -25,20 +23,10 @@ SLOW = [*JOB, "--step-s", "0.1"]
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """Return the last output of the job done alone, by name."""
     def run(*arguments: str) -> dict[str, str]:
-        environ = {
-            k: v
-            for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))
-        }
-        done = subprocess.run([*JOB, *arguments],
-                              env=environ,
-                              capture_output=True,
-                              text=True,
-                              timeout=300,
-                              check=True,
-                              cwd=tmp_path_factory.mktemp("alone"))
+        printed = run_alone([*JOB, *arguments], tmp_path_factory.mktemp("alone"))
         return {
             name: value
-            for name, _, value in (line.partition(" ") for line in done.stdout.splitlines())
+            for name, _, value in (line.partition(" ") for line in printed.splitlines())
         }
 
     return run

@@ -3,13 +3,11 @@ newcomer, and loses everyone."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cluster import TESTS, Cluster
+from cluster import TESTS, Cluster, run_alone
 from faults import RELEASED, Plan
 from logged import Series, of_csv, of_mlflow, of_tensorboard, of_wandb
 from test_best import kept_of
@@ -22,11 +20,9 @@ SAME = ("train/loss", "train/lr", "train/norm", "eval/accuracy", "eval/loss")
 
 def twin(folder: Path) -> dict[str, str]:
     """Do the job alone; returns what it printed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    done = subprocess.run([*JOB, str(folder)], env=env, capture_output=True, text=True,
-                          timeout=300, check=True, cwd=folder.parent)
+    printed = run_alone([*JOB, str(folder)], folder.parent)
     return {name: text for name, text in (line.split(maxsplit=1)
-                                          for line in done.stdout.splitlines())}
+                                          for line in printed.splitlines())}
 
 
 def assert_each_step_once(series: Series, wanted: Series, lacking: int = 0) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import hanging
 import pytest
 import s3_servers
+from cluster import weights_alone
 from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on, wait_for
 
 Twin = Callable[..., str]
@@ -296,7 +297,7 @@ def test_a_slow_line_is_named_and_stacks_of_far_workers_come(lab: Lab, tmp_path:
         lock = fleet.wait_for("verdict", lambda: fleet.events("driver.step_stalled")[1:])[0]
         (tmp_path / "released").touch()
         assert fleet.finish() == 0
-        fleet.assert_nothing_lost(hanging.weights_alone(command, tmp_path), victims=0)
+        fleet.assert_nothing_lost(weights_alone(command, tmp_path), victims=0)
     assert (slow["cause"], slow["host"], slow["phase"]) == ("network", "h3", "reduce"), slow
     assert slow["what"].startswith("exact.") and all("h3" in link for link in slow["links"]), slow
     assert (lock["host"], lock["rank"], lock["phase"]) == ("h2", 1, "forward"), lock

@@ -7,12 +7,11 @@ import difflib
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cluster import TESTS, Cluster
+from cluster import TESTS, Cluster, weights_alone
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KILL_STEP = 4
@@ -74,15 +73,7 @@ def test_a_ported_loop_has_the_same_bits_when_a_worker_is_killed(
     """As it has alone, with no launcher; every sample once, and no second victim."""
     path = script(name, tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "jobs"), *sys.path]))
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    alone = subprocess.run([sys.executable, "-c", ALONE, path],
-                           env=env,
-                           cwd=tmp_path,
-                           capture_output=True,
-                           text=True,
-                           timeout=300)
-    assert alone.returncode == 0, alone.stderr
-    twin = alone.stdout.split("weights ")[1].strip()
+    twin = weights_alone([sys.executable, "-c", ALONE, path], tmp_path)
     with Cluster(tmp_path, command=[sys.executable, str(path)]) as cluster:
         cluster.wait_for_step(KILL_STEP)
         cluster.signal_worker("127.0.0.2", signal.SIGKILL)

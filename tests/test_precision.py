@@ -4,8 +4,6 @@ autocast outside of the code of a batch."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import TESTS, Cluster
+from cluster import TESTS, Cluster, weights_alone
 from faults import Plan
 from test_evaluation import HELD_OUT
 from test_faults import host
@@ -325,11 +323,9 @@ def through_faults(folder: Path, arguments: list[str], *options: str) -> Cluster
 def test_no_bit_is_another_in_mixed_precision_when_workers_die_and_one_joins(
         tmp_path: Path) -> None:
     """With bf16, activations computed again, dropout, BatchNorm and clipping."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    twin = subprocess.run([*JOB, "--precision", "bf16"], env=environ, capture_output=True,
-                          text=True, timeout=300, check=True, cwd=tmp_path)
+    twin = weights_alone([*JOB, "--precision", "bf16"], tmp_path)
     cluster = through_faults(tmp_path, ["--precision", "bf16"])
-    cluster.assert_nothing_lost(twin.stdout.split("weights ")[1].strip(), victims=2)
+    cluster.assert_nothing_lost(twin, victims=2)
 
 
 def test_replicas_agree_on_compressed_gradients_when_workers_die_and_one_joins(

@@ -23,7 +23,7 @@ import s3fs
 import torch
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
-from faulty_proxy import STATUS, FaultyProxy
+from faulty_proxy import STATUS, FaultyProxy, proxied
 from safetensors.torch import load, load_file
 from test_checkpoint import SMALL, Fleet
 from test_state import assert_one_wins
@@ -61,9 +61,7 @@ def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch,
     for."""
     if "timeout" in request.node.name:
         monkeypatch.setattr(s3, "READ_TIMEOUT_S", 1.0)
-    with FaultyProxy(endpoint) as proxy:
-        for name, value in s3_servers.environment(proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+    with proxied(endpoint, monkeypatch) as proxy:
         yield proxy
 
 

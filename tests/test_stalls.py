@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
-from hanging import JOB, hang, weights_alone
+from cluster import Cluster, weights_alone
+from hanging import JOB, hang
 
 from elastic_trainer.config import Limits
 from elastic_trainer.host import stacks

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import s3_servers
 from cluster import Cluster
-from faulty_proxy import FaultyProxy
+from faulty_proxy import FaultyProxy, proxied
 
 from elastic_trainer.host.processes import is_worker
 
@@ -41,9 +41,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy, to which AWS's variables point."""
-    with FaultyProxy(endpoint) as proxy:
-        for name, value in s3_servers.environment(proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+    with proxied(endpoint, monkeypatch) as proxy:
         yield proxy
 
 

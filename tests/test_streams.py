@@ -21,7 +21,7 @@ import numpy
 import pytest
 import s3_servers
 import torch
-from faulty_proxy import FaultyProxy
+from faulty_proxy import FaultyProxy, proxied
 from test_loop import built
 from test_trainer import Model, in_a_breaking_world, trainer_of
 
@@ -419,9 +419,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy before it, to which AWS's variables point."""
-    with FaultyProxy(endpoint) as proxy:
-        for name, value in s3_servers.environment(proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+    with proxied(endpoint, monkeypatch) as proxy:
         monkeypatch.setattr(files_module, "FIRST_WAIT_S", 0.01)
         yield proxy
 

@@ -45,6 +45,7 @@ FORMING = "forming"
 LONG = ("behind", "evaluate", "upload", FORMING)
 MAX_CHARACTERS = 40_000
 """Of all stacks in one event."""
+_ORDER = {phase: number for number, phase in enumerate(PHASES)}
 MOST_ASKED = 8
 """The number of workers that are asked for their stacks: those that are waited for come first."""
 
@@ -92,8 +93,7 @@ def member(worker: Worker, now: float, allowed_s: float) -> Member:
 def waited_for(members: Sequence[Member]) -> list[Member]:
     """Return the members that the others wait for, the one furthest behind first."""
     late = [one for one in members if not one.waits]
-    order = {phase: number for number, phase in enumerate(PHASES)}
-    return sorted(late, key=lambda m: (not m.is_silent, m.step, order.get(m.phase, 0), -m.for_s))
+    return sorted(late, key=lambda m: (not m.is_silent, m.step, _ORDER.get(m.phase, 0), -m.for_s))
 
 
 def stood_s(members: Sequence[Member]) -> float:
@@ -166,9 +166,9 @@ class Stalls:
         limit = limit_s(members, late, self.limits.stuck_s)
         if not late:
             self._links |= self._unsent(members)
+        asked_after_s = silence_s(self.limits, len(self.roster.workers)) / 2
         for one in late:  # before it is evicted as frozen
-            if one.is_silent and now - self.roster.workers[one.name].heard_at > (
-                    silence_s(self.limits, len(self.roster.workers)) / 2):
+            if one.is_silent and now - self.roster.workers[one.name].heard_at > asked_after_s:
                 self._ask(one, now)
         if limit is None or self._is_judged or stood <= limit - ANSWER_S:
             return
@@ -196,7 +196,8 @@ class Stalls:
         if len(current) < len(self.roster.members) or any(
                 w.phase is not Phase.TRAINING for w in current):
             return []
-        return [member(w, now, self._allowed_s()) for w in current]
+        allowed_s = self._allowed_s()
+        return [member(w, now, allowed_s) for w in current]
 
     def _allowed_s(self) -> float:
         return SILENT_S + hold_s(self.limits, len(self.roster.workers))

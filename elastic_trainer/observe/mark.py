@@ -4,7 +4,7 @@ shards, points of the loop (trace.POINTS), buckets → here → heartbeats → t
 
 What always holds:
 1. Marking is a store of one tuple: no lock, no file, no message. The heartbeats' thread reads it.
-2. The phases and points are those of the timeline (trace.py).
+2. The timeline has the same points (trace.py).
 3. A worker that forms a generation is in no step: `at` returns None until its next step.
 
 What it does not do: time a GPU's kernels. A phase lasts as long as its Python code.
@@ -28,9 +28,9 @@ PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "e
 USERS_CODE = ("load", "forward", "backward", "apply", "behind", "evaluate")
 COLLECTIVES = ("reduce", "vote", "gather")
 """In these a worker waits for all others."""
-_BEGINS = {"step.computed": "reduce", "step.prepared": "vote", "step.voted": "apply",
-           "step.applied": "behind", "step.handed_over": "upload"}
-"""The point at which a phase begins."""
+BEGINS = {"step.computed": "reduce", "step.prepared": "vote", "step.voted": "apply",
+          "step.applied": "behind", "step.handed_over": "upload"}
+"""The points of a step in the order of the loop, and the phase that begins there."""
 
 
 class Mark:
@@ -57,7 +57,7 @@ class Mark:
 
     def reach(self, point: str) -> None:
         """Take a point of the protocol."""
-        if phase := _BEGINS.get(point):
+        if phase := BEGINS.get(point):
             now = time.monotonic()
             self.now, self.bucket = (phase, "", None, now), ""
             if point == "step.computed" and self._shards:

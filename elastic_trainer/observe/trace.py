@@ -34,7 +34,7 @@ from typing import Any
 
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.observe.event_table import KINDS
-from elastic_trainer.observe.mark import Mark
+from elastic_trainer.observe.mark import BEGINS, Mark
 
 FOLDER = "timeline"
 MAX_BYTES = 32 << 20
@@ -43,9 +43,9 @@ FOLDER_BYTES = 1 << 30
 OLD = ".old.json"
 LOOP, NETWORK = 1, 2
 """The rows of a worker: what its loop does, and what is on the network."""
-POINTS = {"step.computed": "", "step.prepared": "reduce", "step.voted": "vote",
-          "step.applied": "apply", "step.handed_over": "behind"}
-"""The points of a step in the order of the loop, and the span that ends there."""
+POINTS = dict(zip(BEGINS, ("", *BEGINS.values()), strict=False))
+"""The points of a step in the order of the loop, and the span that ends there: the phase that began
+at the point before."""
 _UNSEEN = ("worker.step_committed",)
 """Events that the step's own span shows."""
 _NOTHING = nullcontext()

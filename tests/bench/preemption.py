@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +27,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
-from cluster import JOB, Cluster  # noqa: E402
+from cluster import JOB, Cluster, weights_alone  # noqa: E402
 from metadata_server import MetadataServer  # noqa: E402
 from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
@@ -107,18 +105,12 @@ def main() -> None:
             proved = verify(cluster.run_dir).is_proved
             redone = len(cluster.events("worker.step_redone"))
             finished = json.loads((cluster.run_dir / "result.json").read_text())
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-        twin = subprocess.run([*JOB, *job],
-                              env=env,
-                              capture_output=True,
-                              text=True,
-                              check=True,
-                              cwd=folder)
+        twin = weights_alone([*JOB, *job], folder, None)
     print(
         json.dumps({
             "steps_wasted": max(redone, finished["steps_redone"]),
             "pause_max_s": round(max(result["pauses"]), 3), "events": len(result["pauses"]),
-            "bits_equal": finished["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+            "bits_equal": finished["weights_sha256"] == twin,
             "verified": proved, "pauses_s": [round(s, 3) for s in result["pauses"]],
             "notice_to_left_s": [round(s, 2) for s in result["left"]
                                  ], "ray_train": {"steps_wasted": 91, "down_s": 184}

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +35,7 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from cluster import JOB, Cluster  # noqa: E402
+from cluster import JOB, Cluster, weights_alone  # noqa: E402
 
 from elastic_trainer.observe.verify import verify  # noqa: E402
 
@@ -123,18 +121,12 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         revivals = cluster.events("worker.revives")
         verdict = verify(cluster.run_dir)
         result = json.loads((cluster.run_dir / "result.json").read_text())
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     (folder / "hurry").touch()
-    twin = subprocess.run([*JOB, *job],
-                          env=env,
-                          capture_output=True,
-                          text=True,
-                          check=True,
-                          cwd=folder)
+    twin = weights_alone([*JOB, *job], folder, None)
     return {
         "faults": sum(done.values()),
         "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
-        "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+        "bits_equal": result["weights_sha256"] == twin,
         "evict_max_s": None if missed else round(
             max((evictions[w] - t for w, t in frozen.items()), default=0.0), 2),
         "not_evicted": missed, **grown, "finished": exit_code == 0, "verified": verdict.is_proved,

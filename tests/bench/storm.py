@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
-from cluster import JOB  # noqa: E402
+from cluster import JOB, weights_alone  # noqa: E402
 from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 from stock_job import StockJob  # noqa: E402
 
@@ -166,17 +164,11 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
             ]
             result = json.loads((fleet.run_dir / "result.json").read_text())
             lost, generations = len(fleet.lost()), result["generations"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    twin = subprocess.run([*JOB, *job],
-                          env=env,
-                          capture_output=True,
-                          text=True,
-                          check=True,
-                          cwd=folder)
+    twin = weights_alone([*JOB, *job], folder, None)
     return {
         "goodput": goodput(steps, storm.present, began,
                            ended), "finished": exit_code == 0, "generations": generations,
-        "bits_equal": result["weights_sha256"] == twin.stdout.split("weights ")[1].strip(),
+        "bits_equal": result["weights_sha256"] == twin,
         "second_victims": lost, "steps": len(steps), "steps_redone": result["steps_redone"],
         "attempts": result["attempts"]
     }

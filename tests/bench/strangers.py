@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
 from besieged import GROWTH_MIB, LATE_S, FirstComer, Siege, Tap  # noqa: E402
-from cluster import JOB  # noqa: E402
+from cluster import JOB, weights_alone  # noqa: E402
 from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 
 STEP_S = 0.25
@@ -45,14 +43,6 @@ SHARDS = 8
 QUIET_S = 30.0
 JOIN_S = 120.0
 STRANGER = "h99"
-
-
-def twin(job: list[str], folder: Path) -> str:
-    """Return the hash of the weights of the job done alone."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    done = subprocess.run([*JOB, *job], env=env, capture_output=True, text=True, check=True,
-                          cwd=folder)
-    return done.stdout.split("weights ")[1].strip()
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -101,7 +91,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                     found["met"] &= not found["worlds_broken"]
             found["workers_lost"] = len(fleet.lost())
             assert fleet.finish() == 0, fleet.story()
-            fleet.assert_nothing_lost(twin(job, folder), victims=found["workers_lost"])
+            fleet.assert_nothing_lost(weights_alone([*JOB, *job], folder, None),
+                                      victims=found["workers_lost"])
             print(fleet.story())
     return found
 

@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import quick_boot  # noqa: E402,F401
 import torch  # noqa: E402
+from faults import RELEASED, hold_until_there  # noqa: E402
 
 from elastic_trainer import train  # noqa: E402
 
@@ -52,15 +53,9 @@ def told(word: str) -> bool:
     return False
 
 
-def until_released() -> None:
-    """Sleep until the test lets this worker go on."""
-    while not (FOLDER / "released").exists():
-        time.sleep(0.02)
-
-
 def release_later() -> None:
     """Release the lock when the test says so."""
-    until_released()
+    hold_until_there(FOLDER / RELEASED)
     lock.release()
 
 
@@ -75,7 +70,7 @@ class Points(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if told("loader"):
-            until_released()
+            hold_until_there(FOLDER / RELEASED)
         return self.points[number], self.points[number, :4].argmax()
 
 
