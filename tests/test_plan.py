@@ -247,13 +247,17 @@ def test_costs_are_those_of_the_log() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.1, 2.0), st.booleans(), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.floats(0.1, 2.0), *[st.booleans()] * 3), max_size=60))
 def test_the_costs_that_auto_weighs_are_those_of_the_training(
-        rows: list[tuple[float, bool, bool]]) -> None:
+        rows: list[tuple[float, bool, bool, bool]]) -> None:
     """What is read of a log is what rank 0 took a checkpoint to cost when the next one began."""
     timing, is_up, known = Timing(Cadence(), Launch(), Events(None)), False, list[float]()
     told: list[dict[str, Any]] = [event(0.0, "attempt.started")]
-    for number, (step_s, begins, ends) in enumerate(rows, 1):
+    for number, (step_s, enters, begins, ends) in enumerate(rows, 1):
+        if enters:
+            timing.enter()
+            told.append(event(number - 0.5, "worker.generation_started"))
+            is_up = False
         told.append(step(float(number), number) | {"step_s": step_s})
         if begins and not is_up:
             known += [timing.cost_s()] if timing.pause_s else []

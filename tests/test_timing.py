@@ -1,9 +1,66 @@
-"""Rank 0 logs that steps have become slower."""
+"""What checkpoints cost over several worlds, and that rank 0 logs that steps have become slower."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
-from elastic_trainer.training.timing import Pace
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.checkpointing import Checkpointing
+from elastic_trainer.training.timing import OVERDUE_INTERVALS, Pace, Timing
+from elastic_trainer.world.alone import Alone
+
+
+def train(timing: Timing, step_s: float, *, beside_s: float, pause_s: float = 0.25) -> None:
+    """Take ten steps, a checkpoint, and four steps beside its upload."""
+    for _ in range(10):
+        timing.step(step_s, False)
+    timing.begun(0, pause_s)
+    for _ in range(4):
+        timing.step(beside_s, True)
+
+
+def test_what_an_upload_adds_is_measured_within_a_world() -> None:
+    """A world of half the workers has steps of twice the time, and that is no cost of a checkpoint.
+    Until the new world has steps of both kinds, the cost is that of the worlds before."""
+    model = torch.nn.Linear(1, 1)
+    state = LiveState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointing = Checkpointing(None, state, Alone(), Launch(), Events(None))
+    timing = checkpointing.timing
+    train(timing, 1.0, beside_s=1.125)
+    train(timing, 1.0, beside_s=1.125)
+    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.125)
+    checkpointing.enter()
+    timing.step(2.0, False)
+    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.125)
+    timing.begun(1, 0.25)
+    timing.step(2.25, True)
+    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.25)
+    timing.enter()
+    train(timing, 1.0, beside_s=1.0)
+    assert timing.cost_s() == pytest.approx(0.25)
+
+
+def test_a_checkpoint_is_not_overdue_because_a_world_is_new(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interval in steps is as long as before, until the new world has finished a step."""
+    now = [1000.0]
+    monkeypatch.setattr("elastic_trainer.training.timing.time",
+                        SimpleNamespace(monotonic=lambda: now[0]))
+    events, heard = Events(None), list[str]()
+    events.listeners.append(lambda event, facts: heard.append(event))
+    timing = Timing(Cadence(steps=100), Launch(), events)
+    timing.step(1.0, False)
+    timing.enter()
+    timing.tick(150, 50, now[0] - 150.0)
+    assert heard == [] and timing.interval_s() == 100.0
+    timing.tick(400, 50, now[0] - 100.0 * OVERDUE_INTERVALS - 1.0)
+    assert heard == ["state.checkpoint_overdue"]
 
 
 def events_of(*steps: tuple[float, float]) -> list[tuple[str, int]]:

@@ -102,7 +102,14 @@ class _Weighed:
     """Beside the last checkpoint."""
     known_steps: int = 0
     """Beside the one before, whose upload is known."""
+    before_s: float = 0.0
+    """What an upload added to the steps of the worlds before this one."""
     is_up: bool = False
+
+    def enter(self) -> None:
+        """Begin a generation. A change of the world drops the checkpoint on its way."""
+        self.before_s, self.is_up = self.added_s(), False
+        self.seconds = {False: 0.0, True: 0.0}
 
     def step(self, step_s: float, pause_s: float) -> None:
         """Take a step, and the pause of the checkpoint that was begun before it, if any."""
@@ -116,16 +123,15 @@ class _Weighed:
 
     def end(self) -> None:
         """Weigh the last checkpoint: the next one begins, or the attempt has ended."""
-        alone_s, beside_s = self.seconds[False], self.seconds[True]
         if self.pause_s:
-            slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
-            self.costs.append(self.pause_s + slower_s * self.known_steps)
+            self.costs.append(self.pause_s + self.added_s())
 
-    def restart(self) -> None:
-        """Begin an attempt."""
-        self.end()
-        self.pause_s, self.steps, self.known_steps, self.is_up = 0.0, 0, 0, False
-        self.seconds = {False: 0.0, True: 0.0}
+    def added_s(self) -> float:
+        """Return what an upload adds to steps; by the worlds before until this one has both."""
+        alone_s, beside_s = self.seconds[False], self.seconds[True]
+        if not (alone_s and beside_s):
+            return self.before_s
+        return max(0.0, beside_s - alone_s) * self.known_steps
 
 
 @dataclass
@@ -171,7 +177,8 @@ class _Log:
         now, place = float(event["time"]), (event.get("attempt"), event.get("generation"))
         match event["event"]:
             case "attempt.started":
-                self.weighed.restart()
+                self.weighed.end()
+                self.weighed = _Weighed(self.weighed.costs)
                 if self.last:
                     since = self.last[1] if self.is_sudden else self.lost_at
                     if since is not None:  # else it waited with hosts under notice, until when?
@@ -202,7 +209,7 @@ class _Log:
             case "driver.generation_formed":
                 self.reasons[place] = str(event.get("reason"))
             case "worker.generation_started":
-                self.weighed.is_up = False  # a change of the world drops it
+                self.weighed.enter()
                 if self.firsts and not self.is_training:
                     self.seen["restart_boot_s" if self.started else "first_boot_s"].append(
                         max(self.firsts))

@@ -250,6 +250,7 @@ class Checkpointing:
     def enter(self) -> None:
         """Begin a generation."""
         self._leave_heard, self._is_leave_tried, self._has_room = None, False, False
+        self.timing.enter()
         if self.checkpoints:
             self.checkpoints.enter_world()
 

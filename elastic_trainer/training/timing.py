@@ -62,7 +62,14 @@ class Timing:
         self._seconds = {False: 0.0, True: 0.0}
         """Moving averages of a step's time, without and with an upload in flight."""
         self._uploading_steps = self._in_flight = 0
+        self._before = 0.0, 0.0
+        """Of the worlds before this one: a step's time, and what an upload added to the steps."""
         self._is_overdue = False
+
+    def enter(self) -> None:
+        """Begin a generation: the steps of another world take another time."""
+        self._before = self._step_s(), self._added_s()
+        self._seconds = {False: 0.0, True: 0.0}
 
     def step(self, seconds: float, is_uploading: bool) -> None:
         """Note a step's time, without the pause at its end."""
@@ -83,15 +90,24 @@ class Timing:
 
     def cost_s(self) -> float:
         """Return what a checkpoint costs: its pause, and the time its upload adds to steps."""
+        return self.pause_s + self._added_s()
+
+    def _step_s(self) -> float:
+        """Return a step's time without an upload; by the worlds before until this one has one."""
+        return self._seconds[False] or self._before[0]
+
+    def _added_s(self) -> float:
+        """Return what an upload adds to steps; by the worlds before until this one has both."""
         alone_s, beside_s = self._seconds[False], self._seconds[True]
-        slower_s = max(0.0, beside_s - alone_s) if alone_s else 0.0
-        return self.pause_s + slower_s * self._uploading_steps
+        if not (alone_s and beside_s):
+            return self._before[1]
+        return max(0.0, beside_s - alone_s) * self._uploading_steps
 
     def interval_s(self) -> float:
         """Return the planned time between two checkpoints."""
         observed_s = self.launch.run_s + time.monotonic() - self.started
         return self.every.interval_s(cost_s=self.cost_s(), losses=self.launch.lost_attempts,
-                                     step_s=self._seconds[False], observed_s=observed_s)
+                                     step_s=self._step_s(), observed_s=observed_s)
 
     def tick(self, step: int, newest_step: int, published_at: float | None) -> None:
         """Emit, once, that the newest checkpoint is too old. To be called before each vote."""
