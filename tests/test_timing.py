@@ -16,34 +16,44 @@ from elastic_trainer.training.timing import OVERDUE_INTERVALS, Pace, Timing
 from elastic_trainer.world.alone import Alone
 
 
-def train(timing: Timing, step_s: float, *, beside_s: float, pause_s: float = 0.25) -> None:
-    """Take ten steps, a checkpoint, and four steps beside its upload."""
+def train(timing: Timing, step_s: float, *, beside_s: float) -> None:
+    """Take ten steps, and four beside the upload of a checkpoint, which has a pause of 0.25 s."""
     for _ in range(10):
         timing.step(step_s, False)
-    timing.begun(0, pause_s)
+    timing.begun(0, 0.25)
     for _ in range(4):
         timing.step(beside_s, True)
+    timing.step(step_s, False)
 
 
 def test_what_an_upload_adds_is_measured_within_a_world() -> None:
     """A world of half the workers has steps of twice the time, and that is no cost of a checkpoint.
-    Until the new world has steps of both kinds, the cost is that of the worlds before."""
+    Nor is an upload that the change of the world has dropped."""
     model = torch.nn.Linear(1, 1)
     state = LiveState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     checkpointing = Checkpointing(None, state, Alone(), Launch(), Events(None))
     timing = checkpointing.timing
     train(timing, 1.0, beside_s=1.125)
-    train(timing, 1.0, beside_s=1.125)
     assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.125)
+    timing.begun(0, 0.25)
     checkpointing.enter()
-    timing.step(2.0, False)
+    for _ in range(20):
+        timing.step(2.0, False)
     assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.125)
-    timing.begun(1, 0.25)
-    timing.step(2.25, True)
-    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.25)
-    timing.enter()
-    train(timing, 1.0, beside_s=1.0)
-    assert timing.cost_s() == pytest.approx(0.25)
+    train(timing, 2.0, beside_s=2.125)
+    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.125)
+
+
+def test_one_upload_beside_which_steps_were_slow_for_another_reason_changes_no_interval() -> None:
+    """A worker that boots on the same cores doubles the time of two or three steps."""
+    timing = Timing(Cadence(), Launch(), Events(None))
+    for beside_s in (1.0, 2.0, 1.0, 0.5, 1.0):
+        train(timing, 1.0, beside_s=beside_s)
+        assert timing.cost_s() == pytest.approx(0.25)
+    train(timing, 1.0, beside_s=1.5)
+    train(timing, 1.0, beside_s=1.5)
+    train(timing, 1.0, beside_s=1.5)
+    assert timing.cost_s() == pytest.approx(0.25 + 4 * 0.5)
 
 
 def test_a_checkpoint_is_not_overdue_because_a_world_is_new(

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.segments import Reader, has_events
 from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.state.upload_cost import UploadCost
 
 Seconds = tuple[float, ...]
 """Values that were seen. The model draws from them."""
@@ -96,42 +97,26 @@ class _Weighed:
     costs: list[float] = field(default_factory=list)
     pause_s: float = 0.0
     """Of the last checkpoint; 0: there was none in this attempt."""
-    seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
-    """Moving averages of a step's time, without and with a checkpoint on its way."""
-    steps: int = 0
-    """Beside the last checkpoint."""
-    known_steps: int = 0
-    """Beside the one before, whose upload is known."""
-    before_s: float = 0.0
-    """What an upload added to the steps of the worlds before this one."""
+    upload: UploadCost = field(default_factory=UploadCost)
     is_up: bool = False
 
     def enter(self) -> None:
         """Begin a generation. A change of the world drops the checkpoint on its way."""
-        self.before_s, self.is_up = self.added_s(), False
-        self.seconds = {False: 0.0, True: 0.0}
+        self.is_up = False
+        self.upload.enter()
 
     def step(self, step_s: float, pause_s: float) -> None:
         """Take a step, and the pause of the checkpoint that was begun before it, if any."""
         if pause_s:
             self.end()
-            self.known_steps, self.steps = self.steps, 0
+            self.upload.begin()
             self.pause_s, self.is_up = pause_s, True
-        before = self.seconds[self.is_up]
-        self.seconds[self.is_up] = 0.9 * before + 0.1 * step_s if before else step_s
-        self.steps += self.is_up
+        self.upload.step(step_s, self.is_up)
 
     def end(self) -> None:
         """Weigh the last checkpoint: the next one begins, or the attempt has ended."""
         if self.pause_s:
-            self.costs.append(self.pause_s + self.added_s())
-
-    def added_s(self) -> float:
-        """Return what an upload adds to steps; by the worlds before until this one has both."""
-        alone_s, beside_s = self.seconds[False], self.seconds[True]
-        if not (alone_s and beside_s):
-            return self.before_s
-        return max(0.0, beside_s - alone_s) * self.known_steps
+            self.costs.append(self.pause_s + self.upload.added_s)
 
 
 @dataclass

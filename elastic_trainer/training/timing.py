@@ -16,6 +16,7 @@ from statistics import median
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.upload_cost import UploadCost
 
 OVERDUE_S = 60.0
 """The smallest age of the newest checkpoint at which `state.checkpoint_overdue` is emitted."""
@@ -59,27 +60,23 @@ class Timing:
         self._new_pause_s = 0.0
         self._begun_step: int | None = None
         """The step of the last checkpoint begun; or the first step at which rank 0 was asked."""
-        self._seconds = {False: 0.0, True: 0.0}
-        """Moving averages of a step's time, without and with an upload in flight."""
-        self._uploading_steps = self._in_flight = 0
-        self._before = 0.0, 0.0
-        """Of the worlds before this one: a step's time, and what an upload added to the steps."""
+        self._upload = UploadCost()
+        self._step_s = 0.0
+        """A step's time without an upload; of the worlds before, until this one has had one."""
         self._is_overdue = False
 
     def enter(self) -> None:
-        """Begin a generation: the steps of another world take another time."""
-        self._before = self._step_s(), self._added_s()
-        self._seconds = {False: 0.0, True: 0.0}
+        """Begin a generation."""
+        self._upload.enter()
 
     def step(self, seconds: float, is_uploading: bool) -> None:
         """Note a step's time, without the pause at its end."""
-        before = self._seconds[is_uploading]
-        self._seconds[is_uploading] = 0.9 * before + 0.1 * seconds if before else seconds
-        self._in_flight += is_uploading
+        self._upload.step(seconds, is_uploading)
+        self._step_s = self._upload.alone_s or self._step_s
 
     def begun(self, step: int, pause_s: float) -> None:
         """Note that a checkpoint of `step` was begun, and that its snapshot took `pause_s`."""
-        self._uploading_steps, self._in_flight = self._in_flight, 0
+        self._upload.begin()
         self.begun_at, self._begun_step, self.pause_s = time.monotonic(), step, pause_s
         self._new_pause_s += pause_s
 
@@ -90,24 +87,13 @@ class Timing:
 
     def cost_s(self) -> float:
         """Return what a checkpoint costs: its pause, and the time its upload adds to steps."""
-        return self.pause_s + self._added_s()
-
-    def _step_s(self) -> float:
-        """Return a step's time without an upload; by the worlds before until this one has one."""
-        return self._seconds[False] or self._before[0]
-
-    def _added_s(self) -> float:
-        """Return what an upload adds to steps; by the worlds before until this one has both."""
-        alone_s, beside_s = self._seconds[False], self._seconds[True]
-        if not (alone_s and beside_s):
-            return self._before[1]
-        return max(0.0, beside_s - alone_s) * self._uploading_steps
+        return self.pause_s + self._upload.added_s
 
     def interval_s(self) -> float:
         """Return the planned time between two checkpoints."""
         observed_s = self.launch.run_s + time.monotonic() - self.started
         return self.every.interval_s(cost_s=self.cost_s(), losses=self.launch.lost_attempts,
-                                     step_s=self._step_s(), observed_s=observed_s)
+                                     step_s=self._step_s, observed_s=observed_s)
 
     def tick(self, step: int, newest_step: int, published_at: float | None) -> None:
         """Emit, once, that the newest checkpoint is too old. To be called before each vote."""
