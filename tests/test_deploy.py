@@ -254,7 +254,9 @@ AWS = """#!/bin/bash
 set -eu
 echo "aws $*" >>"$CALLS"
 args=()
-for word in "$@"; do if [[ $word != --only-show-errors ]]; then args+=("$word"); fi; done
+for word in "$@"; do
+    if [[ $word != --only-show-errors && $word != --recursive ]]; then args+=("$word"); fi
+done
 set -- "${args[@]}"
 [[ $1 == s3 ]] || exit 0
 there() { case $1 in s3://*) printf '%s/%s' "$STORE" "${1#s3://}" ;; *) printf '%s' "$1" ;; esac; }
@@ -265,6 +267,7 @@ case $2 in
         esac
         if [[ $from == - ]]; then cat >"$to"
         elif [[ $to == - ]]; then cat "$from"
+        elif [[ -d $from ]]; then cp "$from"/* "$to"
         else cp "$from" "$to"; fi ;;
     sync) if [[ "$*" == *"--include events-"* ]]; then
             from=$(there "${@: -2:1}"); to=$(there "${@: -1}"); mkdir -p "$to"
@@ -800,6 +803,30 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
     coordinator.calls.write_text("")
     assert coordinator.run("events.sh", **env).returncode == 0
     assert len(coordinator.called().splitlines()) == 1
+
+
+def test_what_the_driver_knows_of_its_workers_is_copied_with_the_tables_by_one_call(
+        fleet: tuple[Machine, Machine]) -> None:
+    """now.json goes as it is, and only while the driver has it. Another coordinator does not take
+    over the file of a driver that is gone."""
+    coordinator, _ = fleet
+    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
+    kept = coordinator.root / "var/lib/elastic-trainer"
+    copied = coordinator.store / "b/mine/diary"
+    files = {kept / "runs/mine/now.json": "1\n", kept / "runs/mine/result.json": "2\n",
+             kept / "hosts.json": "3\n"}
+    for path, text in files.items():
+        path.write_text(text)
+    assert "diary/" in coordinator.called() and "--exclude now.json" in coordinator.called()
+    coordinator.calls.write_text("")
+    assert coordinator.run("events.sh", **env).returncode == 0
+    assert len(coordinator.called().splitlines()) == 1
+    assert {path.name: path.read_text() for path in copied.iterdir()} == {
+        path.name: text for path, text in files.items()}
+    (kept / "runs/mine/now.json").unlink()
+    (copied / "now.json").unlink()
+    assert coordinator.run("events.sh", **env).returncode == 0
+    assert not (copied / "now.json").exists()
 
 
 def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) -> None:

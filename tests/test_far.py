@@ -26,6 +26,9 @@ from test_verify import Story
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe import far, mirror
+from elastic_trainer.observe.live import Live
+from elastic_trainer.observe.now import NOW_FILE
+from elastic_trainer.observe.overview import Overview
 from elastic_trainer.observe.segments import Reader, compress, seal, segments
 from elastic_trainer.observe.watch import FAR_KILL, FullWatch, view
 from elastic_trainer.state import s3
@@ -268,6 +271,43 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
         wait_for(lambda: not run.trouble)
     wait_for(lambda: not run.folder.parent.exists())
     assert f"{bucket.url} answers again." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
+        tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker's own step, heartbeat and phase, with the ages that the driver knew: in a
+    terminal, on the page and as metrics. No worker looks silent because the copy is old."""
+    write(tmp_path / "run", log())
+    bucket.upload(tmp_path / "run")
+    moment = time.time() - 20.0
+    bucket.put(NOW_FILE, json.dumps({"time": moment, "workers": [
+        {"worker": f"spot-host-{it:03d}:0", "host": f"spot-host-{it:03d}", "rank": it, "step": 70,
+         "phase": "training", "heard": moment - 1.5, "does": "forward", "what": "shard 2",
+         "since": moment - 4.5} for it in range(4)]}).encode())
+    facts = ("70", "1 s old", "forward 4 s: shard 2")
+    with far.opened(bucket.url) as run:
+        shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
+        shown._read()
+        shown.console.print(shown._picture())
+        assert isinstance(shown.console.file, io.StringIO)
+        terminal = shown.console.file.getvalue()
+        assert all(terminal.count(fact) == 4 for fact in facts), terminal
+        copied = re.findall(r"phase: (\d+) s ago \(the bucket's copy\)", terminal)
+        assert len(copied) == 1 and 20 <= int(copied[0]) < 50
+
+    def serve(runs: list[Live], bind: str) -> None:
+        fleet, metrics = runs[0].newer(0)["sections"]["fleet"], Overview(runs).metrics()
+        assert all(fleet.count(f"<td>{fact}</td>") == 4 for fact in facts), fleet
+        assert len(re.findall(r"phase: \d+ s ago", fleet)) == 1
+        assert re.search(r"oldest_heartbeat_seconds{.*} 1\.5", metrics)
+        found = re.search(r"heartbeats_timestamp_seconds{.*} ([\d.]+)", metrics)
+        assert found and float(found[1]) == pytest.approx(moment, abs=0.01)
+        served.append(bind)
+
+    served: list[str] = []
+    monkeypatch.setattr("elastic_trainer.observe.web.serve", serve)
+    assert main(["watch", bucket.url, "--web"]) == 0 and served
 
 
 def test_lines_that_come_all_at_once_are_all_printed(tmp_path: Path) -> None:

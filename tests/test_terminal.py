@@ -25,7 +25,7 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.host_rows import bounded, host_rows
-from elastic_trainer.observe.now import NOW_FILE, NowReader
+from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.status import LiveWorker, Status, fold
@@ -136,6 +136,18 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
                  "goodput", "spot-host-000", "p3.2xlarge", "0.9",
                  "more hosts:", "the checkpoint of step 2 is published", keys.HELP[:15]):
         assert fact in shown, fact
+    watch.now = Now(100.0, {name: WorkerNow(
+        host=worker.host, rank=0, phase="training", step=1234, drains=False, silent_s=1.0,
+        does="backward", what="shard 2, 32 samples from 64", does_for_s=59.0)
+        for name, worker in watch.status.workers.items()}, copied_s=59.0)
+    console.file = io.StringIO()
+    console.print(view(watch, 1500.0))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 30 and {len(line) for line in lines} == {width}
+    assert sum("phase: 59 s ago (the bucket's copy)" in line for line in lines) == 1
+    if width >= 80:
+        assert sum("1234  1 s old    backward 59" in line for line in lines) > 9
+    assert any(keys.HELP[:15] in line for line in lines)
 
 
 def test_the_goodput_is_that_of_the_report() -> None:
@@ -266,7 +278,7 @@ def test_k_costs_a_real_run_nothing_but_the_worker(
             (rank, "training") for rank in range(4)}
         assert all(it.silent_s < 5 for it in now.workers.values())
         terminal = Terminal(cluster.run_dir)
-        for key, shown in (("", "training"), ("", "heartbeat"), ("", " s ago"),
+        for key, shown in (("", "training"), ("", "heartbeat"), ("", " s old"),
                            ("k", "other keys: back"), ("1", "Kill worker"), ("y", "was killed")):
             terminal.press(key)
             terminal.wait_for(shown)

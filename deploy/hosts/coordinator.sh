@@ -58,8 +58,9 @@ if [[ ! -f $etc/released ]]; then
     read -r kind key _ </etc/ssh/ssh_host_ed25519_key.pub
     printf 'coordinator %s %s\n' "$kind" "$key" | copy - "$boot/known_host"
     # A coordinator that replaces another one continues its event log. (Version 0.1 named the
-    # folder in the bucket.)
-    as_trainer aws s3 sync --only-show-errors "$store/diary/" "$kept/runs/$FLEET"
+    # folder in the bucket.) now.json is of the former one's driver.
+    as_trainer aws s3 sync --only-show-errors --exclude now.json "$store/diary/" \
+        "$kept/runs/$FLEET"
     if [[ ! -f $etc/installed ]]; then
         wheels=/var/cache/elastic-trainer/wheels
         aws s3 sync --only-show-errors "$store/wheels/" "$wheels"   # to build Horovod only once

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Copies the run's event log and result and the fleet's table to the bucket. After the run's end it
-# empties the group, which a later `apply` may have filled again.
+# Copies the run's event log and result, what its driver knows of each worker (now.json), and the
+# fleet's table to the bucket. After the run's end it empties the group, which a later `apply` may
+# have filled again.
 #
 # elastic-events.timer (each 15 s), ended.sh → here → s3://BUCKET/FLEET/diary/ → watch, report
 #
 # What always holds:
 # 1. All sealed segments of the event log are in the bucket before the segment behind them is.
 # 2. Each sealed segment is copied once, the newest one (at most 16 MiB) each time. Without a newly
-#    sealed segment a time costs a PUT for the table and one for the newest segment, or four if it
-#    has more than 8 MiB (aws uploads it in parts); and one more when there is a result.
+#    sealed segment a time costs a PUT each for the table, for now.json, for the result when there
+#    is one, and for the newest segment: four for it if it has more than 8 MiB (aws uploads it in
+#    parts).
 #
 # The folder in the bucket is called diary/, as in version 0.1: coordinators resume from it.
 set -euo pipefail
@@ -35,9 +37,13 @@ while [[ -f $run/events.jsonl ]]; do
         break
     fi
 done
-for file in "$run/result.json" "$kept/hosts.json"; do
-    if [[ -f $file ]]; then aws s3 cp --only-show-errors "$file" "$to"; fi
+# The small files go by one call. The driver removes now.json at its end, also under this script.
+small=$(mktemp -d)
+trap 'rm -rf "$small"' EXIT
+for file in "$run/result.json" "$run/now.json" "$kept/hosts.json"; do
+    if [[ -f $file ]]; then cp "$file" "$small" || [[ ! -e $file ]]; fi
 done
+if [[ -n $(ls "$small") ]]; then aws s3 cp --only-show-errors --recursive "$small" "$to"; fi
 if [[ -f $kept/ended ]]; then
     aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" --desired-capacity 0
 fi

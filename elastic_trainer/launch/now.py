@@ -30,6 +30,8 @@ from elastic_trainer.wire.plain import plain
 
 EVERY_S = 1.0
 ALIVE_S = 5.0
+MOST_WHAT = 100
+"""Characters of what a phase works on. A worker may send 50,000."""
 LAST_S = 1.0
 """The time for which the end of the attempt waits for the file's removal."""
 
@@ -46,7 +48,17 @@ def _worker(worker: Worker, rank: int, offset_s: float) -> dict[str, Any]:
     has_reported = worker.count >= 0
     return {"worker": worker.name, "host": worker.host, "rank": rank, "phase": worker.phase.value,
             "step": worker.step, "drains": worker.drains,
-            **({"heard": round(worker.heard_at + offset_s, 1)} if has_reported else {})}
+            **({"heard": round(worker.heard_at + offset_s, 1)} if has_reported else {}),
+            **_phase(worker, offset_s)}
+
+
+def _phase(worker: Worker, offset_s: float) -> dict[str, Any]:
+    """Return what the worker's loop did at its newest heartbeat, and since when."""
+    at = worker.at
+    if at is None:
+        return {}
+    return {"does": at.phase, "what": at.what[:MOST_WHAT],
+            "since": round(max(0.0, worker.heard_at + offset_s - at.for_s), 1)}
 
 
 def is_due(written: dict[str, Any] | None, now: dict[str, Any]) -> bool:
@@ -57,8 +69,8 @@ def is_due(written: dict[str, Any] | None, now: dict[str, Any]) -> bool:
 
 
 def _shown(now: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**worker, "heard": int(now["time"] - worker["heard"]) if "heard" in worker else None}
-            for worker in now["workers"]]
+    return [{**worker, **{name: int(now["time"] - worker[name]) for name in ("heard", "since")
+                          if name in worker}} for worker in now["workers"]]
 
 
 class NowFile:

@@ -152,7 +152,8 @@ def show_progress(run_dirs: list[Path], options: argparse.Namespace, far: list[F
         from elastic_trainer.observe.overview import open_runs
         from elastic_trainer.observe.web import DEFAULT_BIND, serve
 
-        serve(open_runs(run_dirs, _prices(options)), options.bind or DEFAULT_BIND)
+        serve(open_runs(run_dirs, _prices(options), [run.folder for run in far]),
+              options.bind or DEFAULT_BIND)
         return 0
     from elastic_trainer.observe.watch import watch
 

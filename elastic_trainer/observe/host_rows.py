@@ -6,6 +6,8 @@ What always holds:
 1. The rows are a pure function of the status and of what the driver last knew, if it is there.
 2. There are at most as many rows as asked for, and the other hosts are counted by state.
 3. Hosts whose state is about to change come first, and hosts that have left come last.
+4. Ages of heartbeats and phases are those that the driver knew. If it is a copy of the driver's
+   file, `caption` has its age, once.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ STATES = ("draining", "waiting", "booting", "training", "finished", "spare", "st
           "gone")
 """In the order of the rows; docs/guide/watch.md explains them. A host with several workers has the
 first state that one of them has."""
+PHASE = "phase"
+"""The head of the column of what a worker's loop does."""
+LASTS_S = 3.0
+"""A phase that has lasted so long is shown with its time and with what it works on. The step of a
+small model takes less, and a row that changes each second is hard to read."""
+NO_WORKER = WorkerNow(host="", rank=-1, phase="", step=0, drains=False, silent_s=None)
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,10 @@ class HostRow:
     """How many steps each of its workers in the world has finished."""
     silent_s: float | None = None
     """The age of the newest heartbeat, of the worker that has the oldest one."""
+    does: str = ""
+    """The phase of the worker that has been in its phase for the longest time; "": none is."""
+    what: str = ""
+    does_for_s: float = 0.0
     zone: str = ""
     lifecycle: str = ""
 
@@ -78,11 +90,14 @@ def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, Li
         states.add("draining")
     zone, lifecycle = status.markets.get(host, ("", ""))
     silences = [it.silent_s for it in known.values() if it and it.silent_s is not None]
+    in_phase = [it for it in known.values() if it and it.does and it.phase == "training"]
+    slowest = max(in_phase, key=lambda it: it.does_for_s, default=NO_WORKER)
     return HostRow(
         host, min(states, key=STATES.index), tuple(sorted(ranks[name] for name in members)),
         status.types.get(host, ""),
         steps=tuple(it.step if (it := known[name]) else status.steps for name in members),
-        silent_s=max(silences, default=None), zone=zone, lifecycle=lifecycle)
+        silent_s=max(silences, default=None), zone=zone, lifecycle=lifecycle,
+        does=slowest.does, what=slowest.what, does_for_s=slowest.does_for_s)
 
 
 def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: int | None) -> str:
@@ -95,7 +110,7 @@ def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: 
 
 def columns(status: Status, now: Now | None, prices: Pricing | None) -> list[str]:
     """Return the heads of the columns: those of which something is known."""
-    return ["host", "state", "rank", "step", *(["heartbeat"] if now else []),
+    return ["host", "state", "rank", "step", *(["heartbeat", PHASE] if now else []),
             *(["type"] if status.types else []), *([f"{prices.currency}/h"] if prices else [])]
 
 
@@ -106,9 +121,24 @@ def cells(rows: Iterable[HostRow], heads: list[str], prices: Pricing | None, mom
         known = {
             "host": row.host, "rank": span_of(row.ranks), "step": span_of(row.steps),
             "state": row.state if row.gone_at is None else f"gone {age(moment - row.gone_at)}",
-            "heartbeat": "-" if row.silent_s is None else f"{age(row.silent_s)} ago",
+            "heartbeat": "-" if row.silent_s is None else f"{age(row.silent_s)} old",
+            PHASE: doing(row) or "-",
             "type": row.type or "-"}
         yield [known[head] if head in known else _price(prices, row) for head in heads]
+
+
+def doing(row: HostRow) -> str:
+    """Return the phase in a word; of one that lasts, also how long and with what."""
+    if row.does_for_s < LASTS_S:
+        return row.does
+    return f"{row.does} {age(row.does_for_s)}" + (f": {row.what}" if row.what else "")
+
+
+def caption(now: Now | None) -> str:
+    """Return the age of a copy of the driver's file; "" if there is none, or the file itself."""
+    if now is None or now.copied_s is None:
+        return ""
+    return f"Step, heartbeat, phase: {age(now.copied_s)} ago (the bucket's copy)"
 
 
 def span_of(numbers: tuple[int, ...]) -> str:

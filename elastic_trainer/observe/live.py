@@ -53,11 +53,12 @@ class Live:
                 "events")
     """In the order of the page."""
 
-    def __init__(self, run_dir: Path, prices: Pricing | None = None):
+    def __init__(self, run_dir: Path, prices: Pricing | None = None, *, is_copy: bool = False):
+        """`is_copy`: the folder is that of a mirror."""
         self.name, self.prices = run_dir.resolve().name, prices
         self.title = f"run {self.name}"
         self.status = Status(run=self.name)
-        self._log, self._now_reader = Reader(run_dir), NowReader(run_dir)
+        self._log, self._now_reader = Reader(run_dir), NowReader(run_dir, is_copy=is_copy)
         self._now: Now | None = None
         self._run = page.Run(History(run=self.name), Timeline(), Story(), {})
         self._gate = UntilFinished()
@@ -91,7 +92,8 @@ class Live:
             newest = history.kept.get(history.next - 1)
             moments = {
                 "last_event": self._last_event_at, "last_step": newest[3] if newest else None,
-                "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None}
+                "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None,
+                "heartbeats": self._now.time if self._now else None}
             return [*samples(
                 self.status, self._run.result,
                 {f"{name}_timestamp_seconds": moment for name, moment in moments.items()

@@ -41,6 +41,8 @@ METRICS = {
     "last_event_timestamp_seconds": ("gauge", "When the newest event was written."),
     "last_step_timestamp_seconds": ("gauge", "When the newest step was finished."),
     "last_checkpoint_timestamp_seconds": ("gauge", "When the newest checkpoint was published."),
+    "heartbeats_timestamp_seconds": ("gauge", "When the driver measured oldest_heartbeat_seconds: "
+                                     "some 20 s ago if the run is read from a bucket."),
     "attempts_total": ("counter", "Attempts that were started."),
     "generations_total": ("counter", "Worlds that have trained."),
     "steps_redone_total": ("counter", "Steps that were done again, or dropped."),

@@ -1,4 +1,4 @@
-"""A copy of a run's event log in a bucket, in a folder of this machine.
+"""A copy of a run's event log, result and now.json in a bucket, in a folder of this machine.
 
 a fleet's coordinator (deploy/hosts/events.sh) → bucket → here → a folder → Reader
 
@@ -14,7 +14,7 @@ What always holds:
    are made here. A segment that is too large, or cannot be decompressed, is left out: a malformed
    line stands for it, which the readers count.
 
-What it does not do: delete a sealed segment that the bucket no longer has.
+What it does not do: delete what the bucket no longer has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from elastic_trainer.observe import now
 from elastic_trainer.observe.report import RESULT_FILE
 from elastic_trainer.observe.segments import EVENTS_FILE, LONGEST_LINE_BYTES
 from elastic_trainer.state.s3 import Entry, S3Store
@@ -39,6 +40,8 @@ MOST_BYTES = 256 << 20
 MOST_BYTES_IN_ALL = 8 << 30
 LISTS = 8
 """How often the bucket is listed for one copy, if objects change meanwhile."""
+SMALL_FILES = {RESULT_FILE: MOST_BYTES, now.NOW_FILE: now.MOST_BYTES}
+"""The largest size of each. A larger one is left out."""
 OVERLAP_BYTES = 4096
 """So much of the newest segment is fetched again, to see that the rest continues it."""
 LEFT_OUT = b"a segment was left out\n"
@@ -95,9 +98,12 @@ class Mirror:
         for number, name in sealed.items():
             if self._have.get(name) != listed[name]:
                 self._take_sealed(number, name, listed[name])
-        for name, take in ((EVENTS_FILE, self._take_newest), (RESULT_FILE, self._take_result)):
+        for name in (EVENTS_FILE, *SMALL_FILES):
             if name in listed and self._have.get(name) != listed[name]:
-                take(listed[name])
+                if name == EVENTS_FILE:
+                    self._take_newest(listed[name])
+                elif listed[name].bytes <= SMALL_FILES[name]:
+                    self._place(name, self._fetch(name, listed[name]))
                 self._have[name] = listed[name]
 
     def _take_sealed(self, number: int, name: str, entry: Entry) -> None:
@@ -145,10 +151,6 @@ class Mirror:
                 return False
             file.write(more[size - start:])
         return True
-
-    def _take_result(self, entry: Entry) -> None:
-        if entry.bytes <= MOST_BYTES:
-            self._place(RESULT_FILE, self._fetch(RESULT_FILE, entry))
 
     def _fetch(self, name: str, entry: Entry, first: int = 0) -> bytes:
         """Return an object's bytes from the first on. Raises Changed if it is another one now."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -55,9 +55,11 @@ class Overview:
         return text_of({labels[name]: of_run for name, of_run in found.items()})
 
 
-def open_runs(run_dirs: Sequence[Path], prices: Pricing | None = None) -> list[Live]:
-    """Return the runs of these folders. Raises ConfigError if two have one name."""
-    runs = [Live(run_dir, prices) for run_dir in run_dirs]
+def open_runs(run_dirs: Sequence[Path], prices: Pricing | None = None,
+              copies: Collection[Path] = ()) -> list[Live]:
+    """Return the runs of these folders. `copies`: those of them that are of mirrors. Raises
+    ConfigError if two have one name."""
+    runs = [Live(run_dir, prices, is_copy=run_dir in copies) for run_dir in run_dirs]
     for name, number in Counter(live.name for live in runs).items():
         if number > 1:
             raise ConfigError(f"{number} of the folders are named {name}, which is the name of a "

@@ -23,7 +23,7 @@ from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 from elastic_trainer.observe import charts, comparison, svg
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.history import History
-from elastic_trainer.observe.host_rows import bounded, cells, columns, host_rows
+from elastic_trainer.observe.host_rows import bounded, caption, cells, columns, host_rows
 from elastic_trainer.observe.now import Now
 from elastic_trainer.observe.page_style import STYLE
 from elastic_trainer.observe.prices import Pricing
@@ -190,8 +190,8 @@ def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float
         return section
     heads = columns(status, now, prices)
     table(section, heads, cells(rows, heads, prices, moment))
-    if others:
-        SubElement(section, "p", {"class": "dim"}).text = others
+    for line in filter(None, (others, caption(now))):
+        SubElement(section, "p", {"class": "dim"}).text = line
     return section
 
 

@@ -34,7 +34,16 @@ from rich.text import Text
 
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History, UntilFinished
-from elastic_trainer.observe.host_rows import HostRow, age, bounded, cells, columns, host_rows
+from elastic_trainer.observe.host_rows import (
+    PHASE,
+    HostRow,
+    age,
+    bounded,
+    caption,
+    cells,
+    columns,
+    host_rows,
+)
 from elastic_trainer.observe.now import Now, NowReader
 from elastic_trainer.observe.prices import Pricing
 from elastic_trainer.observe.segments import Reader
@@ -48,6 +57,8 @@ if TYPE_CHECKING:
 REFRESH_S = 0.25
 FULL_REFRESH_S = 1.0
 """Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
+NARROW = 100
+"""A terminal of fewer columns has no room for both what a worker does and the type of its host."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 MOST_NEWS = 1000
@@ -92,9 +103,10 @@ def view(watch: FullWatch, moment: float) -> Panel:
     recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
     troubles = [it.trouble for it in (watch.far, watch.prices) if it]
     refusal = [Text(plain(line), style="red") for line in (status.refusal, *troubles) if line]
-    used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal)
+    copied = caption(watch.now)
+    used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal) + bool(copied)
     rows, others = bounded(host_rows(status, watch.now), max(2, watch.console.height - used))
-    more = [Text(others, style="dim")] if others else []
+    more = [Text(line, style="dim") for line in (others, copied) if line]
     return Panel(Group(bar, columns, *refusal, _hosts(watch, rows, moment), *more, Text(), *recent,
                        *asked),
                  title=Text(plain(f"{status.run}: {status.phase}")), title_align="left")
@@ -103,11 +115,14 @@ def view(watch: FullWatch, moment: float) -> Panel:
 def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     heads = columns(watch.status, watch.now, watch.prices)
+    if PHASE in heads and watch.console.width < NARROW:
+        heads = [name for name in heads if name != "type"]
     for name in heads:
-        table.add_column(name, no_wrap=True, overflow="ellipsis",
+        # If there is no room, the column that may wrap is cut first. Its texts do not wrap.
+        table.add_column(name, no_wrap=name != PHASE, overflow="ellipsis",
                          min_width=10 if name == "state" else None)
     for texts in cells(rows, heads, watch.prices, moment):
-        table.add_row(*(Text(plain(text)) for text in texts))
+        table.add_row(*(Text(plain(text), no_wrap=True, overflow="ellipsis") for text in texts))
     return table
 
 
@@ -233,7 +248,7 @@ class FullWatch(Watch):
         self.dialog = keys.Dialog()
         self.goodput: float | None = None
         self.now: Now | None = None
-        self._now_reader = NowReader(self.run_dir)
+        self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
         self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
         self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
 
