@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ from elastic_trainer.launch.now import NowFile  # noqa: E402
 from elastic_trainer.launch.roster import Phase, Roster  # noqa: E402
 from elastic_trainer.observe.events import Events, read_events  # noqa: E402
 from elastic_trainer.observe.report import summarize_log  # noqa: E402
+from elastic_trainer.wire.heartbeat import At  # noqa: E402
 
 PROGRAM = [sys.executable, "-m", "elastic_trainer"]
 STORMS = {"storm": "rate=60/h,bulk=0.4,notice=0.5,replace=60,hours=0.25,seed=7",
           "zero": "rate=40/h,zero=0.5,notice=0.5,replace=90,hours=0.25,seed=3"}
+IN_FORWARD = At(phase="forward", what="shard 2, 32 samples from 64", for_s=0.5, step=0,
+                step_for_s=0.7, usual_s=1.0, own_s=0.5, steps=9)
 WATCHED_S = 60.0
 ASKS_S = 0.8
 """The interval of the page's script."""
@@ -117,6 +121,7 @@ def now_ms(folder: Path, workers: int) -> float:
     for step in range(50):
         for worker in roster.workers.values():
             worker.step, worker.heard_at = step, time.monotonic()
+            worker.at = replace(IN_FORWARD, step=step)
         file.write()
     return round((time.process_time() - before) / 50 * 1e3, 2)
 
