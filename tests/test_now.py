@@ -61,7 +61,7 @@ def test_a_reader_gets_what_the_driver_knows() -> None:
     assert booting.silent_s is None and (member.does, booting.does) == ("", "")
 
 
-def test_a_row_says_what_a_loop_does_and_how_long_if_that_takes_long() -> None:
+def test_a_row_has_what_a_loop_does_and_how_long_if_that_takes_long() -> None:
     """A phase in a word; one that has lasted for 3 s with its time and its shard. The time since
     the last heartbeat counts: a frozen worker is in its last phase. Of several workers on a host
     the row has the one that has been in its phase for the longest time."""
