@@ -27,7 +27,7 @@ from test_verify import Story
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe import far, mirror
 from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.now import NOW_FILE
+from elastic_trainer.observe.now import MOST_BYTES, NOW_FILE, NowReader
 from elastic_trainer.observe.overview import Overview
 from elastic_trainer.observe.segments import Reader, compress, seal, segments
 from elastic_trainer.observe.watch import FAR_KILL, FullWatch, view
@@ -189,6 +189,7 @@ def test_a_hostile_bucket_makes_no_file_but_those_of_a_log(
                        ("events-000005.jsonl.gz", b"rubbish"), ("events-0000006.jsonl", b"x\n"),
                        ("events-\u0660\u0660\u0660\u0660\u0660\u0666.jsonl", b"x\n"),
                        ("result.json", b"[" * 5000), (".events.lock", b"x"),
+                       (NOW_FILE, b"x" * (MOST_BYTES + 1)),
                        ("../../events-000006.jsonl", b"x\n"), ("events-000006.jsonl/x", b"x\n"),
                        ("\x1b[2J", b"x\n"),
                        ("events.jsonl", b"".join(json.dumps(it).encode() + b"\n" for it in last))):
@@ -198,6 +199,9 @@ def test_a_hostile_bucket_makes_no_file_but_those_of_a_log(
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
         "events-000001.jsonl.gz", *(f"events-00000{number}.jsonl" for number in range(2, 6)),
         "events.jsonl", "result.json"]
+    bucket.put(NOW_FILE, b"[" * 5000)
+    copy.refresh()
+    assert NowReader(copy.folder, is_copy=True).read() is None
     assert main(["report", bucket.url, "--json"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)

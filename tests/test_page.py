@@ -63,6 +63,8 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
         *(f"#fill-{name}" for name in
           ("redoing", "regrouping", "booting", "restarting", "waiting", "stopped")),
         *(f"#part-{part}" for part in PAUSE_PARTS)}
+    legend = text.partition("<h2>Recoveries</h2>")[2]
+    assert re.findall(r'part (\w+)" width="14"', legend) == [*PAUSE_PARTS]
     identities = re.findall(r'id="([^"]*)"', text)
     assert len(identities) == len({*identities}) == 11
     for title in ("Samples a second, and what happened", "Loss", "Hosts", "Recoveries",
@@ -72,6 +74,7 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
         assert text in tree.texts
     assert "host b: worker 7 was killed (SIGKILL)" in tree.texts
     assert {"noticing 0.100 s", "transfer 0.400 s", "redoing 1.000 s"} <= {*tree.texts}
+    assert "Recoveries, below, has all parts of the longest pauses." in tree.texts
     assert {"a worker lost", "a host leaves the list", "a checkpoint"} <= {*tree.texts}
     assert "2.00 s" in tree.texts and "prefers-color-scheme: dark" in "".join(tree.texts)
 

@@ -117,12 +117,16 @@ def paused(time: float, **parts: float) -> dict[str, Any]:
 
 def test_a_pause_is_divided_by_its_parts() -> None:
     """In their order, in the proportion of their seconds, each with a tooltip, within the pause;
-    one that is too narrow is in the tooltip of the whole pause. The legend has the patterns."""
+    one that is too narrow is in the tooltip of the whole pause, and the legend has a line about it.
+    The legend has the patterns."""
     parts = {"noticing": 4.0, "deciding": 0.01, "forming": 2.0, "transfer": 8.0, "redoing": 1.0}
-    events = [generation(0.0, 2, 0), *(step(float(at)) for at in range(1, 40)),
-              generation(53.0, 2, 39), paused(54.01, **parts), step(54.01, step=39),
-              *(step(float(at)) for at in range(55, 90))]
-    _, root = drawn(events)
+
+    def picture(**parts: float) -> Element:
+        return drawn([generation(0.0, 2, 0), *(step(float(at)) for at in range(1, 40)),
+                      generation(53.0, 2, 39), paused(54.01, **parts), step(54.01, step=39),
+                      *(step(float(at)) for at in range(55, 90))])[1]
+
+    root = picture(**parts)
     group = next(it for it in root if it.get("class") == "bands")
     found = of_kind(group, "slice")
     assert [it.get("class") for it in found] == [
@@ -136,6 +140,10 @@ def test_a_pause_is_divided_by_its_parts() -> None:
     left, right = (float(band.get("x", 0)) + at * float(band.get("width", 0)) for at in (0, 1))
     assert left - 0.1 <= float(found[0].get("x", 0)) and float(found[3].get("x", 0)) <= right
     assert "transfer" in texts(group) and {"parts of a pause:", *PAUSE_PARTS} <= {*texts(root)}
+    line = ("parts of a pause under 0.169 s are too narrow to be drawn: the tooltip of the pause "
+            "has them")
+    assert line in texts(root) and line not in texts(picture(**parts | {"deciding": 0.0}))
+    assert line in texts(picture(deciding=0.01, redoing=0.1))
 
 
 def test_many_pauses_have_a_bounded_number_of_bands_and_none_is_lost() -> None:

@@ -25,6 +25,7 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.observe import keys
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.host_rows import bounded, host_rows
+from elastic_trainer.observe.mark import PHASES
 from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import summarize
@@ -273,9 +274,10 @@ def test_k_costs_a_real_run_nothing_but_the_worker(
         cluster.wait_for_step(3)
         seen = NowReader(cluster.run_dir)
         now = cluster.wait_for("step of each worker", lambda: (now := seen.read()) and all(
-            it.step > 2 for it in now.workers.values()) and now)
+            it.step > 2 and it.does for it in now.workers.values()) and now)
         assert {(it.rank, it.phase) for it in now.workers.values()} == {
             (rank, "training") for rank in range(4)}
+        assert {it.does for it in now.workers.values()} <= {*PHASES}
         assert all(it.silent_s < 5 for it in now.workers.values())
         terminal = Terminal(cluster.run_dir)
         for key, shown in (("", "training"), ("", "heartbeat"), ("", " s old"),

@@ -5,7 +5,8 @@ history (periods), timeline (recoveries) → here → svg
 What always holds:
 1. The number of shapes is bounded by the width of the picture, whatever the number of faults.
    Bands that would cover each other are one band, up to MERGED_PX. It has their number and sums.
-2. A part that is narrower than LEAST_PX has no shape. The tooltip of its band has its seconds.
+2. A part that is narrower than LEAST_PX has no shape. The tooltip of its band has its seconds, and
+   the legend says so.
 3. No reader needs the colours: each part has its own pattern, its name if there is room, and a
    tooltip.
 """

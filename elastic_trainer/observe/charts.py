@@ -200,8 +200,21 @@ def legend(groups: Iterable[str]) -> Element:
     root = Element("p", {"class": "legend"})
     for group in groups:
         accounts = ", ".join(account.value for account in GROUPS[group])
-        key = SubElement(root, "span", {"title": accounts})
-        swatch = SubElement(key, "svg", {"width": "14", "height": "14", "aria-hidden": "true"})
-        SubElement(swatch, "rect", {"class": f"lane {group}", "width": "14", "height": "14"})
-        swatch.tail = f" {group}" if group == accounts else f" {group} ({accounts})"
+        _key(root, f"lane {group}", group if group == accounts else f"{group} ({accounts})",
+             accounts)
     return root
+
+
+def parts_legend() -> Element:
+    """Return the legend of the recoveries."""
+    root = Element("p", {"class": "legend"})
+    for part in PAUSE_PARTS:
+        _key(root, f"part {part}", part, part)
+    return root
+
+
+def _key(root: Element, kind: str, text: str, title: str) -> None:
+    key = SubElement(root, "span", {"title": title})
+    swatch = SubElement(key, "svg", {"width": "14", "height": "14", "aria-hidden": "true"})
+    SubElement(swatch, "rect", {"class": kind, "width": "14", "height": "14"})
+    swatch.tail = f" {text}"

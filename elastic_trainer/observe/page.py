@@ -155,6 +155,9 @@ def picture(run: Run) -> Element:
         drawn.attrib.pop(name, None)
     drawn.set("class", "chart")
     _figure(section).append(drawn)
+    if run.timeline.recoveries:
+        SubElement(section, "p", {"class": "dim"}).text = (
+            "Recoveries, below, has all parts of the longest pauses.")
     return section
 
 
@@ -218,6 +221,7 @@ def recoveries(run: Run) -> Element:
         SubElement(section, "p").text = "The world has not changed."
         return section
     _figure(section).append(charts.recoveries(longest, run.history.books.periods[0][1]))
+    section.append(charts.parts_legend())
     means = ", ".join(f"{part} {story.recovered_s[part] / story.recoveries:.3f} s"
                       for part in PAUSE_PARTS)
     SubElement(section, "p").text = (

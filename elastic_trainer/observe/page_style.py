@@ -39,7 +39,8 @@ svg.chart { display: block; width: 100%; min-width: 640px; height: auto;
   font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 svg.patterns { position: absolute; }
 .chart text { fill: var(--ink); } .chart text.dim { fill: var(--dim); }
-.chart text.inside { fill: var(--paper); font-size: 11px; }
+.chart text.inside { font-size: 11px; font-weight: 600; paint-order: stroke; stroke: var(--paper);
+  stroke-width: 3px; }
 .chart .end { text-anchor: end; } .chart .middle { text-anchor: middle; }
 .chart .grid { stroke: var(--line); } .chart .paper { fill: var(--paper); }
 .envelope { fill: var(--accent); fill-opacity: .25; } .loss { fill: none; stroke: var(--accent);
@@ -52,9 +53,9 @@ svg.patterns { position: absolute; }
 .lane.regrouping { fill: url(#fill-regrouping); } .lane.booting { fill: url(#fill-booting); }
 .lane.restarting { fill: url(#fill-restarting); } .lane.waiting { fill: url(#fill-waiting); }
 .lane.stopped { fill: url(#fill-stopped); }
-.part { stroke: var(--paper); } .part.noticing { fill: var(--error); }
-.part.deciding { fill: var(--warning); } .part.forming { fill: var(--accent); }
-.part.transfer { fill: var(--training); } .part.redoing { fill: var(--waiting); }
+.part { stroke: var(--paper); } .part.noticing { fill: url(#part-noticing); }
+.part.deciding { fill: url(#part-deciding); } .part.forming { fill: url(#part-forming); }
+.part.transfer { fill: url(#part-transfer); } .part.redoing { fill: url(#part-redoing); }
 @media print { :root { --paper: #fff; --ink: #000; --card: #fff; --line: #bbb; --dim: #444; }
   body { max-width: none; font-size: 11px; } section { break-inside: avoid; }
   .events { font-size: 9px; } section:has(.events) { break-inside: auto; }

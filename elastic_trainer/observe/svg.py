@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from elastic_trainer.observe.bands import SHOWN, bands, pattern_elements, slices
+from elastic_trainer.observe.bands import LEAST_PX, SHOWN, bands, pattern_elements, slices
 from elastic_trainer.observe.bands import STYLE as BAND_STYLE
 from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.observe.sentences import count
@@ -138,7 +138,7 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     SubElement(root, "rect", {"class": "paper", "width": "100%", "height": "100%"})
     _text(root, LEFT, 28, title, "title")
     _text(root, LEFT, 50, subtitle(result), "dim")
-    are_divided = _draw_bands(root, axis, periods, timeline.recoveries)
+    parts_drawn = _draw_bands(root, axis, periods, timeline.recoveries)
     _draw_rates(root, axis, timeline)
     _draw_fleet(root, axis, timeline)
     _draw_time(root, axis)
@@ -148,7 +148,10 @@ def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any
     _draw_checkpoints(root, axis, timeline.checkpoints)
     marks = {group[0].mark for group in groups}
     bottom = _draw_legend(root, marks | ({Mark.CHECKPOINT} if timeline.checkpoints else set()),
-                          {phase for phase, _, _ in periods}, PAUSE_PARTS if are_divided else ())
+                          {phase for phase, _, _ in periods}, PAUSE_PARTS if parts_drawn else ())
+    if parts_drawn < sum(seconds > 0 for it in timeline.recoveries for seconds in it.parts):
+        bottom += 22
+        _text(root, LEFT, bottom, too_narrow(axis), "dim")
     root.set("height", str(bottom + 16))
     root.set("viewBox", f"0 0 {WIDTH} {bottom + 16}")
     indent(root)
@@ -192,22 +195,29 @@ def time_ticks(length_s: float) -> Iterator[tuple[float, str]]:
         yield value * unit_s, f"{value:g} {unit}"
 
 
+def too_narrow(axis: Axis) -> str:
+    """Return which parts of pauses have no shape."""
+    least_s = LEAST_PX * axis.length_s / (RIGHT - LEFT)
+    return (f"parts of a pause under {duration(least_s)} are too narrow to be drawn: the tooltip "
+            f"of the pause has them")
+
+
 def _draw_bands(root: Element, axis: Axis, periods: Sequence[Period],
-                recoveries: Sequence[Recovery]) -> bool:
-    """Shade pauses, restarts and boots; True if a pause is divided by its parts."""
+                recoveries: Sequence[Recovery]) -> int:
+    """Shade pauses, restarts and boots; return the number of parts of pauses that are drawn."""
     group = SubElement(root, "g", {"class": "bands"})
     shown = [it for it in periods if it[2] > axis.start and it[1] < axis.end]
     for band in bands(shown, recoveries, axis.x):
         rect = _band(group, band.left, min(band.right, RIGHT), f"band {band.phase.value}")
         SubElement(rect, "title").text = band.in_words(duration)
-    are_divided = False
+    drawn = 0
     for part, left, right, seconds in slices(recoveries, axis.x):
         rect = _band(group, left, right, f"slice {part}")
         SubElement(rect, "title").text = f"{part} for {duration(seconds)}"
-        are_divided = True
+        drawn += 1
         if right - left > LETTER_PX * len(part) + 6:
             _text(group, (left + right) / 2, TOP + 14, part, "middle name")
-    return are_divided
+    return drawn
 
 
 def _band(parent: Element, left: float, right: float, kind: str) -> Element:
