@@ -1,33 +1,52 @@
 """The Python stacks of all threads of a process that does not answer: asked for by a signal.
 
-driver, or the far end of its ssh → SIGURG → here (faulthandler, in the worker) → stderr → driver →
-here (which lines, which phase)
+driver, or the far end of its ssh (launch/remote.py) → SIGURG → here (faulthandler, in the worker)
+→ stderr → driver → here (which lines, which phase)
 
 What always holds:
 1. faulthandler's handler is C and takes no lock: it writes while another thread holds the GIL.
-2. SIGURG is ignored where nobody handles it. A process that has not registered survives it.
+2. SIGURG and SIGWINCH are ignored where no handler is. A process that has not registered survives
+   them.
 3. The worker opens nothing and starts nothing. Its stderr leads to the driver on every host.
+4. A line of the user's is passed on, also one that is blank or that has no end before the answer.
+
+faulthandler writes at most 100 threads, and the main thread is the last. So a process with more of
+them is asked twice: by SIGWINCH, sent to its main thread, for the stack of this thread; then by
+SIGURG for the stacks of the 100 newest threads. A process with a terminal answers SIGURG alone: a
+terminal sends SIGWINCH when its window changes.
 
 Source: faulthandler (Python/traceback.c, `_Py_DumpTracebackThreads`): a block for each thread,
-newest frame first. The main thread is the last block.
+newest frame first, a blank line between two, and `...` where it stops after 100.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 
-ASK = signal.SIGURG
+ASK, ASK_MAIN = signal.SIGURG, signal.SIGWINCH
+"""The question for all threads, and the one for the main thread."""
 ASKED_S = 5.0
 """The time after a question in which lines of stacks are its answer."""
-MAX_LINES = 10_000
-"""Of one answer: faulthandler writes at most 100 threads of 100 frames."""
-_LINE = re.compile(r'(Current t|T)hread 0x[0-9a-f]+|  File ".*", line \d+ in |  <no Python frame>'
-                   r"|  \.\.\.$")
-_BLOCK = re.compile(r"(Current t|T)hread 0x[0-9a-f]+")
+MOST = 100
+"""faulthandler writes this number of threads, and of frames of each."""
+LONGEST, LINE_CHARACTERS = 11_000, 1000
+"""The characters of faulthandler's longest line, and those that are kept of a line."""
+HEADER_CHARACTERS = 200
+"""No header has more. It is looked for at a line's end: a line may have 65,536 characters."""
+MOST_CHARACTERS = 200_000
+"""The characters that are kept of an answer, besides the newest block."""
+_HEADER = re.compile(r"(?:(Current t|T)hread 0x[0-9a-f]+.*|Stack) \(most recent call first\):$")
+_FRAME = re.compile(r'  File (".*"|\?\?\?), line (\d+|\?\?\?) in ')
+_NO_FRAME = re.compile("  (Garbage-collecting|<[a-zA-Z ]+>)$")
+_CUT = "  ..."
+"""After MOST frames."""
 _PHASES = (("training/shards.py", "_open", "load"), ("training/shards.py", "_backward", "backward"),
            ("training/shards.py", "reduce", "reduce"), ("training/loop.py", "_reduce", "reduce"),
            ("training/loop.py", "_vote", "vote"), ("training/apply.py", "_update", "apply"),
@@ -38,50 +57,122 @@ _PHASES = (("training/shards.py", "_open", "load"), ("training/shards.py", "_bac
 
 
 def answer() -> None:
-    """Let this process answer the question, on the stderr that it has now. A handler of the user's
-    own for the signal stays."""
-    if signal.getsignal(ASK) != signal.SIG_DFL:
-        return
+    """Let this process answer the questions, on the stderr that it has now. A handler of the user's
+    own for a signal stays."""
     try:
-        faulthandler.register(ASK, file=2, all_threads=True)
+        if signal.getsignal(ASK) == signal.SIG_DFL:
+            faulthandler.register(ASK, file=2, all_threads=True)
+        if signal.getsignal(ASK_MAIN) == signal.SIG_DFL and not _has_terminal():
+            faulthandler.register(ASK_MAIN, file=2, all_threads=False)
     except (OSError, ValueError, RuntimeError) as error:  # no stderr
         print(f"elastic-trainer: no stacks of this worker can be asked for: {error}",
               file=sys.stderr)
+
+
+def _has_terminal() -> bool:
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    return False
 
 
 class Answer:
     """The lines of a process's stderr that answer the newest question."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self._main: list[str] = []
+        """The block of the main thread, where it was asked alone."""
+        self._blocks: list[list[str]] = []
+        """The newest blocks of the answer of all threads."""
+        self._open: list[str] = []
+        """The block whose lines come."""
+        self._threads = self._characters = 0
+        self._is_cut = self._is_held = False
+        """It has not all threads; the last line was blank, and may be within the answer."""
         self._until = 0.0
+        self._lock = threading.Lock()
 
     def expect(self) -> None:
         """Begin a new answer."""
-        self.lines, self._until = [], time.monotonic() + ASKED_S
+        with self._lock:
+            self._main, self._blocks, self._open = [], [], []
+            self._threads, self._characters, self._is_cut = 0, 0, False
+            self._until = time.monotonic() + ASKED_S
 
-    def take(self, line: str) -> bool:
-        """Take a line of stderr; False if it is none of the answer."""
-        if time.monotonic() > self._until or not (_LINE.match(line) or (self.lines and not line)):
+    def take(self, line: str) -> list[str]:
+        """Take what a line of stderr has of the answer; return the lines of the user's."""
+        with self._lock:
+            return self._take(line)
+
+    def _take(self, line: str) -> list[str]:
+        blank = self.rest()
+        if time.monotonic() > self._until:
+            return [*blank, line]
+        header = _HEADER.search(line[-HEADER_CHARACTERS:])
+        if header and self._begin(header[0]):
+            before = line[:-len(header[0])]  # a progress bar, which has no line end
+            return [*(blank if self._open is self._main else []), *([before] if before else [])]
+        if blank and line == "..." and self._threads == MOST:
+            self._open, self._is_cut = [], True
+            return []
+        if blank or not self._goes_on(line):
+            return [*blank, line]
+        if line:
+            self._open.append(line[:LINE_CHARACTERS])
+        else:
+            self._is_held = True
+        return []
+
+    def rest(self) -> list[str]:
+        """Return the line of the user's that was held back."""
+        blank, self._is_held = [""] * self._is_held, False
+        return blank
+
+    def _begin(self, header: str) -> bool:
+        """Begin a block; False if the answer cannot have one more."""
+        is_alone = header.startswith("Stack")
+        if self._main if is_alone else self._threads == MOST:
             return False
-        if len(self.lines) < MAX_LINES:
-            self.lines.append(line)
+        self._open = [header[:LINE_CHARACTERS]]
+        if is_alone:
+            self._main = self._open
+            return True
+        self._threads += 1
+        self._blocks.append(self._open)
+        self._characters += sum(map(len, self._blocks[-2])) if self._threads > 1 else 0
+        while self._characters > MOST_CHARACTERS:
+            self._characters -= sum(map(len, self._blocks.pop(0)))
         return True
 
-    def main(self) -> list[str]:
-        """Return the lines of the main thread."""
-        begins = [number for number, line in enumerate(self.lines) if _BLOCK.match(line)]
-        return self.lines[begins[-1]:] if begins else []
+    def _goes_on(self, line: str) -> bool:
+        """True if the line may be the next one of the block."""
+        block = self._open
+        if not block or not line:
+            return bool(block) and block is not self._main
+        if block[-1] == _CUT or len(line) > LONGEST:
+            return False
+        if len(block) > MOST and line == _CUT:
+            return True
+        return bool((len(block) <= MOST + 1 and _FRAME.match(line))
+                    or (len(block) <= 2 and _NO_FRAME.match(line)))
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the main thread, as far as they are known."""
+        if self._main or self._is_cut or not self._blocks:
+            return self._main
+        return self._blocks[-1]
 
     def text(self) -> str:
         """Return the stacks, the main thread's first."""
-        main = self.main()
-        return "\n".join(filter(None, main + self.lines[:len(self.lines) - len(main)]))
+        main = self.lines
+        others = [block for block in self._blocks if block[1:] != main[1:]]
+        return "\n".join(line for block in (main, *others) for line in block)
 
     def phase(self) -> str:
         """Return the phase that the main thread's stack shows; "": none of our functions is there,
         or there is no answer."""
-        for line in self.main():
+        for line in self.lines:
             for file, function, phase in _PHASES:
                 if f'{file}"' in line and line.endswith(f" in {function}"):
                     return phase

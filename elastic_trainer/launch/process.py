@@ -28,7 +28,7 @@ from horovod.runner.common.util.env import is_exportable
 
 from elastic_trainer.host.crash import FAULTS, LINES, place_of
 from elastic_trainer.host.lines import lines_of
-from elastic_trainer.host.stacks import ASK, Answer
+from elastic_trainer.host.stacks import Answer
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.actions import Start
@@ -63,6 +63,7 @@ class WorkerProcess:
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LINES)
         """The end of its stderr. If it died of a signal, faulthandler's stack is there."""
         self.answer, self._state = Answer(), ""
+        self._names = remote.names_of(env)
         command_here, env_here = command, env
         if is_remote:
             command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
@@ -108,22 +109,34 @@ class WorkerProcess:
 
         Ranks change when the world does; hosts do not.
         """
-        for raw in lines_of(stream.fileno(), remote.EXITED.encode()):
+        for raw in lines_of(stream.fileno(), remote.MARK.encode()):
             text = raw.decode(errors="replace").rstrip()
-            line, mark, code = text.partition(remote.EXITED)
+            line, mark, message = text.partition(remote.MARK)
+            lines = [line] if line or not mark else []
             if kind == "stderr":
                 self.last_lines.append(line[:LAST_LINE_CHARACTERS])
-                if self._is_answer(line):
-                    continue
-            if line or not mark:
-                with suppress(OSError):  # a broken output must not make the worker wait for us
-                    # One call, or another worker's line could come in between.
-                    output.write(f"[{self.host}]<{kind}>: {plain_output(line)}\n")
-                    output.flush()
-            is_exit = mark and self.is_remote and kind == "stdout"
-            if is_exit and re.fullmatch("-?[0-9]{1,3}", code):
-                self.exit_code = int(code)
-                self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
+                lines = [rest for one in lines for rest in self.answer.take(one)]
+            self._pass_on(kind, lines, output)
+            if mark and self.is_remote:
+                self._take_message(kind, mark + message)
+        if kind == "stderr":
+            self._pass_on(kind, self.answer.rest(), output)
+
+    def _pass_on(self, kind: str, lines: list[str], output: IO[str]) -> None:
+        for line in lines:
+            with suppress(OSError):  # a broken output must not make the worker wait for us
+                # One call, or another worker's line could come in between.
+                output.write(f"[{self.host}]<{kind}>: {plain_output(line)}\n")
+                output.flush()
+
+    def _take_message(self, kind: str, message: str) -> None:
+        """Take a message of the far end."""
+        if kind == "stderr" and message.startswith(remote.STATE):
+            self._state = message.removeprefix(remote.STATE)[:1]
+        code = message.removeprefix(remote.EXITED)
+        if kind == "stdout" and re.fullmatch("-?[0-9]{1,3}", code):
+            self.exit_code = int(code)
+            self._later(FAR_OUTPUT_S, self._signal, signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for the exit, kill what it left behind, return its code (negative: a signal's)."""
@@ -142,19 +155,13 @@ class WorkerProcess:
             self._state = ""
             self.messages.put(f"stacks {self.worker_pid}\n".encode())
         elif self.process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.worker_pid, ASK)
+            remote.ask_stacks(self.worker_pid, self.process.pid, self._names)
 
     def state(self) -> str:
         """Return the state of its process as /proc has it, of a far one when it was asked."""
-        return self._state if self.is_remote else remote.state_of(self.worker_pid)
-
-    def _is_answer(self, line: str) -> bool:
-        """Take a line of stderr that answers `ask_stacks`; False if it is another one."""
-        if self.is_remote and line.startswith(remote.STATE):
-            self._state = line.removeprefix(remote.STATE)[:1]
-            return True
-        return self.answer.take(line)
+        if self.is_remote:
+            return self._state
+        return remote.state_of(self.worker_pid, self.process.pid, self._names)
 
     def died_in(self, code: int) -> str:
         """Return where the process died, if faulthandler reports the signal that ended it; else "".

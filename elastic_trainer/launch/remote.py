@@ -11,6 +11,8 @@ What always holds:
 3. The exit is reported at once as a marked line of output. sshd itself waits until every process
    that holds the output has closed it.
 4. A run whose coordinator died can be ended here: its workers would train on a second lineage.
+5. A worker reports its pid itself, so the pid is checked before a signal: the process is in the
+   worker's group, or it has the worker's name, as one behind a shim (standby/) has.
 
 It imports the standard library only, and reads /proc by hand: it runs once for each worker, on a
 host that boots, and no package may be on its Python's path.
@@ -27,10 +29,12 @@ import threading
 import time
 from contextlib import suppress
 
-EXITED = "\x1eelastic-trainer-exit "
-"""Begins the line on stdout that ends with the worker's exit code (negative: a signal's number)."""
-STATE = "\x1eelastic-trainer-state "
-"""Begins the line on stderr with the state of the worker's process."""
+MARK = "\x1eelastic-trainer-"
+"""Begins a message of ours at the end of a line. The worker may not have ended that line."""
+EXITED = MARK + "exit "
+"""On stdout, before the worker's exit code (negative: a signal's number)."""
+STATE = MARK + "state "
+"""On stderr, before the state of the worker's process."""
 SSH_OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
@@ -39,6 +43,16 @@ ORPHANS_S = 20.0
 """The time that workers have to notice that their driver is gone, and to write a checkpoint."""
 FIRST_S = 60.0
 """The time that the driver has to send the job."""
+WORKER, RUN_DIR = "ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_RUN_DIR"
+ATTEMPT = "ELASTIC_TRAINER_ATTEMPT"
+MOST_THREADS = 100
+"""faulthandler writes the stacks of this number of threads, and the main thread is the last."""
+MAIN_FIRST_S = 0.2
+"""The time that the main thread has to write its stack before all are asked. Of two questions at
+once faulthandler may drop one."""
+
+Names = tuple[str, str, str]
+"""A worker's name, its attempt, and its run's folder."""
 
 
 def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
@@ -84,7 +98,7 @@ def main() -> int:
         return 127
     ended = threading.Event()
     threading.Thread(target=obey, daemon=True, args=(
-        messages, worker.pid, ended, job["lost_s"], job["grace_s"])).start()
+        messages, worker.pid, names_of(job["env"]), ended, job["lost_s"], job["grace_s"])).start()
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     end(worker.pid, signal.SIGKILL)  # not reaped yet, so no other group can have the number
     ended.set()
@@ -94,14 +108,17 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def obey(messages: Messages, group: int, ended: threading.Event, lost_s: float,
+def obey(messages: Messages, group: int, names: Names, ended: threading.Event, lost_s: float,
          grace_s: float) -> None:
     """Obey the driver while it sends messages, then end the worker, unless it has `ended`."""
     while message := messages.next(lost_s):
         if message == b"term\n" and not ended.is_set():
             end(group, signal.SIGTERM)
         elif message.startswith(b"stacks ") and not ended.is_set():
-            ask_stacks(group, int(message.split()[1]))
+            pid = int(message.split()[1])
+            with suppress(OSError):
+                os.write(2, f"{STATE}{state_of(pid, group, names)}\n".encode())
+            ask_stacks(pid, group, names)
         elif message == b"kill\n":
             break
     else:
@@ -110,21 +127,71 @@ def obey(messages: Messages, group: int, ended: threading.Event, lost_s: float,
         end(group, signal.SIGKILL)
 
 
-def ask_stacks(group: int, pid: int) -> None:
-    """Let a worker write its stacks to its stderr (host/stacks.py), and write its state there."""
+def ask_stacks(pid: int, group: int, names: Names) -> None:
+    """Let a worker's process write its stacks to its stderr (host/stacks.py), if it is one."""
+    if not is_of_worker(pid, group, names):
+        return
     with suppress(OSError):
-        if os.getpgid(pid) == group:  # a number that another process may have by now
-            os.write(2, f"{STATE}{state_of(pid)}\n".encode())
+        if len(os.listdir(f"/proc/{pid}/task")) <= MOST_THREADS:
+            os.kill(pid, signal.SIGURG)
+            return
+    ask_main_thread(pid)
+    timer = threading.Timer(MAIN_FIRST_S, ask_all_threads, (pid, group, names))
+    timer.daemon = True
+    timer.start()
+
+
+def ask_main_thread(pid: int) -> None:
+    """Let a process write the stack of its main thread alone."""
+    # A signal to the process could be taken by another thread, which would write its own stack.
+    with suppress(ImportError, AttributeError):  # no ctypes, or a glibc before 2.30
+        import ctypes
+
+        ctypes.CDLL(None).tgkill(pid, pid, signal.SIGWINCH)
+
+
+def ask_all_threads(pid: int, group: int, names: Names) -> None:
+    """Let a worker's process write the stacks of all threads, if it is still one."""
+    with suppress(OSError):
+        if is_of_worker(pid, group, names):
             os.kill(pid, signal.SIGURG)
 
 
-def state_of(pid: int) -> str:
-    """Return the state of a process as /proc has it: "T" is stopped by a signal; "": it is gone."""
+def state_of(pid: int, group: int, names: Names) -> str:
+    """Return the state of a worker's process as /proc has it: "T" is stopped by a signal; "": it is
+    gone, or it is none of this worker's."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(") ")[2][:1]
+            state = file.read().rpartition(") ")[2][:1]
     except OSError:
         return ""
+    return state if is_of_worker(pid, group, names) else ""
+
+
+def is_of_worker(pid: int, group: int, names: Names) -> bool:
+    """True if a process is in a worker's group, or has the worker's names in its environment.
+
+    Behind a shim it is in the group of its keeper, and has written the names there. A program that
+    writes over its environment (setproctitle) has none.
+    """
+    try:
+        return os.getpgid(pid) == group or (
+            bool(names[0]) and names_of(environment_of(pid)) == names)
+    except (OSError, OverflowError):
+        return False
+
+
+def names_of(environment: dict[str, str]) -> Names:
+    """Return a worker's name, its attempt and its run's folder; "": there is none."""
+    worker, attempt, run_dir = (environment.get(name, "") for name in (WORKER, ATTEMPT, RUN_DIR))
+    return worker, attempt, run_dir
+
+
+def environment_of(pid: int | str) -> dict[str, str]:
+    """Return the environment with which a process was started. Raises OSError."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        entries = os.fsdecode(file.read()).split("\0")
+    return dict(entry.partition("=")[::2] for entry in entries)
 
 
 def end(group: int, number: int) -> None:
@@ -149,12 +216,10 @@ def workers_of(run_dir: str) -> dict[int, tuple[str, str]]:
     """Return a run's workers on this host and their children: pid → attempt and name."""
     found = {}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            entries = os.fsdecode(file.read()).split("\0")
-            env = dict(entry.partition("=")[::2] for entry in entries)
-            if env.get("ELASTIC_TRAINER_RUN_DIR") == run_dir and "ELASTIC_TRAINER_WORKER" in env:
-                attempt = env.get("ELASTIC_TRAINER_ATTEMPT", "")
-                found[int(pid)] = attempt, env["ELASTIC_TRAINER_WORKER"]
+        with suppress(OSError):
+            worker, attempt, folder = names_of(environment_of(pid))
+            if folder == run_dir and worker:
+                found[int(pid)] = attempt, worker
     return found
 
 
