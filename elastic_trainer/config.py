@@ -81,8 +81,9 @@ class Limits:
     """How long the members of a broken generation wait for one that still trains in it. After that
     it is evicted."""
     hang_s: float = 0.0
-    """A worker that is in one phase of your code for this time, while all others wait for it, is
-    evicted and replaced. 0: it is only named (`driver.step_stalled`)."""
+    """A worker that is in one phase of your code for this time, while all others wait for it for as
+    long, is evicted and replaced. If no worker waits, they may take `stuck_s`. 0: it is only named
+    (`driver.step_stalled`)."""
     straggler_s: float = 30.0
     """A worker that computes slower than its peers for this time is named
     (`driver.straggler_found`)."""

@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +24,27 @@ from elastic_trainer.launch import evictions
 from elastic_trainer.launch.actions import Stop
 from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.launch.rounds import Offer
 from elastic_trainer.launch.stalls import (
     ALL_LATE_S,
     LEAST_S,
     Member,
     Stalls,
+    lasting,
     limit_s,
     slow_host,
+    stood_s,
     waited_for,
 )
 from elastic_trainer.launch.stragglers import Stragglers
 from elastic_trainer.observe.mark import PHASES, Mark
-from elastic_trainer.wire.heartbeat import At
+from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.session import address_in, unsent_sockets
 
 LIMITS = "silence_s=6,gloo_s=16,driver_lost_s=6,hang_s=12,straggler_s=4"
-WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, step_for_s=9.1, usual_s=0.1,
-           own_s=0.02, steps=20)
-HANGS = replace(WAITS, phase="forward", what="shard 2")
+WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, step_for_s=9.1, waits_s=8.9,
+           usual_s=0.1, own_s=0.02, steps=20)
+HANGS = replace(WAITS, phase="forward", what="shard 2", waits_s=0.0)
 
 
 def host(rank: int) -> str:
@@ -111,6 +116,7 @@ def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) 
 def member(phase: str, **facts: Any) -> Member:
     return Member(**{"name": f"h{facts.get('rank', 0)}/0/1", "host": f"h{facts.get('rank', 0)}",
                      "rank": 0, "phase": phase, "step": 9, "step_s": 5.0, "usual_s": 0.1,
+                     "waits_s": 4.5 if phase in ("reduce", "vote", "gather") else 0.0,
                      "steps": 20, **facts})
 
 
@@ -124,11 +130,27 @@ def test_the_one_furthest_behind_is_waited_for() -> None:
     assert waited_for([member("reduce"), member("vote"), member("gather")]) == []
 
 
+@pytest.mark.parametrize("members", [
+    [member("reduce", waits_s=0.0)],
+    [member("vote"), member("vote", waits_s=0.0, rank=1), member("vote")],
+    [member("reduce"), member("upload", rank=2), member("upload", waits_s=3.0)],
+])
+def test_who_works_by_itself_around_a_collective_is_waited_for(members: list[Member]) -> None:
+    """The phase says where the loop is. Only a collective that has not ended is a wait: the log's
+    line may hang before a vote, and a world of one waits for no worker."""
+    late = waited_for(members)
+    assert len(late) == 1 and not late[0].waits
+
+
 @pytest.mark.parametrize(("members", "limit"), [
     ([member("forward"), member("reduce")], LEAST_S),
     ([member("forward", usual_s=2.0), member("reduce", usual_s=2.0)], 10.0),
     ([member("forward", steps=1), member("reduce")], 300.0),
-    ([member("forward", steps=1, is_silent=True), member("reduce")], LEAST_S),
+    ([member("forward", steps=1, is_silent=True), member("reduce")], 300.0),
+    ([member("forward", is_silent=True), member("reduce")], LEAST_S),
+    ([member("evaluate", is_silent=True), member("evaluate")], None),
+    ([member("forward", is_silent=True), member("forward")], ALL_LATE_S),
+    ([member("forward", usual_s=3.0), *[member("reduce", usual_s=0.0)] * 3], 15.0),
     ([member("behind"), member("reduce")], 300.0),
     ([member("upload"), member("vote")], 300.0),
     ([member("behind"), member("behind")], None),
@@ -142,8 +164,26 @@ def test_the_one_furthest_behind_is_waited_for() -> None:
 def test_a_step_may_take_as_long_as_such_steps_do(members: list[Member],
                                                   limit: float | None) -> None:
     """A first step, a checkpoint, an evaluation and the user's code behind a step have stuck_s, and
-    no limit while nobody waits. A silent worker is none of them."""
+    no limit while no worker waits. A silent worker has the same, and a newcomer, which has done no
+    step, does not shorten the usual time."""
     assert limit_s(members, waited_for(members), stuck_s=300.0) == limit
+
+
+@pytest.mark.parametrize(("members", "seconds"), [
+    ([member("forward", step_s=70.0), member("reduce", waits_s=1.5)], 1.5),
+    ([member("forward", step_s=70.0), member("forward", step_s=65.0)], 65.0),
+    ([member("forward"), member("reduce", waits_s=2.0), member("reduce", waits_s=9.0)], 9.0),
+    ([member("reduce", waits_s=2.0), member("reduce", waits_s=9.0)], 2.0),
+])
+def test_a_step_stands_still_since_a_worker_waits(members: list[Member], seconds: float) -> None:
+    """The time in which all compute does not count. If all wait, the last one's wait counts."""
+    assert stood_s(members) == seconds
+
+
+def test_a_link_that_had_unsent_bytes_for_a_moment_is_not_named() -> None:
+    """The others had some at most looks."""
+    assert lasting({("a", "c"): 30, ("b", "c"): 15, ("a", "b"): 14}) == {("a", "c"), ("b", "c")}
+    assert lasting({}) == set()
 
 
 def test_the_host_at_an_end_of_most_slow_links_is_named() -> None:
@@ -195,7 +235,7 @@ def test_a_step_has_one_verdict_and_its_end_is_logged() -> None:
         scene.stalls.look(now)
     assert scene.names() == ["driver.step_stalled"]
     assert scene.events[0]["worker"] == "h1/0/1" and 4.0 < scene.events[0]["stood_s"] < 10.0
-    scene.hear(111.0, *[replace(WAITS, step=21, step_for_s=0.1)] * 3)
+    scene.hear(111.0, *[replace(WAITS, step=21, step_for_s=0.1, waits_s=0.1)] * 3)
     scene.stalls.look(111.0)
     assert scene.names() == ["driver.step_stalled", "driver.step_resumed"]
 
@@ -223,7 +263,11 @@ def test_of_a_frozen_worker_the_verdict_comes_before_its_end() -> None:
 @pytest.mark.parametrize(("ats", "hung"), [
     ([WAITS, HANGS, WAITS], {"h1/0/1"}),
     ([HANGS, HANGS, WAITS], {"h0/0/1", "h1/0/1"}),
-    ([HANGS, HANGS, HANGS], {"h0/0/1", "h1/0/1", "h2/0/1"}),
+    ([HANGS, HANGS, HANGS], set()),
+    ([replace(HANGS, for_s=301.0)] * 3, {"h0/0/1", "h1/0/1", "h2/0/1"}),
+    ([replace(HANGS, for_s=301.0)] * 2 + [replace(HANGS, for_s=299.0)], set()),
+    ([WAITS, HANGS, replace(WAITS, waits_s=0.1)], set()),
+    ([WAITS, HANGS, replace(WAITS, phase="vote", waits_s=0.0)], set()),
     ([WAITS, replace(HANGS, for_s=1.0), WAITS], set()),
     ([WAITS, HANGS, replace(HANGS, for_s=1.0)], set()),
     ([WAITS, HANGS, None], set()),
@@ -233,7 +277,8 @@ def test_of_a_frozen_worker_the_verdict_comes_before_its_end() -> None:
 ])
 def test_who_hangs_is_replaced_if_all_others_wait_for_it(ats: list[At | None],
                                                          hung: set[str]) -> None:
-    """Not the first step, not a checkpoint, and nobody by default."""
+    """All others have waited for as long as it hangs. If none waits, the limit is stuck_s. Not the
+    first step, not a checkpoint, and no worker by default."""
     for limits, expected in (("", set()), ("hang_s=5", hung)):
         scene = Scene(limits)
         scene.hear(100.0, *ats)
@@ -243,9 +288,77 @@ def test_who_hangs_is_replaced_if_all_others_wait_for_it(ats: list[At | None],
         assert all(stop.reason == "hung" for stop in stops if isinstance(stop, Stop))
 
 
-def slow_steps(scene: Scene, own_s: Callable[[int, int], float], steps: int = 400) -> None:
-    """Let steps pass, ten a second, in which a worker computes `own_s(rank, step)` for a shard."""
-    for step in range(steps):
+class Process:
+    """A process that answers at once."""
+
+    def __init__(self) -> None:
+        self.answer, self.asked = stacks.Answer(), 0
+
+    def ask_stacks(self) -> None:
+        self.asked += 1
+        self.answer.expect()
+        self.answer.take("Thread 0x01 (most recent call first):")
+
+    def state(self) -> str:
+        return "S"
+
+
+def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks() -> None:
+    """The code behind a step may take stuck_s. hang_s ends it earlier, and is the limit in the
+    event. Who computes no longer than usual is not asked."""
+    scene = Scene("hang_s=50")
+    process = Process()
+    scene.stalls.processes = {"h1/0/1": process}
+    roster, stops = scene.membership.roster, []
+    for tick in range(240):
+        now, age_s = 100.0 + tick / 4, tick / 4
+        at = replace(WAITS, for_s=age_s, step_for_s=age_s, waits_s=age_s + 0.001)
+        scene.hear(now, at, replace(at, phase="behind", waits_s=0.0), at)
+        stops += evictions.evict(roster, scene.membership.limits, now, is_finished=False)
+        for stop in stops:
+            assert isinstance(stop, Stop)
+            scene.stalls.give_up(stop, now)
+        if stops:
+            break
+        scene.stalls.look(now)
+        assert not process.asked or age_s > 48
+    assert [stop.reason for stop in stops if isinstance(stop, Stop)] == ["hung"]
+    assert scene.names() == ["driver.step_stalled"] and scene.events[0]["limit_s"] == 50
+    assert "Thread" in scene.events[0]["stacks"]["h1/0/1"]
+
+
+def test_what_a_worker_did_in_the_generation_before_is_forgotten() -> None:
+    """Nor does a heartbeat from before count, nor one of a worker that waits for its next place,
+    nor one that cannot be true: hang_s would end a healthy worker as its generation is formed."""
+    scene = Scene("hang_s=5")
+    roster = scene.membership.roster
+    scene.hear(100.0, WAITS, HANGS, WAITS)
+    roster.workers["h2/0/1"].phase = Phase.GONE
+    for name in ("h0/0/1", "h1/0/1"):
+        roster.workers[name].phase = Phase.WAITING
+        roster.workers[name].holds_state = True
+    rounds = scene.membership.rounds
+    rounds.offer = Offer(1, ("h0/0/1", "h1/0/1"), 100.0, "death")
+    rounds._form(rounds.offer, 100.0)
+    assert all(roster.workers[name].at is None for name in roster.members)
+
+    def heard(state: str = "training", generation: int = 2, **facts: Any) -> At | None:
+        worker = roster.workers["h1/0/1"]
+        heartbeat = Heartbeat(count=worker.count + 1, phase=state, generation=generation, step=20,
+                              holds_state=True, at=replace(HANGS, **facts))
+        assert scene.membership.reported("h1/0/1", 100.0, heartbeat)
+        return worker.at
+
+    assert heard() == HANGS
+    assert heard(generation=1) is heard(step=22) is heard(for_s=101.0) is None
+    assert heard(phase="sleep") is None
+    assert heard("waiting") is None
+
+
+def slow_steps(scene: Scene, own_s: Callable[[int, int], float], first: int = 0) -> None:
+    """Let 400 steps pass, ten a second, in which a worker computes `own_s(rank, step)` for a
+    shard."""
+    for step in range(first, first + 400):
         scene.hear(step / 10, *[replace(WAITS, step=step, steps=step, own_s=own_s(rank, step))
                                 for rank in range(3)])
         scene.stragglers.look(step / 10)
@@ -261,6 +374,32 @@ def test_a_persistent_straggler_is_named_once() -> None:
     scene = Scene("straggler_s=9", replaces=True, least=3)
     slow_steps(scene, lambda rank, step: 0.04 if rank == 1 else 0.02)
     assert [event["is_replaced"] for event in scene.events] == [False]
+
+
+def slow_rank(slow: int, rank: int, step: int) -> float:
+    return 0.04 if rank == slow else 0.02
+
+
+def test_no_host_is_replaced_for_the_work_of_its_rank() -> None:
+    """The worker that has inherited the rank becomes slow, and was not before. One that is slow for
+    another reason leaves, but no two within 10 minutes."""
+    for inherits in (True, False):
+        scene = Scene("straggler_s=9", replaces=True, least=1)
+        roster = scene.membership.roster
+        slow_steps(scene, lambda rank, step: 0.04 if rank == 0 else 0.02)
+        scene.membership.hosts_listed({"h1": 1, "h2": 1, "h3": 1})
+        newcomer = roster.add("h3", 0, 40.0)
+        seated = ["h1/0/1", "h2/0/1", newcomer.name]
+        newcomer.phase = Phase.TRAINING
+        roster.workers = {name: roster.workers[name] for name in seated}
+        roster.members, roster.generation = tuple(seated), 2
+        for rank, name in enumerate(seated):
+            roster.workers[name].rank = rank
+        own_s = partial(slow_rank, 0 if inherits else 2)
+        slow_steps(scene, own_s, first=400)
+        assert [e["is_replaced"] for e in scene.events] == [True, False]
+        slow_steps(scene, own_s, first=7000)
+        assert [e["is_replaced"] for e in scene.events] == [True, False] + [True] * (not inherits)
 
 
 @pytest.mark.parametrize("own_s", [
@@ -280,6 +419,27 @@ def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
 
 # --- what a worker reports ------------------------------------------------------------------------
 
+class Clock:
+    """A monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("elastic_trainer.observe.mark.time.monotonic", lambda: self.now)
+            yield
+
+
+def enter(mark: Mark, phase: str = "load") -> At:
+    """Enter a phase; return what a heartbeat has."""
+    mark.enter(phase)
+    at = mark.at()
+    assert at
+    return at
+
+
 def test_a_mark_has_what_the_loop_does() -> None:
     """Outside of steps it says nothing; a bucket is named while its collective is waited for."""
     mark = Mark()
@@ -292,13 +452,67 @@ def test_a_mark_has_what_the_loop_does() -> None:
     mark.reach("step.computed")
     mark.bucket = "ring.0"
     at = mark.at()
-    assert at and (at.phase, at.what, at.steps) == ("reduce", "ring.0", 0) and at.own_s > 0
+    assert at and (at.phase, at.what, at.waits_s) == ("reduce", "ring.0", 0)
+    mark.wait()
+    at = mark.at()
+    assert at and at.waits_s > 0
     for point in ("step.prepared", "step.voted", "step.applied", "step.handed_over"):
         mark.reach(point)
     at = mark.at()
-    assert at and (at.phase, at.steps) == ("upload", 1)
-    mark.reach("world.place_taken")
+    assert at and (at.phase, at.steps) == ("upload", 0)
+    mark.leave()
     assert mark.at() is None
+
+
+def test_a_step_of_several_phases_is_one_step() -> None:
+    """The usual time is that of all its phases, and the own time that of a shard in any of them. A
+    step that is done again, or in another world, is not counted."""
+    clock = Clock()
+    with clock.set():
+        mark = Mark()
+        for step in (7, 8, 8):
+            for phase, computes_s in enumerate((1.0, 3.0)):
+                mark.begin(step, phase)
+                mark.enter("load", "shard 0")
+                clock.now += computes_s
+                mark.reach("step.computed")
+                mark.wait()
+                clock.now += 10.0
+                mark.waited()
+                mark.reach("step.applied")
+            clock.now += 100.0  # the user's code behind the step
+            if step == 7:
+                mark.begin(8)
+                at = enter(mark)
+                assert (at.steps, at.usual_s, at.own_s, at.step_for_s) == (1, 24.0, 2.0, 0.0)
+        mark.begin(9)
+        assert enter(mark).steps == 2
+        mark.leave()
+        mark.begin(9)
+        at = enter(mark)
+        assert (at.steps, at.usual_s, at.own_s) == (2, 0.0, 0.0)
+
+
+def test_a_wait_ends_with_local_work_and_with_the_step() -> None:
+    """Collectives in a row are one wait."""
+    clock = Clock()
+    with clock.set():
+        mark = Mark()
+        mark.begin(1)
+        mark.enter("reduce")
+        for wait_s, works_s, seen in ((2.0, 0.1, 2.0), (3.0, 0.4, 5.1), (1.0, 0.6, 6.5)):
+            mark.wait()
+            clock.now += wait_s
+            assert enter(mark, "reduce").waits_s == pytest.approx(seen)
+            mark.waited()
+            clock.now += works_s
+        assert enter(mark, "reduce").waits_s == 0.0
+        mark.wait()
+        clock.now += 1.0
+        assert enter(mark, "reduce").waits_s == pytest.approx(1.0)
+        mark.waited()
+        mark.begin(2)
+        assert enter(mark).waits_s == 0.0
 
 
 def test_stacks_are_taken_and_the_lines_of_the_user_pass() -> None:

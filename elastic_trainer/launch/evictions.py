@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elastic_trainer.config import Limits
 from elastic_trainer.launch.actions import Action, Differ, Stop
 from elastic_trainer.launch.roster import Phase, Roster, Worker
-from elastic_trainer.observe.mark import COLLECTIVES, USERS_CODE
+from elastic_trainer.observe.mark import USERS_CODE
 from elastic_trainer.world.arithmetic import computes_otherwise, facts_that_differ
 
 MAX_REFUSED_OFFERS = 3
@@ -87,17 +87,28 @@ def _stuck(roster: Roster, limits: Limits, now: float) -> set[str]:
     return {w.name for w in current if w.phase is Phase.TRAINING}
 
 
+def hang_s(limits: Limits, is_any_waiting: bool) -> float:
+    """Return how long a member may be in one phase of the user's code. If all members are, it may
+    be what the code does, and their end would lose steps: the limit is at least `stuck_s` then.
+    """
+    return limits.hang_s if is_any_waiting else max(limits.hang_s, limits.stuck_s)
+
+
 def _hung(roster: Roster, limits: Limits, now: float) -> set[str]:
     """Return the members that have been in the user's code for longer than `hang_s`, if all others
-    wait for them. The first step of a process may take longer: it compiles.
+    have waited for so long. The first step of a process may take longer: it compiles.
     """
     current = roster.current()
-    if not limits.hang_s or any(w.phase is not Phase.TRAINING for w in current):
+    if not limits.hang_s or any(w.phase is not Phase.TRAINING or w.at is None for w in current):
         return set()
-    hung = {w.name for w in current if w.at and w.at.steps and w.at.phase in USERS_CODE
-            and w.at.for_s + now - w.heard_at > limits.hang_s}
-    others_wait = all(w.at and w.at.phase in COLLECTIVES for w in current if w.name not in hung)
-    return hung if others_wait else set()
+    ats = {w.name: (w.at, now - w.heard_at) for w in current if w.at}
+    waits_s = [at.waits_s + silent_s for at, silent_s in ats.values() if at.waits_s]
+    most_s = hang_s(limits, bool(waits_s))
+    hung = {name for name, (at, silent_s) in ats.items()
+            if at.steps and not at.waits_s and at.phase in USERS_CODE
+            and at.for_s + silent_s > most_s}
+    all_wait = len(hung) + len(waits_s) == len(current)
+    return hung if all_wait and min(waits_s, default=most_s) >= most_s else set()
 
 
 def drop_failed(roster: Roster, now: float) -> list[Action]:

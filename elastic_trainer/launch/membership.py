@@ -92,7 +92,7 @@ class Membership:
         worker.count, worker.heard_at = heartbeat.count, now
         worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(heartbeat.arithmetic)
         worker.step, worker.published = heartbeat.step, heartbeat.published
-        worker.at = heartbeat.at
+        worker.at = heartbeat.at if worker.is_credible(heartbeat, now) else None
         worker.drains = worker.drains or heartbeat.drains
         if heartbeat.error:
             self.blame.raised(worker, heartbeat.error)

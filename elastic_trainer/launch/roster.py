@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
 
-from elastic_trainer.wire.heartbeat import At
+from elastic_trainer.observe.mark import PHASES
+from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_BACK_OFF_S = 60.0
@@ -85,6 +86,14 @@ class Worker:
     """Its arithmetic has been compared with the world's."""
     has_exited: bool = False
     """Its process has exited: no heartbeat can come from it."""
+
+    def is_credible(self, heartbeat: Heartbeat, now: float) -> bool:
+        """True if what the heartbeat says of the worker's loop may be so, in this generation."""
+        at, age_s = heartbeat.at, now - self.started_at
+        return (at is not None and heartbeat.phase == Phase.TRAINING.value
+                and heartbeat.generation == self.generation and at.phase in PHASES
+                and abs(at.step - heartbeat.step) <= 1
+                and max(at.for_s, at.step_for_s, at.waits_s, at.usual_s, at.own_s) <= age_s)
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"

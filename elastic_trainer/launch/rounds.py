@@ -142,7 +142,7 @@ class Rounds:
             worker = roster.workers[name]
             worker.phase, worker.generation, worker.rank = Phase.TRAINING, roster.generation, rank
             worker.formed_at = worker.formed_at or now
-            worker.refused_offers = 0
+            worker.refused_offers, worker.at = 0, None
         for worker in roster.alive():
             if worker.phase is Phase.WAITING and worker.name not in roster.members:
                 worker.dismissed = True  # its state is old from now on, wanted or not

@@ -3,12 +3,13 @@
 heartbeats (wire.At), roster → here → a question for stacks (host/stacks.py) → driver.step_stalled
 
 What always holds:
-1. A step is judged by its usual time. The first steps of a process, a checkpoint and the user's
-   code between two steps may take `stuck_s`, and as long as they like while nobody waits for them.
+1. A step is judged by how long workers have waited in its collectives, beside its usual time. The
+   first steps of a process, a checkpoint and the user's code between two steps may take `stuck_s`,
+   and as long as they like while no worker waits for them.
 2. A worker that is silent is judged by its last heartbeat, its stacks and its process's state: a
    worker that holds the GIL sends no heartbeats.
 3. If all wait in collectives, it is the network. The host is named that most connections with
-   unsent bytes have at one of their ends.
+   unsent bytes have at one of their ends, of those connections that had some most of the time.
 4. A step has one verdict. Nothing here ends a worker: evictions.py does.
 
 What it does not do: judge scripts in Horovod's own style, which mark no phases.
@@ -24,15 +25,16 @@ from typing import Any, Protocol
 
 from elastic_trainer.host.stacks import Answer
 from elastic_trainer.launch.actions import Stop
-from elastic_trainer.launch.evictions import hold_s, silence_s
+from elastic_trainer.launch.evictions import hang_s, hold_s, silence_s
 from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.observe.mark import COLLECTIVES, PHASES, USERS_CODE
+from elastic_trainer.observe.mark import PHASES, USERS_CODE
 
 TIMES, LEAST_S = 5.0, 4.0
-"""A step has stalled at TIMES its usual time, and not before LEAST_S."""
+"""A step has stalled when a worker has waited for TIMES its usual time, and at least LEAST_S."""
 ALL_LATE_S = 60.0
-"""The same while no worker waits for another one: their common batch may compile a kernel."""
+"""The age of a step in which no worker waits for another one: their common batch may compile a
+kernel."""
 FIRST_STEPS = 3
 """The steps of a process that may take long: it compiles, and fills its caches."""
 ANSWER_S = 1.0
@@ -67,6 +69,8 @@ class Member:
     step: int = 0
     step_s: float = 0.0
     """How long it has been in this step."""
+    waits_s: float = 0.0
+    """How long it has waited in collectives of this step."""
     usual_s: float = 0.0
     steps: int = 0
     is_silent: bool = False
@@ -75,7 +79,7 @@ class Member:
     @property
     def waits(self) -> bool:
         """True if it is in a collective, as far as it is known."""
-        return self.phase in COLLECTIVES and not self.is_silent
+        return self.waits_s > 0 and not self.is_silent
 
 
 def member(worker: Worker, now: float, allowed_s: float) -> Member:
@@ -87,7 +91,7 @@ def member(worker: Worker, now: float, allowed_s: float) -> Member:
         return Member(phase=FORMING, for_s=silent_s, **facts)
     return Member(phase=at.phase, what=at.what, for_s=at.for_s + silent_s, step=at.step,
                   step_s=at.step_for_s + silent_s, usual_s=at.usual_s, steps=at.steps,
-                  unsent=at.unsent, **facts)
+                  waits_s=at.waits_s + silent_s if at.waits_s else 0.0, unsent=at.unsent, **facts)
 
 
 def waited_for(members: Sequence[Member]) -> list[Member]:
@@ -97,23 +101,31 @@ def waited_for(members: Sequence[Member]) -> list[Member]:
 
 
 def stood_s(members: Sequence[Member]) -> float:
-    """Return for how long the newest step has not ended."""
+    """Return for how long a step stands still: since the first worker waits, or, if all wait, since
+    the last one does. If no worker waits, it is the age of the newest step.
+    """
+    waits_s = [one.waits_s for one in members if one.waits]
+    if waits_s:
+        return min(waits_s) if len(waits_s) == len(members) else max(waits_s)
     in_step = [one for one in members if one.phase != FORMING]
     newest = max((one.step for one in in_step), default=0)
     return min((one.step_s for one in in_step if one.step == newest), default=0.0)
 
 
 def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -> float | None:
-    """Return how long the step may take; None: as long as it likes."""
-    usual_s = TIMES * median(one.usual_s for one in members)
+    """Return how long it may stand still; None: as long as it likes."""
+    usual_s = TIMES * median([one.usual_s for one in members if one.usual_s] or [0.0])
     judged = late[:1] or members
-    if any(one.is_silent for one in late):
-        return max(LEAST_S, usual_s)
     is_any_waiting = any(one.waits for one in members)
     if late and late[0].phase in LONG and not is_any_waiting:
         return None
     is_long = any(one.steps < FIRST_STEPS or one.phase in LONG for one in judged)
     return max(stuck_s if is_long else LEAST_S if is_any_waiting else ALL_LATE_S, usual_s)
+
+
+def lasting(links: Mapping[Link, int]) -> set[Link]:
+    """Return the links that were seen at least half as often as the one that was seen most."""
+    return {link for link, times in links.items() if 2 * times >= max(links.values())}
 
 
 def slow_host(links: Collection[Link]) -> str:
@@ -148,7 +160,8 @@ class Stalls:
         """The generation and the newest step."""
         self._asked: dict[str, float] = {}
         """When a worker was asked in this step."""
-        self._links: set[Link] = set()
+        self._links: Counter[Link] = Counter()
+        """How often a connection had unsent bytes while all waited."""
         self._is_judged = False
         self._stalled: tuple[int, float] | None = None
         """The newest step with a verdict that has not ended, and since when it stands."""
@@ -165,10 +178,9 @@ class Stalls:
         late, stood = waited_for(members), stood_s(members)
         limit = limit_s(members, late, self.limits.stuck_s)
         if not late:
-            self._links |= self._unsent(members)
-        asked_after_s = silence_s(self.limits, len(self.roster.workers)) / 2
-        for one in late:  # before it is evicted as frozen
-            if one.is_silent and now - self.roster.workers[one.name].heard_at > asked_after_s:
+            self._links.update(self._unsent(members))
+        for one in late:
+            if self._ends_soon(one, members, now):
                 self._ask(one, now)
         if limit is None or self._is_judged or stood <= limit - ANSWER_S:
             return
@@ -188,7 +200,17 @@ class Stalls:
             return
         self._begin([*others, one], now)
         if not self._is_judged:
-            self._judge([*others, one], [one], stood_s([*others, one]), self.limits.silence_s, now)
+            limit = (hang_s(self.limits, any(other.waits for other in others))
+                     if stop.reason == "hung" else self.limits.silence_s)
+            self._judge([*others, one], [one], stood_s([*others, one]), limit, now)
+
+    def _ends_soon(self, one: Member, members: Sequence[Member], now: float) -> bool:
+        """True if a late member is about to be evicted: as frozen, or as hung."""
+        limits, silent_s = self.limits, now - self.roster.workers[one.name].heard_at
+        if one.is_silent and silent_s > silence_s(limits, len(self.roster.workers)) / 2:
+            return True
+        before_s = hang_s(limits, any(other.waits for other in members)) - ANSWER_S - 2 * LOOK_S
+        return limits.hang_s > 0 and one.phase in USERS_CODE and one.for_s > before_s
 
     def _members(self, now: float) -> list[Member]:
         """Return the members of a generation that trains; none while a generation ends."""
@@ -206,7 +228,8 @@ class Stalls:
         """Forget what was asked in another step, and log that a step with a verdict has ended."""
         key = self.roster.generation, max(one.step for one in members)
         if key != self._key:
-            self._key, self._asked, self._links, self._is_judged = key, {}, set(), False
+            self._key, self._asked, self._is_judged = key, {}, False
+            self._links.clear()
         if self._stalled and key[1] > self._stalled[0]:
             self._emit("driver.step_resumed", step=self._stalled[0],
                        stood_s=round(now - self._stalled[1], 1))
@@ -232,8 +255,9 @@ class Stalls:
         if late:
             named, facts["state"] = self._looked_into(late[0])
         else:
-            facts |= {"cause": "network", "links": sorted(" → ".join(it) for it in self._links)}
-            host = slow_host(self._links)
+            links = lasting(self._links)
+            facts |= {"cause": "network", "links": sorted(" → ".join(it) for it in links)}
+            host = slow_host(links)
             named = next((one for one in members if one.host == host), None)
         if named:
             facts |= {"worker": named.name, "host": named.host, "rank": named.rank,

@@ -10,6 +10,8 @@ What always holds:
    last `straggler_s`.
 3. A straggler leaves between two steps, so no step is done again. It leaves only while the others
    are at least --min-np, and its host gets no worker for OUT_S.
+4. At most one leaves within OUT_S. If one of its peers becomes slow with the rank that it had,
+   the script has more work for that rank, and no straggler leaves any more in this attempt.
 """
 
 from __future__ import annotations
@@ -54,6 +56,10 @@ class Stragglers:
         self._window = 0, -1, 0.0
         """The generation, step and time of the last window's end."""
         self._slow, self._times, self._named = "", 0, ""
+        self._left_rank, self._left_at = -1, -OUT_S
+        """The rank of the worker that has left last, and when it was told to."""
+        self._peers: set[str] = set()
+        """Its peers, which were not slow."""
 
     def look(self, now: float) -> None:
         """End a window if it is long enough."""
@@ -77,14 +83,23 @@ class Stragglers:
         if found is None:
             return
         self._times += 1
+        if self._times < WINDOWS:
+            return
         worker = self.roster.workers[found[0]]
-        leaves = self.replaces and len(current) - 1 >= self.least and not worker.drains
-        if self._times < WINDOWS or (self._named == found[0] and not leaves):
+        leaves = (self.replaces and len(current) - 1 >= self.least and not worker.drains
+                  and self._may_leave(worker, now))
+        if self._named == found[0] and not leaves:
             return
         self._named = found[0]
         self.emit("driver.straggler_found", worker=worker.name, host=worker.host,
                   rank=worker.rank, step=step, own_s=round(own_s[worker.name], 4),
                   peers_s=round(found[1], 4), is_replaced=leaves)
         if leaves:
-            worker.drains = True
+            worker.drains, self._left_rank, self._left_at = True, worker.rank, now
+            self._peers = {w.name for w in current if w is not worker}
             self.roster.hosts[worker.host].keep_out(now + OUT_S)
+
+    def _may_leave(self, worker: Worker, now: float) -> bool:
+        if worker.rank == self._left_rank and worker.name in self._peers:
+            self.replaces = False
+        return self.replaces and now - self._left_at >= OUT_S

@@ -1,13 +1,18 @@
 """What this worker's loop does now: its phase, shard, batch or bucket, and since when.
 
-shards, points of the loop (trace.POINTS), buckets → here → heartbeats → the driver (launch/stalls)
+shards, points of the loop (trace.POINTS), World.wait → here → heartbeats → the driver
+(launch/stalls)
 
 What always holds:
-1. Marking is a store of one tuple: no lock, no file, no message. The heartbeats' thread reads it.
+1. Marking is a store of a few values: no lock, no file, no message. The heartbeats' thread reads
+   them.
 2. The timeline has the same points (trace.py).
-3. A worker that forms a generation is in no step: `at` returns None until its next step.
+3. A worker waits for others only in a collective (World.wait). The phases around collectives have
+   local work too.
+4. A worker that has left a generation is in no step: `at` returns None until its next step.
 
-What it does not do: time a GPU's kernels. A phase lasts as long as its Python code.
+What it does not do: time a GPU's kernels. A phase lasts as long as its Python code, and a worker
+waits in a collective while its own GPU computes what it sends.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ WINDOW = 16
 PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "evaluate", "gather",
           "upload")
 """In the order of a step. "behind": the user's code between two inner loops. "evaluate" and
-"gather": trainer.evaluate(), which computes a batch, or waits for the others."""
+"gather": trainer.evaluate(), which computes a batch, or meets the others."""
 USERS_CODE = ("load", "forward", "backward", "apply", "behind", "evaluate")
-COLLECTIVES = ("reduce", "vote", "gather")
-"""In these a worker waits for all others."""
 BEGINS = {"step.computed": "reduce", "step.prepared": "vote", "step.voted": "apply",
           "step.applied": "behind", "step.handed_over": "upload"}
 """The points of a step in the order of the loop, and the phase that begins there."""
+BETWEEN_S = 0.5
+"""Two collectives with less local work between them are one wait."""
 
 
 class Mark:
@@ -41,33 +46,61 @@ class Mark:
         """The phase, the shard or batch, its samples, and since when."""
         self.bucket = ""
         """The collective that the loop waits for."""
-        self.step, self.begun, self.steps, self._shards = -1, 0.0, 0, 0
-        """The step in flight, when it began (0: none), and how many this process has done."""
+        self.step, self.begun, self.steps = -1, 0.0, 0
+        """The step in flight, when it began (0: none), and how many this process did before it."""
+        self._done_s = 0.0
+        """How long the step in flight took until its newest phase was applied."""
+        self._waits_since = self._waited_at = 0.0
+        self._is_waiting = False
+        self._computes_since, self._own_s, self._shards = 0.0, 0.0, 0
+        """Of the step in flight: the begin of its phase, and its own time for so many shards."""
         self._took: deque[float] = deque(maxlen=WINDOW)
         self._own: deque[float] = deque(maxlen=4 * WINDOW)
 
-    def begin(self, step: int) -> None:
-        """Begin a step."""
-        self.step, self.begun, self._shards = step, time.monotonic(), 0
+    def begin(self, step: int, phase: int = 0) -> None:
+        """Begin a step, or with a number above 0 a further phase of it."""
+        self._computes_since = time.monotonic()
+        if phase and self.begun:
+            return
+        if self._done_s and step > self.step:
+            self._took.append(self._done_s)
+            self.steps += 1
+            if self._shards:
+                self._own.append(self._own_s / self._shards)
+        self._done_s, self._own_s, self._shards = 0.0, 0.0, 0
+        self.step, self.begun = step, self._computes_since
 
     def enter(self, phase: str, what: str = "", samples: Any = None) -> None:
         """Begin a phase."""
         self._shards += phase == "load"
         self.now = phase, what, samples, time.monotonic()
 
+    def wait(self) -> None:
+        """Begin to wait in a collective."""
+        now = time.monotonic()
+        if now - self._waited_at > BETWEEN_S or self._waits_since < self.begun:
+            self._waits_since = now
+        self._is_waiting = True
+
+    def waited(self) -> None:
+        """End the wait in a collective."""
+        self._is_waiting, self._waited_at = False, time.monotonic()
+
     def reach(self, point: str) -> None:
         """Take a point of the protocol."""
         if phase := BEGINS.get(point):
             now = time.monotonic()
             self.now, self.bucket = (phase, "", None, now), ""
-            if point == "step.computed" and self._shards:
-                self._own.append((now - self.begun) / self._shards)
+            if point == "step.computed":
+                self._own_s += now - self._computes_since
             elif point == "step.applied":
-                self._took.append(now - self.begun)
-                self.steps += 1
-        elif point == "world.place_taken":
-            self.begun = 0.0
-            self._own.clear()  # it may have no shards in the next world
+                self._done_s = now - self.begun
+
+    def leave(self) -> None:
+        """End with the world. Another one takes another time, and may have no shards for it."""
+        self.begun = self._done_s = 0.0
+        self._took.clear()
+        self._own.clear()
 
     def at(self) -> At | None:
         """Return all of it for a heartbeat; None outside of steps."""
@@ -78,8 +111,14 @@ class Mark:
             what = f"{what}, {len(samples)} samples from {int(samples[0])}"
         return At(phase=phase, what=what or self.bucket, for_s=round(now - since, 3),
                   step=self.step, step_for_s=round(now - begun, 3),
+                  waits_s=round(self._waits_s(begun, now), 3),
                   usual_s=round(_median(self._took), 5), own_s=round(_median(self._own), 6),
                   steps=self.steps)
+
+    def _waits_s(self, begun: float, now: float) -> float:
+        since = self._waits_since
+        is_in_one = self._is_waiting or now - self._waited_at < BETWEEN_S
+        return max(now - since, 0.001) if is_in_one and since >= begun else 0.0
 
 
 def _median(times: deque[float]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 LEAST_HANG_S, TIMES = 60.0, 3.0
 """The suggested `hang_s` is TIMES the longest time between two steps, and at least LEAST_HANG_S."""
-_BREAKS = ("worker.generation_started", "run.started", "attempt.started", "driver.step_stalled")
+_BREAKS = ("worker.generation_started", "run.started", "attempt.started")
 """Events behind which the time until the next step is no usual one."""
 
 
@@ -27,7 +27,8 @@ class Standstills:
     slow: dict[str, float] = field(default_factory=dict)
     """Slow hosts: how many times longer than its peers a worker there computed."""
     longest_step_s: float = 0.0
-    """The longest time from the end of a step to the end of the next one that was not disturbed."""
+    """The longest time from the end of a step to the end of the next one in the same generation,
+    also if it stood still: what ended by itself was no hang."""
     _ended: float | None = None
 
     def read(self, event: Mapping[str, Any], now: float) -> None:

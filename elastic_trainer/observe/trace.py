@@ -116,7 +116,7 @@ class Trace:
 
     def begin_step(self, step: int, phase: int) -> None:
         """Begin a step, or a phase of it."""
-        self.mark.begin(step)
+        self.mark.begin(step, phase)
         if self.folder:
             self._step = self.now(), {"step": step, "phase": phase}
 

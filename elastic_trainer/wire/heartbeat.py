@@ -48,12 +48,14 @@ class At:
     step: int
     step_for_s: float
     """How long the step has lasted."""
+    waits_s: float
+    """How long it has waited in collectives of this step, one after the other; 0: it is in none."""
     usual_s: float
     """How long a step usually takes; 0: not known."""
     own_s: float
     """How long this worker usually computes for one shard."""
     steps: int
-    """The number of steps that its process has done."""
+    """The number of steps that its process has done before this one."""
     unsent: tuple[str, ...] = ()
     """The addresses of members that have not taken what it sends, while it waits for them."""
 

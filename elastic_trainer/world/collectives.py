@@ -18,6 +18,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import synchronize  # horovod_names.py puts `wait` in its place
 
+from elastic_trainer.observe.mark import Mark
 from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
 
 POLL_S = 0.0005
@@ -41,8 +42,8 @@ class TooLate(Exception):
 class World:
     """The workers of one generation, as one of them sees them."""
 
-    def __init__(self, is_broken: Callable[[], bool] = lambda: False):
-        self._is_broken = is_broken
+    def __init__(self, is_broken: Callable[[], bool] = lambda: False, mark: Mark | None = None):
+        self._is_broken, self._mark = is_broken, mark or Mark()
         self.rank, self.size = 0, 1
         self.latest: float | None = None
         """When a collective must have ended (time.monotonic); None: it may take any time."""
@@ -58,6 +59,15 @@ class World:
         Horovod's own wait spins a core, takes the GIL at each turn, and never returns after the
         enqueue race (mpi_ops_v2.cc:1121-1128).
         """
+        self._mark.wait()
+        try:
+            self._poll(handle)
+            result: torch.Tensor = synchronize(handle)
+            return result
+        finally:
+            self._mark.waited()
+
+    def _poll(self, handle: int) -> None:
         broken_since, began = None, time.monotonic()
         while not hvd.poll(handle):
             time.sleep(poll_s(time.monotonic() - began))
@@ -67,8 +77,6 @@ class World:
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > BROKEN_S:
                     raise PeersLost("a collective did not end after its sockets were shut")
-        result: torch.Tensor = synchronize(handle)
-        return result
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> int:
         """Start to sum a tensor over all workers in place."""

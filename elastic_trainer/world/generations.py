@@ -118,7 +118,8 @@ class Generations:
     def __init__(self, launch: Launch, driver: Driver, events: Events, hooks: Hooks,
                  world: World | None = None, session: Session | None = None):
         self.driver, self.events, self.hooks = driver, events, hooks
-        self.world, self.mixture = world or World(driver.is_broken), Mixture(launch, events)
+        self.world = world or World(driver.is_broken, events.trace.mark)
+        self.mixture = Mixture(launch, events)
         self.arithmetic: Arithmetic | None = None
         """How this worker computes; None before its warm-up."""
         self.pauses = Pauses(launch.revived_since)
@@ -211,6 +212,7 @@ class Generations:
 
     def _end(self) -> None:
         """Leave the last generation. Afterwards this process writes no state for a successor."""
+        self.events.trace.mark.leave()
         self._session.end()
         self._is_guarded = False
 
@@ -220,6 +222,7 @@ class Generations:
 
     def _note_end(self) -> None:
         """Note when the training paused. A generation that broke before it trained is no pause."""
+        self.events.trace.mark.leave()
         self.pauses.leave()
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()

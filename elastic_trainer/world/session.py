@@ -32,7 +32,6 @@ from ipaddress import IPv6Address
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.mark import COLLECTIVES
 from elastic_trainer.wire.heartbeat import At
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Place
@@ -119,7 +118,7 @@ class Session:
         """Add the addresses of the members that have not taken all that this process has sent, if
         it waits in a collective. Any thread may call it.
         """
-        if at is None or at.phase not in COLLECTIVES or at.for_s < UNSENT_S:
+        if at is None or at.waits_s < UNSENT_S:
             return at
         ours = {str(inode) for _, inode in self._sockets}
         peers = {peer for inode, peer in unsent_sockets() if inode in ours}
