@@ -38,6 +38,7 @@ from elastic_trainer.launch.stalls import (
 )
 from elastic_trainer.launch.stragglers import Stragglers
 from elastic_trainer.observe.mark import PHASES, Mark
+from elastic_trainer.observe.standstills import Standstills
 from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.session import address_in, unsent_sockets
 
@@ -415,6 +416,20 @@ def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
     scene = Scene("straggler_s=9")
     slow_steps(scene, own_s)
     assert not scene.events
+
+
+def test_the_suggested_limit_leaves_what_ended_by_itself_in_peace() -> None:
+    """A save of 400 s stood still, had a verdict, and ended: a worker in it is none to replace. A
+    hang that ended with its worker does not count."""
+    found = Standstills()
+    step, hang = {"event": "worker.step_committed"}, {"event": "driver.step_stalled",
+                                                      "stood_s": 300.0}
+    for event, now in ((step, 0.0), (hang, 310.0), ({"event": "driver.step_resumed",
+                                                     "stood_s": 390.0}, 399.0), (step, 400.0),
+                       (hang, 800.0), ({"event": "worker.generation_started"}, 9000.0),
+                       (step, 9001.0)):
+        found.read(event, now)
+    assert found.facts()["stalls"] == {"count": 2, "longest_s": 390.0, "suggested_hang_s": 1200}
 
 
 # --- what a worker reports ------------------------------------------------------------------------
