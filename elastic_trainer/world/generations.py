@@ -119,11 +119,10 @@ class Generations:
                  world: World | None = None, session: Session | None = None):
         self.driver, self.events, self.hooks = driver, events, hooks
         self.world = world or World(driver.is_broken, events.trace.mark)
-        self.mixture = Mixture(launch, events)
+        self.mixture, self.pauses = Mixture(launch, events), Pauses(launch.revived_since)
         self.arithmetic: Arithmetic | None = None
         """How this worker computes; None before its warm-up."""
-        self.pauses = Pauses(launch.revived_since)
-        self._session = session or Session(launch, driver.interface())
+        self._session = session or Session(launch, driver.interface(), events.trace.mark)
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
                                   hooks.user_reduces)
         self._live_state: Callable[[], Any] = _nothing
@@ -176,7 +175,7 @@ class Generations:
     def _start_driver(self, state: LiveState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
                             is_saving=self.hooks.is_moving, published=self.hooks.published,
-                            at=lambda: self._session.noting(self.events.trace.mark.at()))
+                            at=self._session.at)
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 
@@ -212,7 +211,6 @@ class Generations:
 
     def _end(self) -> None:
         """Leave the last generation. Afterwards this process writes no state for a successor."""
-        self.events.trace.mark.leave()
         self._session.end()
         self._is_guarded = False
 
@@ -222,7 +220,6 @@ class Generations:
 
     def _note_end(self) -> None:
         """Note when the training paused. A generation that broke before it trained is no pause."""
-        self.events.trace.mark.leave()
         self.pauses.leave()
         if self._trains:
             self._trains, self._left_at = False, time.monotonic()

@@ -32,6 +32,7 @@ from ipaddress import IPv6Address
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
+from elastic_trainer.observe.mark import Mark
 from elastic_trainer.wire.heartbeat import At
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Place
@@ -58,8 +59,8 @@ UNSENT_S = 1.0
 class Session:
     """This process's Horovod."""
 
-    def __init__(self, launch: Launch, interface: str):
-        self._launch, self._interface = launch, interface
+    def __init__(self, launch: Launch, interface: str, mark: Mark):
+        self._launch, self._interface, self._mark = launch, interface, mark
         self._asked = dict(os.environ)
         self._is_up = self._was_up = False
         self._sockets: set[tuple[int, int]] = set()
@@ -95,7 +96,8 @@ class Session:
         self._was_up = True
 
     def end(self) -> None:
-        """End Horovod, if it was started."""
+        """End Horovod, if it was started. The loop is in no step from now on."""
+        self._mark.leave()
         if self._is_up:
             self._is_up = False
             mpi_ops.shutdown()
@@ -114,10 +116,11 @@ class Session:
             except OSError:
                 pass  # closed already
 
-    def noting(self, at: At | None) -> At | None:
-        """Add the addresses of the members that have not taken all that this process has sent, if
-        it waits in a collective. Any thread may call it.
+    def at(self) -> At | None:
+        """Return what the loop does, with the addresses of the members that have not taken all that
+        this process has sent, if it waits in a collective. Any thread may call it.
         """
+        at = self._mark.at()
         if at is None or at.waits_s < UNSENT_S:
             return at
         ours = {str(inode) for _, inode in self._sockets}
