@@ -191,6 +191,7 @@ def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float
     if not rows:
         SubElement(section, "p").text = "No host is there."
         return section
+    section.set("class", "one-line")
     heads = columns(status, now, prices)
     table(section, heads, cells(rows, heads, prices, moment))
     for line in filter(None, (others, caption(now))):

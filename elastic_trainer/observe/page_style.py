@@ -27,7 +27,7 @@ a { color: var(--accent); } p { margin: .5rem 0; } .dim { color: var(--dim); }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0;
   border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
-th, td:first-child { white-space: nowrap; }
+th, td:first-child, .one-line td { white-space: nowrap; }
 th { color: var(--dim); font-weight: 600; }
 .events td:first-child { white-space: nowrap; color: var(--dim); }
 .events td { border: 0; padding-block: .1rem; }
