@@ -21,7 +21,14 @@ from elastic_trainer.launch.command import main
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.rehearse.advice import Fleet, Planner, shards_for
-from elastic_trainer.rehearse.costs import Costs, costs_of, fitted, interval_of, with_values
+from elastic_trainer.rehearse.costs import (
+    Costs,
+    costs_of,
+    fitted,
+    interval_of,
+    read_costs,
+    with_values,
+)
 from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
 from elastic_trainer.rehearse.plan import of_batch, run
@@ -238,7 +245,7 @@ def test_costs_are_those_of_the_log() -> None:
     told = [one | published if one["event"] == "state.checkpoint_published" else one
             for one in RUN]
     costs = costs_of(sorted([*told, formed, ended], key=lambda one: one["time"]))
-    assert costs.loss_s == (0.4,) and costs.change_s == Costs().change_s
+    assert costs.loss_s == (1.0,) and costs.change_s == Costs().change_s
     assert costs.boot_s == costs.first_boot_s == costs.restart_boot_s == (4.0,)
     assert costs.give_up_s == (2.0,)
     assert (costs.checkpoint_s, costs.publish_s) == (0.05, (0.3,))
@@ -270,6 +277,33 @@ def test_the_costs_that_auto_weighs_are_those_of_the_training(
             is_up = False
     known += [timing.cost_s()] if timing.pause_s else []
     assert costs_of(told).auto_s == pytest.approx(tuple(known))
+
+
+@pytest.mark.parametrize("step_s", [1.0, 1.75])
+def test_a_slow_first_step_behind_a_pause_is_no_part_of_it(step_s: float) -> None:
+    """Goodput counts it as a step. What is lost is the time since the last one: a second here, with
+    the half of a step that was in flight."""
+    ended = event(9.95, "worker.pause_ended", generation=2, size=2, duration_s=step_s)
+    last = step(10.0 + step_s, 3, generation=2, step_s=step_s)
+    told = [one for one in RUN if one["time"] < 9.9] + [ended, last]
+    assert costs_of(told).change_s == pytest.approx((1.0,))
+
+
+def test_costs_of_several_runs_are_drawn_from_all_of_them(tmp_path: Path) -> None:
+    """The start of another run, or of this one by a person, is no restart: what lies between is no
+    cost. Runs of different scripts are refused."""
+    once, names = costs_of(RUN), ("first_boot_s", "restart_boot_s", "give_up_s", "publish_s")
+    later = [one | {"time": one["time"] + 5000.0} for one in RUN]
+    for name in names:
+        assert getattr(costs_of([*RUN, *later]), name) == 2 * getattr(once, name)
+    for name, shards in ("a", 2), ("b", 4):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text("".join(
+            json.dumps(one | {"shards": shards} if "shards" in one else one) + "\n"
+            for one in RUN))
+    assert read_costs([tmp_path / "a"] * 2).publish_s == 2 * once.publish_s
+    with pytest.raises(ConfigError, match="Name runs of one script"):
+        read_costs([tmp_path / "a", tmp_path / "b"])
 
 
 def test_the_time_of_a_step_is_fitted_over_the_worlds() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median, mode
 from typing import Any
@@ -37,10 +37,10 @@ class Costs:
     """Seconds. The defaults are those of docs/benchmarks.md: 2 cores, 4 workers, 1 GB of state."""
 
     loss_s: Seconds = (0.32, 0.36, 0.36, 0.45, 0.88)
-    """The pause after an unannounced loss, the step in flight included (tests/bench/recovery.py).
-    """
+    """What an unannounced loss takes of the training, the step in flight included
+    (tests/bench/recovery.py). The first step behind it counts as a step, however slow it is."""
     change_s: Seconds = (0.35, 0.44, 0.44, 0.6, 0.95)
-    """The pause for a newcomer, or for a host that leaves under notice (tests/bench/join.py)."""
+    """The same of a newcomer, or of a host that leaves under notice (tests/bench/join.py)."""
     listed_s: Seconds = (0.1, 0.5, 0.9)
     """From a host that is there to its first worker's start. The list is read each second."""
     boot_s: Seconds = (8.4,)
@@ -152,6 +152,10 @@ class _Log:
     every: str = ""
     last: tuple[tuple[Any, ...], float] | None = None
     """The generation and the end of the newest step."""
+    ended: float | None = None
+    """The end of the newest step of this attempt, of whichever generation."""
+    pause: str = ""
+    """The name of the cost whose pause ends with the next step."""
     ready: float | None = None
     started: bool = False
     """An attempt after the first has begun, and has no generation yet."""
@@ -161,6 +165,8 @@ class _Log:
         """Take one more event."""
         now, place = float(event["time"]), (event.get("attempt"), event.get("generation"))
         match event["event"]:
+            case "run.started":
+                self._begin()
             case "attempt.started":
                 self.weighed.end()
                 self.weighed = _Weighed(self.weighed.costs)
@@ -170,6 +176,7 @@ class _Log:
                         self.seen["give_up_s"].append(now - since)
                 self.last, self.started, self.ready = None, self.has_begun, None
                 self.firsts, self.is_training, self.lost_at = [], False, None
+                self.ended, self.pause = None, ""
             case "rehearsal.host_joined":
                 self.joined[str(event["host"])] = now
             case "rehearsal.host_lost":
@@ -203,8 +210,7 @@ class _Log:
                     self.seen["enter_s"].append(now - self.ready)
                 self.started, self.last = False, None
             case "worker.pause_ended":
-                name = "loss_s" if self.reasons.get(place) == "death" else "change_s"
-                self.seen[name].append(float(event["duration_s"]))
+                self.pause = "loss_s" if self.reasons.get(place) == "death" else "change_s"
                 self.worlds.append(int(event.get("size") or 1))
             case "worker.step_committed" if not event.get("repeated"):
                 self._step(event, place, now)
@@ -217,8 +223,18 @@ class _Log:
                 self.shards, self.batch = int(event["shards"]), int(event["global_batch"])
                 self.every = str(event.get("checkpoint_every", ""))
 
+    def _begin(self) -> None:
+        """Begin another run, or another invocation of this one."""
+        self.has_begun = self.started = self.is_sudden = False
+        self.last = self.lost_at = None
+        for known in (self.reasons, self.joined, self.leaving):
+            known.clear()
+
     def _step(self, event: Mapping[str, Any], place: tuple[Any, ...], now: float) -> None:
         step_s = float(event.get("step_s") or 0.0)
+        if self.pause and self.ended is not None:
+            self.seen[self.pause].append(max(0.0, now - self.ended - step_s))
+        self.ended, self.pause = now, ""
         self.weighed.step(step_s, float(event.get("checkpoint_s") or 0.0))
         if self.last and self.last[0] == place:  # else it is the first step behind a pause
             self.steps[int(event["size"])].append(step_s)
@@ -269,16 +285,23 @@ def interval_of(published: Sequence[tuple[int, float]]) -> str:
     return f"{max(1, round(median(after - before for (_, before), (_, after) in pairs)))}s"
 
 
-def read_costs(run_dir: Path) -> Costs:
-    """Return the costs of a run. Raises ConfigError."""
-    if not has_events(run_dir):
-        raise ConfigError(f"--costs {run_dir} has no events.jsonl, so no cost is known. Name a "
-                          f"run's folder, e.g. runs/NAME.")
-    costs = costs_of(Reader(run_dir).events(to_the_end=True))
-    if "shard_s" not in costs.measured:
-        raise ConfigError(f"--costs {run_dir} has no two steps of train() or Trainer in a row, so "
-                          f"the time of a step is unknown. Name a run that has trained.")
-    return costs
+def read_costs(run_dirs: Sequence[Path]) -> Costs:
+    """Return the costs of runs of one script. Raises ConfigError."""
+    events, known = list[Iterable[Mapping[str, Any]]](), set[tuple[int, int]]()
+    for run_dir in run_dirs:
+        if not has_events(run_dir):
+            raise ConfigError(f"--costs {run_dir} has no events.jsonl, so no cost is known. Name a "
+                              f"run's folder, e.g. runs/NAME.")
+        costs = costs_of(Reader(run_dir).events(to_the_end=True))
+        if "shard_s" not in costs.measured:
+            raise ConfigError(f"--costs {run_dir} has no two steps of train() or Trainer in a row, "
+                              f"so the time of a step is unknown. Name a run that has trained.")
+        known.add((costs.shards, costs.batch))
+        events.append(Reader(run_dir).events(to_the_end=True))
+    if len(known) > 1:
+        raise ConfigError(f"--costs names runs with {sorted(known)} shards and samples of a step. "
+                          f"Name runs of one script with the same options.")
+    return costs_of(chain.from_iterable(events))
 
 
 def fitted(steps: Mapping[int, Sequence[float]], shards: int) -> tuple[float, float]:

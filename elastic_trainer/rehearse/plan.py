@@ -47,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--days", type=float, help="the time to rehearse, in days (default: 30 days, or the trace)")
     add("--hours", type=float, help="the same, in hours")
     add("--price", type=float, default=1.0, help="of a host for an hour (%(default)s)")
-    add("--costs", type=Path, metavar="runs/NAME",
-        help="take the costs from the event log of a run or a replay")
+    add("--costs", type=Path, metavar="runs/NAME", action="append", default=[],
+        help="take the costs from the event log of a run or a replay; repeat it for several")
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
         help="set one cost, e.g. loss_s=0.5; repeat it for several")
     add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
