@@ -9,6 +9,9 @@ What always holds:
 3. If the last members are under notice, they wait with their state until they are lost. A newcomer
    that stands ready before then receives it, and the attempt goes on.
 
+4. Hosts that start, stand ready or go at one moment are one event: a fleet loses and gets them in
+   bulk. So a month of 1,000 hosts takes less than a second.
+
 What it does not do: count workers of one host.
 """
 
@@ -16,9 +19,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
 
 
 class _Kind(IntEnum):
@@ -31,8 +37,8 @@ class _Kind(IntEnum):
     ENDED = 4
 
 
-_Event = tuple[float, int, int, int]
-"""Time, kind, host, attempt."""
+_Event = tuple[float, int, tuple[int, ...], int]
+"""Time, kind, hosts, attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +73,15 @@ class Entering:
 
     def run(self, until: float) -> list[float]:
         """Return when each host's worker enters; infinite: never."""
-        for now, kind, host, attempt in self._events(until):
+        for now, kind, hosts, attempt in self._events(until):
             if kind == _Kind.GONE:
-                self._leave(host, now)
+                self._leave(hosts, now)
             elif kind == _Kind.START:
-                self._start(host, now)
+                self._start(hosts, now)
             elif attempt != self._attempt:
                 continue
-            elif kind == _Kind.READY and host in self._booting:
-                self._stand(host, now)
+            elif kind == _Kind.READY:
+                self._stand(self._booting.intersection(hosts), now)
             elif kind == _Kind.ENDED and not self._members:
                 self._end(now)
             if self._ready:
@@ -84,33 +90,39 @@ class Entering:
 
     def _events(self, until: float) -> Iterator[_Event]:
         """Yield what happens in order: starts and ends of hosts, and what follows from them."""
-        known = sorted([(time, int(_Kind.START), host, 0) for host, time in enumerate(self.starts)
-                        if time < until] + [(time, int(_Kind.GONE), host, 0)
-                                            for host, time in enumerate(self.gone) if time < until])
         later = self._later
-        for event in known:
+        for event in sorted([*_moments(self.starts, _Kind.START, until),
+                             *_moments(self.gone, _Kind.GONE, until)]):
             while later and later[0] < event:
                 yield heapq.heappop(later)
             yield event
         while later and later[0][0] < until:
             yield heapq.heappop(later)
 
-    def _start(self, host: int, now: float) -> None:
-        if self.gone[host] <= now:
-            return
+    def _start(self, hosts: Sequence[int], now: float) -> None:
+        hosts = [host for host in hosts if self.gone[host] > now]
         if now < self._since:  # the attempt begins later
-            heapq.heappush(self._later, (self._since, _Kind.START, host, 0))
+            self._plan(self._since, _Kind.START, hosts)
             return
-        boot_s = self.draws.boots[host] if self._is_formed else self._drawn()[0]
-        self._booting.add(host)
-        heapq.heappush(self._later, (now + boot_s, _Kind.READY, host, self._attempt))
+        boots = defaultdict[float, list[int]](list)
+        if self._is_formed:
+            for host in hosts:
+                boots[self.draws.boots[host]].append(host)
+        else:
+            boots[self._drawn()[0]] += hosts
+        self._booting.update(hosts)
+        for boot_s, group in boots.items():
+            self._plan(now + boot_s, _Kind.READY, group)
 
-    def _stand(self, host: int, now: float) -> None:
-        self._booting.discard(host)
-        if not self._ready:
+    def _plan(self, time: float, kind: _Kind, hosts: Iterable[int] = ()) -> None:
+        heapq.heappush(self._later, (time, kind, tuple(hosts), self._attempt))
+
+    def _stand(self, hosts: set[int], now: float) -> None:
+        self._booting -= hosts
+        if not self._ready and hosts:
             self._settled = now + self.settle_s
-            heapq.heappush(self._later, (self._settled, _Kind.SETTLED, host, self._attempt))
-        self._ready.add(host)
+            self._plan(self._settled, _Kind.SETTLED)
+        self._ready |= hosts
 
     def _enter(self, now: float) -> None:
         """Let those who stand ready enter, if they have waited long enough. Members under notice
@@ -124,26 +136,37 @@ class Entering:
         self._ready.clear()
         self._is_formed = True
 
-    def _leave(self, host: int, now: float) -> None:
-        self._booting.discard(host)
-        self._ready.discard(host)
-        if host not in self._members:
+    def _leave(self, hosts: Sequence[int], now: float) -> None:
+        self._booting.difference_update(hosts)
+        self._ready.difference_update(hosts)
+        if not self._members.intersection(hosts):
             return
-        self._members.discard(host)
-        if not self._members and self.lost[host] <= now:
+        last = self._members if len(self._members) <= len(hosts) else ()
+        lost = max((self.lost[host] for host in last), default=now)
+        self._members.difference_update(hosts)
+        if not self._members and lost <= now:
             self._end(now)
         elif not self._members:
-            heapq.heappush(self._later, (self.lost[host], _Kind.ENDED, host, self._attempt))
+            self._plan(lost, _Kind.ENDED)
 
     def _end(self, now: float) -> None:
         """End the attempt. The workers that boot or stand ready start again in the next one."""
         _, give_up_s, listed_s = self._drawn()
         self._attempt, self._since, self._is_formed = (
             self._attempt + 1, now + give_up_s + listed_s, False)
-        for host in sorted(self._booting | self._ready):
-            heapq.heappush(self._later, (self._since, _Kind.START, host, 0))
+        self._plan(self._since, _Kind.START, sorted(self._booting | self._ready))
         self._booting.clear()
         self._ready.clear()
 
     def _drawn(self) -> tuple[float, float, float]:
         return self.draws.attempts[self._attempt % len(self.draws.attempts)]
+
+
+def _moments(times: Sequence[float], kind: _Kind, until: float) -> Iterator[_Event]:
+    """Yield what happens to which hosts at one moment."""
+    known = np.asarray(times, dtype=float)
+    order = np.argsort(known, kind="stable")[: int((known < until).sum())]
+    ordered = known[order]
+    firsts = np.flatnonzero(np.diff(ordered, prepend=-np.inf))
+    for first, hosts in zip(firsts.tolist(), np.split(order, firsts[1:]), strict=False):
+        yield float(ordered[first]), int(kind), tuple(hosts.tolist()), 0

@@ -143,11 +143,13 @@ class _Drawn:
         self.again += [again] * count
 
     def _leave(self, count: int, now: float, *, is_noticed: bool = False) -> None:
-        for _ in range(count):
-            place = int(self.chance.random() * len(self.here))
-            host, self.here[place] = self.here[place], self.here[-1]
-            self.here.pop()
-            self.gone[host], self.noticed[host] = now, is_noticed
+        here, draw, gone, noticed = self.here, self.chance.random, self.gone, self.noticed
+        for size in range(len(here), len(here) - count, -1):  # millions of hosts in a month
+            place = int(draw() * size)
+            host, last = here[place], here.pop()
+            if host != last:
+                here[place] = last
+            gone[host], noticed[host] = now, is_noticed
 
     def _lose(self, now: float) -> None:
         pool, kind, here = self.pool, self.chance.random(), len(self.here)
