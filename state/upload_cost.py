@@ -4,8 +4,9 @@ the time of each step → here → training/timing.py (`auto`), rehearse/costs.p
 
 What always holds:
 1. Steps are compared within one world: the steps of another one take another time.
-2. The cost is the median over the last uploads. An upload has two or three steps beside it, and a
-   single one of them is often twice as long for another reason, e.g. a worker that boots.
+2. The cost is the lower median over the last uploads, and over a zero at first. So one upload alone
+   is not believed: it has two or three steps beside it, and one of them is often twice as long for
+   another reason, e.g. a worker that boots.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class UploadCost:
         """A step's time without an upload, a moving average; 0.0: this world has had none."""
         self._beside: list[float] | None = None
         """The steps beside the upload that was begun in this world; None: there is none."""
-        self._added = deque[float](maxlen=UPLOADS)
+        self._added = deque([0.0], maxlen=UPLOADS)
 
     @property
     def added_s(self) -> float:
         """What an upload adds to the steps of the training."""
-        return max(0.0, median_low(self._added)) if self._added else 0.0
+        return max(0.0, median_low(self._added))
 
     def enter(self) -> None:
         """Begin a world. It has dropped the upload on its way."""
