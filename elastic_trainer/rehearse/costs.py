@@ -168,15 +168,7 @@ class _Log:
             case "run.started":
                 self._begin()
             case "attempt.started":
-                self.weighed.end()
-                self.weighed = _Weighed(self.weighed.costs)
-                if self.last:
-                    since = self.last[1] if self.is_sudden else self.lost_at
-                    if since is not None:  # else it waited with hosts under notice, until when?
-                        self.seen["give_up_s"].append(now - since)
-                self.last, self.started, self.ready = None, self.has_begun, None
-                self.firsts, self.is_training, self.lost_at = [], False, None
-                self.ended, self.pause = None, ""
+                self._begin_attempt(now)
             case "rehearsal.host_joined":
                 self.joined[str(event["host"])] = now
             case "rehearsal.host_lost":
@@ -229,6 +221,17 @@ class _Log:
         self.last = self.lost_at = None
         for known in (self.reasons, self.joined, self.leaving):
             known.clear()
+
+    def _begin_attempt(self, now: float) -> None:
+        self.weighed.end()
+        self.weighed = _Weighed(self.weighed.costs)
+        if self.last:
+            since = self.last[1] if self.is_sudden else self.lost_at
+            if since is not None:  # else it waited with hosts under notice, until when?
+                self.seen["give_up_s"].append(now - since)
+        self.last, self.started, self.ready = None, self.has_begun, None
+        self.firsts, self.is_training, self.lost_at = [], False, None
+        self.ended, self.pause = None, ""
 
     def _step(self, event: Mapping[str, Any], place: tuple[Any, ...], now: float) -> None:
         step_s = float(event.get("step_s") or 0.0)
