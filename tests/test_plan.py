@@ -31,7 +31,8 @@ from elastic_trainer.rehearse.costs import (
 )
 from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
-from elastic_trainer.rehearse.plan import of_batch, run
+from elastic_trainer.rehearse.outcome import larger, played_of
+from elastic_trainer.rehearse.plan import of_batch, run, short
 from elastic_trainer.rehearse.pools import (
     Lives,
     Pool,
@@ -467,6 +468,7 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
                  "--pool", "name=b,hosts=4,price=2,loss=0.01/h,replace=3min", "--hours", "40",
                  "--seeds", "3", "--checkpoint-every", "20s", "--batch", "64"]) == 0
     output = capsys.readouterr().out
+    assert "…" not in output.partition("The price")[0]  # of 80 columns
     for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "shards: ", "pools: ",
                  "standbys: ", "spare hosts: ", "checkpoint_every: "):
         assert text in output, text
@@ -511,6 +513,20 @@ def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str
     assert text in capsys.readouterr().err
 
 
+def test_the_larger_fleet_that_a_rehearsal_suggests_has_work_for_each_host(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed command has the shards and the batch of a hundred hosts."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
+    fleet = larger(played_of(RUN))
+    assert fleet.startswith("--hosts 100 --shards 400 --batch 1600 ")
+    assert main(["plan", "--costs", str(tmp_path), *fleet.split(), "--hours", "9", "--seeds",
+                 "1"]) == 0
+    output = capsys.readouterr().out
+    assert "400 shards (given)" in output and "without work" not in output
+    assert [short(value) for value in (0.0, 0.123456, 999.4, 999.6, 1.27e6, 5e17)] == [
+        "0", "0.123", "999", "1k", "1.27M", "5e+05T"]
+
+
 def test_values_of_the_command_line_have_units() -> None:
     """An hour for rates, seconds for times."""
     assert parse_pool("hosts=3,loss=2.4/d,replace=2min") == Pool(hosts=3, loss=0.1, replace=120.0)
@@ -527,4 +543,5 @@ def test_a_fleet_that_is_larger_than_the_batch_is_advised_against(
                  "--seeds", "1"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "8 shards leave 32 of 40 hosts without work" in output and "16 shards" in output
+    assert "needs e.g. --shards 160 --batch 320" in output
     assert of_batch(COSTS, 3).shard_s == 3 * COSTS.shard_s and of_batch(COSTS, 3).batch == 3

@@ -3,8 +3,7 @@
 lives of hosts, costs, policy → here → outcome → advice
 
 What always holds:
-1. Nothing here runs step by step. The time between two changes is one entry of an array. A month
-   of 1,000 hosts takes less than a second.
+1. Nothing here runs step by step. The time between two changes is one entry of an array.
 2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
 3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
    that was published. It loses nothing if the last workers left under notice, since they write one.

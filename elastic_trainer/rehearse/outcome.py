@@ -24,6 +24,7 @@ from elastic_trainer.observe.verdict import Verdict
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row
 
 MOST_SENTENCES = 5
+LARGER_HOSTS = 100
 
 
 @dataclass
@@ -48,6 +49,9 @@ class Played:
     others: Counter[str] = field(default_factory=Counter)
     """Workers that were lost on hosts which the trace did not take, by reason."""
     reduce: str = "exact"
+    shards: int = 0
+    """Of a step; 0: the script is in Horovod's own style."""
+    batch: int = 0
     _hosts: int = 0
     _since: float = 0.0
     _taken: set[str] = field(default_factory=set)
@@ -86,6 +90,8 @@ class Played:
                     self.others[str(event["reason"])] += 1
             case "job.described":
                 self.reduce = str(event.get("reduce", self.reduce))
+                self.shards = int(event.get("shards") or 0)
+                self.batch = int(event.get("global_batch") or 0)
             case "run.finished" if self.speed:
                 self._change(float(event["time"]), 0)
 
@@ -177,6 +183,17 @@ def forecast(result: Mapping[str, Any], speed: float, empty_s: float = 0.0) -> f
     if not trained_s:
         return 0.0
     return min(1.0, goodput + min(lost_s / trained_s, 1.0 - goodput) * (1.0 - 1.0 / speed))
+
+
+def larger(played: Played) -> str:
+    """Return the options by which `plan` rehearses a larger fleet: 4 shards for each of its hosts.
+
+    With the shards of the rehearsal most of the hosts would have no work.
+    """
+    shards = 4 * LARGER_HOSTS
+    return (f"--hosts {LARGER_HOSTS} --shards {shards} "
+            f"--batch {shards * played.batch // max(1, played.shards)} "
+            f"--storm rate=12/h,bulk=0.4")
 
 
 def cost_of_useful_hour(mean_hosts: float, goodput: float, price: float) -> float:

@@ -71,13 +71,14 @@ def run(argv: Sequence[str]) -> int:
                     "price to expect.")
     add_options(parser)
     options = parser.parse_args(argv)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     planner = planner_of(options)
     forecast = planner.forecast()
     questions = planner.questions()
     took_s = time.perf_counter() - began
     if options.json:
-        print(json.dumps(as_json(planner, forecast, questions) | {"took_s": round(took_s, 2)}))
+        print(json.dumps(as_json(planner, forecast, questions) | {
+            "took_s": round(took_s, 2), "cpu_s": round(time.process_time() - began_cpu, 2)}))
     else:
         show(planner, forecast, questions, took_s)
     return 0
@@ -165,13 +166,15 @@ def counts(choice: Choice) -> dict[str, float]:
 def show(planner: Planner, forecast: Choice, questions: Sequence[Question],
          took_s: float) -> None:
     """Print the tables and the sentences for a person."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table(title=f"{planner.fleet.hosts} hosts for {planner.seconds / HOUR_S:.1f} h, "
-                        f"{len(planner.seeds)} repetitions", title_justify="left")
+    title = (f"{planner.fleet.hosts} hosts for {planner.seconds / HOUR_S:.1f} h, "
+             f"{len(planner.seeds)} repetitions")
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
     for heading in ("", "goodput", "90 %", "samples/h", "price", "90 %"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     table.add_row("forecast, as given", *cells(forecast), end_section=True)
@@ -190,26 +193,36 @@ def cells(choice: Choice) -> list[str]:
     """Return the numbers of a row, with their bounds."""
     goodput, price = choice.goodput, choice.million
     return [f"{goodput[1]:.1%}", f"{100 * goodput[0]:.1f}–{100 * goodput[2]:.1f}",
-            f"{choice.samples_per_hour[1]:.3e}" if choice.samples_per_hour[1] >= 1e6
-            else f"{choice.samples_per_hour[1]:.0f}",
-            f"{price[1]:.4g}", f"{price[0]:.3g}–{price[2]:.3g}"]
+            short(choice.samples_per_hour[1]), short(price[1]),
+            f"{short(price[0])}–{short(price[2])}"]
+
+
+def short(value: float) -> str:
+    """Return a number with three digits: a row has to fit into 80 columns."""
+    units = ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000.0
+        units.pop(0)
+    return f"{value:.3g}{units[0]}"
 
 
 def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
               took_s: float) -> list[str]:
     """Return what is printed below the table."""
-    happens, costs = counts(forecast), planner.costs
-    lines = ["The price is that of 10^6 samples. 90 % of the repetitions are between the bounds. "
-             "* is advised.", f"A run has {happens['changes']:.0f} changes of its world and "
+    happens, costs, lines = counts(forecast), planner.costs, list[str]()
+    if (idle := planner.fleet.hosts - planner.policy.shards) > 0:
+        batch = costs.batch * 4 * planner.fleet.hosts // planner.policy.shards
+        lines.append(f"WARNING: {planner.policy.shards} shards leave {idle} of "
+                     f"{planner.fleet.hosts} hosts without work, at the price of all. A fleet of "
+                     f"this size needs e.g. --shards {4 * planner.fleet.hosts} --batch {batch}.")
+    lines += ["The price is that of 10^6 samples. 90 % of the repetitions are between the bounds. "
+              "* is advised.", f"A run has {happens['changes']:.0f} changes of its world and "
              f"{happens['attempts']:.1f} attempts. It pauses for {happens['pausing_s']:.0f} s, "
              f"waits for hosts for {happens['waiting_s']:.0f} s, and does "
              f"{happens['redone_s']:.0f} s again."]
     lines += [question.advice() for question in questions]
     if costs.batch == 1:
         lines.append("A step counts as one sample: --batch N has its samples.")
-    if (idle := planner.fleet.hosts - planner.policy.shards) > 0:
-        lines.append(f"{planner.policy.shards} shards leave {idle} of {planner.fleet.hosts} hosts "
-                     f"without work. Give more --shards, or a larger --batch with more --shards.")
     missing = [name for name in ("loss_s", "change_s", "boot_s", "give_up_s", "shard_s")
                if name not in costs.measured]
     if missing:

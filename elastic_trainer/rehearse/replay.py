@@ -39,6 +39,7 @@ from elastic_trainer.rehearse import storm, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
     cost_of_useful_hour,
+    larger,
     outcome_of,
     played_of,
     rows_played,
@@ -256,11 +257,12 @@ def rehearse(wanted: Rehearsal) -> int:
               f"reason is above", flush=True)
         return code
     events = list(Reader(run_dir).events(to_the_end=True))
-    outcome = outcome_of(played_of(events), verify(run_dir), result, twin)
+    played = played_of(events)
+    outcome = outcome_of(played, verify(run_dir), result, twin)
     write_text(run_dir / PLAYED, trace.text_of(rows_played(events, wanted.hosts)))
     write_text(run_dir / OUTCOME, json.dumps(
         {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
-    print_outcome(wanted, outcome)
+    print_outcome(wanted, outcome, larger(played) if played.shards else "")
     return 0 if outcome.is_right else code or 1
 
 
@@ -303,8 +305,9 @@ def _interrupt(number: int, frame: Any) -> None:
 
 # --- what is printed ------------------------------------------------------------------------------
 
-def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
-    """Print the judgement as a table, the verdict in one line, and the next command."""
+def print_outcome(wanted: Rehearsal, outcome: Outcome, fleet: str) -> None:
+    """Print the judgement as a table, the verdict in one line, and the next commands. `fleet`: a
+    larger one for `plan`; "": plan cannot read the costs of this run."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -324,9 +327,11 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome) -> None:
     console.print(Text(f"rehearsal {verdict}", style="bold green" if outcome.is_right else
                        "bold red"), soft_wrap=True)
     folder = shown(wanted.run_dir)
-    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html\n"
-                       f"a larger fleet: elastic-trainer plan --costs {folder} --hosts 100 "
-                       f"--storm rate=12/h,bulk=0.4"), soft_wrap=True)
+    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html"),
+                  soft_wrap=True)
+    if fleet:
+        console.print(Text(f"a larger fleet: elastic-trainer plan --costs {folder} {fleet}"),
+                      soft_wrap=True)
 
 
 def rows(outcome: Outcome, price: Price | None) -> list[tuple[str, str]]:
