@@ -328,6 +328,22 @@ def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks()
     assert "Thread" in scene.events[0]["stacks"]["h1/0/1"]
 
 
+def test_the_phase_of_a_silent_worker_is_that_of_its_stack() -> None:
+    """Its last heartbeat came from a collective. The bucket of that is not what it does now."""
+    scene = Scene()
+    scene.stalls.processes = {"h1/0/1": Process()}
+    scene.hear(100.0, WAITS, WAITS, WAITS)
+    for tick in range(1, 20):
+        now = 100.0 + tick / 4
+        scene.hear(now, WAITS, None, WAITS)
+        silent = scene.membership.roster.workers["h1/0/1"]
+        silent.at, silent.heard_at = WAITS, 100.0
+        scene.stalls.look(now)
+    verdict = scene.events[0]
+    assert (verdict["worker"], verdict["state"], verdict["phase"], verdict["what"]) == (
+        "h1/0/1", "silent", "forward", "")
+
+
 def test_what_a_worker_did_in_the_generation_before_is_forgotten() -> None:
     """Nor does a heartbeat from before count, nor one of a worker that waits for its next place,
     nor one that cannot be true: hang_s would end a healthy worker as its generation is formed."""

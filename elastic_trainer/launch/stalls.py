@@ -295,4 +295,5 @@ class Stalls:
             return one, "silent"
         # In none of our functions it is in the user's own loop.
         own = one.phase if one.phase in USERS_CODE else "forward"
-        return replace(one, phase=answer.phase() or own), "silent"
+        phase = answer.phase() or own
+        return replace(one, phase=phase, what=one.what if phase == one.phase else ""), "silent"

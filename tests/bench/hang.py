@@ -2,11 +2,12 @@
 
     .venv/bin/python tests/bench/hang.py [--quiet-min 30]        (as root: tests/netlab.py)
 
-Six hangs, one after the other, in a run on 4 hosts (namespaces with an sshd each): SIGSTOP, a
-regular expression that holds the GIL, a loader that sleeps, a lock that is never released, a slow
-line (1.5 Mbit/s), and a slow host (a CPU quota of 10 % of a core; it is named as a straggler). A
-verdict is right if it names the rank, the host and the phase. verdict_s is the longest time from a
-hang's begin to its verdict, beyond the limit in the event (a straggler's is straggler_s).
+Six hangs, one after the other, in a run on 4 hosts (namespaces with an sshd and an agent each, so
+that who takes the place of a worker has been a standby): SIGSTOP, a regular expression that holds
+the GIL, a loader that sleeps, a lock that is never released, a slow line (1.5 Mbit/s), and a slow
+host (a CPU quota of 10 % of a core; it is named as a straggler). A verdict is right if it names the
+rank, the host and the phase. verdict_s is the longest time from a hang's begin to its verdict,
+beyond the limit in the event (a straggler's is straggler_s).
 
 Then --quiet-min minutes without a hang: the first step of each worker takes 20 s, the code behind
 every 500th step takes 20 s on one host, and each checkpoint takes about 10 s to reach the store
@@ -47,11 +48,15 @@ VERDICTS = ("driver.step_stalled", "driver.straggler_found")
 
 @contextmanager
 def quota_group(lab: Lab, name: str) -> Iterator[Path]:
-    """Put a host of the lab, and all that starts on it, into a control group of its own."""
+    """Put all processes of a host of the lab, and all that start later, into a control group."""
     group = CGROUPS / f"elastic-trainer-bench-{lab.hosts[name].pid}"
     group.mkdir()
     try:
-        (group / "cgroup.procs").write_text(str(lab.hosts[name].pid))
+        mine = Path(f"/proc/{lab.hosts[name].pid}/ns/net").readlink()
+        for namespace in Path("/proc").glob("[0-9]*/ns/net"):
+            with suppress(OSError):  # it has just ended
+                if namespace.readlink() == mine:
+                    (group / "cgroup.procs").write_text(namespace.parts[2])
         yield group
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
@@ -95,7 +100,7 @@ def hangs(folder: Path) -> list[dict[str, Any]]:
     command = [*JOB, "--steps", "100000", "--width", "20000", "--work", "20"]
     (folder / "lab").mkdir()
     with ExitStack() as stack:
-        lab = stack.enter_context(Lab(folder / "lab", has_agents=False))
+        lab = stack.enter_context(Lab(folder / "lab"))
         lab.boot(COORDINATOR, *FOUR)
         group = stack.enter_context(quota_group(lab, "h4"))
         fleet = Fleet(lab, folder, FOUR, command=command, min_workers=1)
