@@ -332,13 +332,12 @@ def test_the_phase_of_a_silent_worker_is_that_of_its_stack() -> None:
     """Its last heartbeat came from a collective. The bucket of that is not what it does now."""
     scene = Scene()
     scene.stalls.processes = {"h1/0/1": Process()}
-    scene.hear(100.0, WAITS, WAITS, WAITS)
-    for tick in range(1, 20):
-        now = 100.0 + tick / 4
-        scene.hear(now, WAITS, None, WAITS)
-        silent = scene.membership.roster.workers["h1/0/1"]
-        silent.at, silent.heard_at = WAITS, 100.0
-        scene.stalls.look(now)
+    silent = scene.membership.roster.workers["h1/0/1"]
+    for tick in range(20):
+        waits = replace(WAITS, for_s=tick / 4, step_for_s=tick / 4, waits_s=tick / 4 + 0.1)
+        scene.hear(100.0 + tick / 4, waits, None, waits)
+        silent.at, silent.heard_at = replace(WAITS, waits_s=0.1), 100.0
+        scene.stalls.look(100.0 + tick / 4)
     verdict = scene.events[0]
     assert (verdict["worker"], verdict["state"], verdict["phase"], verdict["what"]) == (
         "h1/0/1", "silent", "forward", "")

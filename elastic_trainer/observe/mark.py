@@ -25,7 +25,7 @@ from typing import Any
 from elastic_trainer.wire.heartbeat import At
 
 WINDOW = 16
-"""The usual time of a step is the median of this many."""
+"""The usual time of a step, and a worker's own time for a shard, are medians of this many steps."""
 PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "evaluate", "gather",
           "upload")
 """In the order of a step. "behind": the user's code between two inner loops. "evaluate" and
@@ -55,7 +55,7 @@ class Mark:
         self._computes_since, self._own_s, self._shards = 0.0, 0.0, 0
         """Of the step in flight: the begin of its phase, and its own time for so many shards."""
         self._took: deque[float] = deque(maxlen=WINDOW)
-        self._own: deque[float] = deque(maxlen=4 * WINDOW)
+        self._own: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self, step: int, phase: int = 0) -> None:
         """Begin a step, or with a number above 0 a further phase of it."""
