@@ -475,7 +475,8 @@ def test_a_mark_has_what_the_loop_does() -> None:
     mark = Mark()
     assert mark.at() is None
     mark.begin(7)
-    assert mark.at() is None
+    at = mark.at()
+    assert at and (at.phase, at.what, at.step) == ("load", "", 7)
     mark.enter("load", "shard 2", [40, 41])
     at = mark.at()
     assert at and (at.phase, at.what, at.step) == ("load", "shard 2, 2 samples from 40", 7)

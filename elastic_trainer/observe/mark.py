@@ -60,6 +60,7 @@ class Mark:
     def begin(self, step: int, phase: int = 0) -> None:
         """Begin a step, or with a number above 0 a further phase of it."""
         self._computes_since = time.monotonic()
+        self.now = "load", "", None, self._computes_since  # of its first shard, soon
         if phase and self.begun:
             return
         if self._done_s and step > self.step:
