@@ -36,7 +36,7 @@ from elastic_trainer.launch.stalls import (
     stood_s,
     waited_for,
 )
-from elastic_trainer.launch.stragglers import Stragglers
+from elastic_trainer.launch.stragglers import Stragglers, slowest
 from elastic_trainer.observe.mark import PHASES, Mark
 from elastic_trainer.observe.standstills import Standstills
 from elastic_trainer.wire.heartbeat import At, Heartbeat
@@ -116,7 +116,7 @@ def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) 
 
 def member(phase: str, **facts: Any) -> Member:
     return Member(**{"name": f"h{facts.get('rank', 0)}/0/1", "host": f"h{facts.get('rank', 0)}",
-                     "rank": 0, "phase": phase, "step": 9, "step_s": 5.0, "usual_s": 0.1,
+                     "rank": 0, "phase": phase, "step": 9, "usual_s": 0.1,
                      "waits_s": 4.5 if phase in ("reduce", "vote", "gather") else 0.0,
                      "steps": 20, **facts})
 
@@ -152,6 +152,8 @@ def test_who_works_by_itself_around_a_collective_is_waited_for(members: list[Mem
     ([member("evaluate", is_silent=True), member("evaluate")], None),
     ([member("forward", is_silent=True), member("forward")], ALL_LATE_S),
     ([member("forward", usual_s=3.0), *[member("reduce", usual_s=0.0)] * 3], 15.0),
+    ([member("forward", usual_s=0.0), member("reduce", usual_s=0.0)], ALL_LATE_S),
+    ([member("forming"), member("reduce")], 300.0),
     ([member("behind"), member("reduce")], 300.0),
     ([member("upload"), member("vote")], 300.0),
     ([member("behind"), member("behind")], None),
@@ -166,13 +168,13 @@ def test_a_step_may_take_as_long_as_such_steps_do(members: list[Member],
                                                   limit: float | None) -> None:
     """A first step, a checkpoint, an evaluation and the user's code behind a step have stuck_s, and
     no limit while no worker waits. A silent worker has the same, and a newcomer, which has done no
-    step, does not shorten the usual time."""
+    step, does not shorten the usual time. The first step of a world has no usual time."""
     assert limit_s(members, waited_for(members), stuck_s=300.0) == limit
 
 
 @pytest.mark.parametrize(("members", "seconds"), [
-    ([member("forward", step_s=70.0), member("reduce", waits_s=1.5)], 1.5),
-    ([member("forward", step_s=70.0), member("forward", step_s=65.0)], 65.0),
+    ([member("forward", for_s=70.0), member("reduce", waits_s=1.5)], 1.5),
+    ([member("forward", for_s=70.0), member("backward", for_s=65.0)], 65.0),
     ([member("forward"), member("reduce", waits_s=2.0), member("reduce", waits_s=9.0)], 9.0),
     ([member("reduce", waits_s=2.0), member("reduce", waits_s=9.0)], 2.0),
 ])
@@ -228,14 +230,17 @@ class Scene:
 
 
 def test_a_step_has_one_verdict_and_its_end_is_logged() -> None:
-    """Each look hears the same; then the step has ended."""
+    """Each look hears the same; then the step has ended. A worker that claims to be far ahead does
+    not end it."""
     scene = Scene()
     for tick in range(40):
         now = 100.0 + tick / 4
-        scene.hear(now, WAITS, replace(HANGS, for_s=tick / 4, step_for_s=tick / 4), WAITS)
+        late = replace(HANGS, for_s=tick / 4, step_for_s=tick / 4)
+        scene.hear(now, replace(WAITS, step=10**15 + tick), late, WAITS)
         scene.stalls.look(now)
     assert scene.names() == ["driver.step_stalled"]
     assert scene.events[0]["worker"] == "h1/0/1" and 4.0 < scene.events[0]["stood_s"] < 10.0
+    assert scene.events[0]["step"] == 20
     scene.hear(111.0, *[replace(WAITS, step=21, step_for_s=0.1, waits_s=0.1)] * 3)
     scene.stalls.look(111.0)
     assert scene.names() == ["driver.step_stalled", "driver.step_resumed"]
@@ -255,6 +260,7 @@ def test_of_a_frozen_worker_the_verdict_comes_before_its_end() -> None:
     """Also if its step is not late by its usual time."""
     scene = Scene()
     scene.hear(100.0, WAITS, replace(HANGS, usual_s=60.0), WAITS)
+    scene.membership.roster.workers["h1/0/1"].heard_at = 100.0
     scene.stalls.give_up(Stop("h1/0/1", "frozen", at_once=True), 105.0)
     scene.stalls.give_up(Stop("h1/0/1", "frozen", at_once=True), 105.1)
     scene.stalls.give_up(Stop("h0/0/1", "cut_off", at_once=True), 105.1)
@@ -366,7 +372,7 @@ def test_what_a_worker_did_in_the_generation_before_is_forgotten() -> None:
         return worker.at
 
     assert heard() == HANGS
-    assert heard(generation=1) is heard(step=22) is heard(for_s=101.0) is None
+    assert heard(generation=1) is heard(step=22) is None
     assert heard(phase="sleep") is None
     assert heard("waiting") is None
 
@@ -390,6 +396,42 @@ def test_a_persistent_straggler_is_named_once() -> None:
     scene = Scene("straggler_s=9", replaces=True, least=3)
     slow_steps(scene, lambda rank, step: 0.04 if rank == 1 else 0.02)
     assert [event["is_replaced"] for event in scene.events] == [False]
+
+
+def test_a_machine_that_stood_still_makes_no_worker_hang() -> None:
+    """The driver and its workers were frozen for 20 s, and their clocks went on. A worker that
+    hangs after that is replaced."""
+    scene = Scene("hang_s=5")
+    membership = scene.membership
+    scene.hear(100.0, WAITS, WAITS, WAITS)
+    membership.decide(100.0)
+    at = replace(WAITS, for_s=21.0, step_for_s=21.0, waits_s=21.0)
+    membership.decide(120.0)
+    scene.hear(120.5, at, replace(at, phase="load", waits_s=0.0), at)
+    scene.stalls.look(120.5)
+    stops = [action for action in membership.decide(120.5) if isinstance(action, Stop)]
+    assert all(worker.heard_at <= 120.5 for worker in membership.roster.workers.values())
+    for now in (121.0, 121.9, 122.8, 123.7, 124.6):
+        assert not stops
+        at = replace(WAITS, for_s=now - 99.5, step_for_s=now - 99.5, waits_s=now - 99.5)
+        scene.hear(now, at, replace(at, phase="load", waits_s=0.0), at)
+        stops = [action for action in membership.decide(now) if isinstance(action, Stop)]
+    assert [(stop.worker, stop.reason) for stop in stops] == [("h1/0/1", "hung")]
+
+
+@pytest.mark.parametrize(("own_s", "found"), [
+    ({"a": 0.046, "b": 0.046, "c": 0.010}, []),  # c has fewer shards: its loader is ahead
+    ({"a": 0.046, "b": 0.020, "c": 0.010}, ["a"]),
+    ({"a": 0.046, "a2": 0.045, "b": 0.020, "c": 0.020}, ["a", "a2"]),
+    ({"a": 0.046, "a2": 0.021, "b": 0.020, "c": 0.020}, ["a"]),
+    ({"a": 0.046, "a2": 0.020, "a3": 0.020}, ["a"]),
+    ({"a": 0.046, "a2": 0.045, "b": 0.020}, []),
+])
+def test_a_slow_host_is_compared_with_other_hosts(own_s: dict[str, float],
+                                                  found: list[str]) -> None:
+    """All of its slow workers are named. Workers of one host are compared with each other if there
+    are no two on other hosts."""
+    assert slowest(own_s, {name: name[0] for name in own_s})[0] == found
 
 
 def slow_rank(slow: int, rank: int, step: int) -> float:
@@ -471,9 +513,14 @@ def enter(mark: Mark, phase: str = "load") -> At:
 
 
 def test_a_mark_has_what_the_loop_does() -> None:
-    """Outside of steps it says nothing; a bucket is named while its collective is waited for."""
+    """Without a place it says nothing; a bucket is named while its collective is waited for."""
     mark = Mark()
     assert mark.at() is None
+    mark.reach("world.place_taken")
+    mark.wait()
+    at = mark.at()
+    assert at and (at.phase, at.step) == ("forming", -1) and at.waits_s > 0
+    mark.waited()
     mark.begin(7)
     at = mark.at()
     assert at and (at.phase, at.what, at.step) == ("load", "", 7)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elastic_trainer.config import Limits
 from elastic_trainer.launch.actions import Action, Differ, Stop
 from elastic_trainer.launch.roster import Phase, Roster, Worker
-from elastic_trainer.observe.mark import USERS_CODE
+from elastic_trainer.observe.mark import FIRST_STEPS, USERS_CODE
 from elastic_trainer.world.arithmetic import computes_otherwise, facts_that_differ
 
 MAX_REFUSED_OFFERS = 3
@@ -96,17 +96,18 @@ def hang_s(limits: Limits, is_any_waiting: bool) -> float:
 
 def _hung(roster: Roster, limits: Limits, now: float) -> set[str]:
     """Return the members that have been in the user's code for longer than `hang_s`, if all others
-    have waited for so long. The first step of a process may take longer: it compiles.
+    have waited for so long, by their heartbeats: without these they are frozen. The first steps of
+    a process may take longer: it compiles.
     """
     current = roster.current()
     if not limits.hang_s or any(w.phase is not Phase.TRAINING or w.at is None for w in current):
         return set()
-    ats = {w.name: (w.at, now - w.heard_at) for w in current if w.at}
-    waits_s = [at.waits_s + silent_s for at, silent_s in ats.values() if at.waits_s]
+    ats = {w.name: w.at for w in current if w.at}
+    waits_s = [roster.awake_s(at.waits_s, now) for at in ats.values() if at.waits_s]
     most_s = hang_s(limits, bool(waits_s))
-    hung = {name for name, (at, silent_s) in ats.items()
-            if at.steps and not at.waits_s and at.phase in USERS_CODE
-            and at.for_s + silent_s > most_s}
+    hung = {name for name, at in ats.items()
+            if at.steps >= FIRST_STEPS and not at.waits_s and at.phase in USERS_CODE
+            and roster.awake_s(at.for_s, now) > most_s}
     all_wait = len(hung) + len(waits_s) == len(current)
     return hung if all_wait and min(waits_s, default=most_s) >= most_s else set()
 

@@ -92,7 +92,7 @@ class Membership:
         worker.count, worker.heard_at = heartbeat.count, now
         worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(heartbeat.arithmetic)
         worker.step, worker.published = heartbeat.step, heartbeat.published
-        worker.at = heartbeat.at if worker.is_credible(heartbeat, now) else None
+        worker.at = heartbeat.at if worker.is_credible(heartbeat) else None
         worker.drains = worker.drains or heartbeat.drains
         if heartbeat.error:
             self.blame.raised(worker, heartbeat.error)
@@ -152,7 +152,9 @@ class Membership:
         """
         if self.verdict:
             return []
-        self._forgive(now)
+        if self.decided_at and now - self.decided_at > DRIVER_GAP_S:
+            self.roster.forgive(now - self.decided_at, now)
+        self.decided_at = now
         self.roster.forget(self.rounds.offered())
         actions = [
             *evictions.evict(self.roster, self.limits, now, is_finished=self.is_finished),
@@ -165,15 +167,6 @@ class Membership:
             actions += self.rounds.next(now)
         self.verdict = next((action for action in actions if isinstance(action, End)), None)
         return actions
-
-    def _forgive(self, now: float) -> None:
-        """Do not count a time in which the driver stood still as the workers' silence."""
-        gap = now - self.decided_at
-        if self.decided_at and gap > DRIVER_GAP_S:
-            for worker in self.roster.alive():
-                worker.heard_at += gap
-                worker.started_at += gap
-        self.decided_at = now
 
     def _compare_newcomers(self, now: float) -> list[Action]:
         model = next((w for w in self.roster.current() if w.arithmetic), None)

@@ -10,12 +10,13 @@ It answers questions and changes nothing by them. The worker's phases:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
 
-from elastic_trainer.observe.mark import PHASES
+from elastic_trainer.observe.mark import FORMING, PHASES
 from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.arithmetic import Arithmetic
 
@@ -26,6 +27,7 @@ the second time or more. The time doubles with each difference."""
 REFUSED_S, MAX_REFUSED_S = 60.0, 3600.0
 """The first and the longest time until a host whose arithmetic differs from the world's is tried
 again."""
+MAX_GAPS = 64
 HOST_KEPT_S = 3600.0
 """How long the failures of a host that has left the list are remembered."""
 
@@ -87,13 +89,12 @@ class Worker:
     has_exited: bool = False
     """Its process has exited: no heartbeat can come from it."""
 
-    def is_credible(self, heartbeat: Heartbeat, now: float) -> bool:
+    def is_credible(self, heartbeat: Heartbeat) -> bool:
         """True if what the heartbeat says of the worker's loop may be so, in this generation."""
-        at, age_s = heartbeat.at, now - self.started_at
+        at = heartbeat.at
         return (at is not None and heartbeat.phase == Phase.TRAINING.value
                 and heartbeat.generation == self.generation and at.phase in PHASES
-                and abs(at.step - heartbeat.step) <= 1
-                and max(at.for_s, at.step_for_s, at.waits_s, at.usual_s, at.own_s) <= age_s)
+                and (at.phase == FORMING or abs(at.step - heartbeat.step) <= 1))
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.phase.value} g{self.generation} r{self.rank}>"
@@ -159,6 +160,8 @@ class Roster:
     """The names of the newest generation's members, by rank."""
     tried: set[tuple[str, int]] = field(default_factory=set)
     """The slots (host, number) in which a worker has ended."""
+    gaps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_GAPS))
+    """When the driver went on after it had stood still itself, and for how long it had."""
     _hosts_seen: int = 0
     _workers_named: int = 0
 
@@ -196,7 +199,19 @@ class Roster:
         for name in [w.name for w in self.workers.values() if w.has_exited and w.name not in kept]:
             del self.workers[name]
 
+    def forgive(self, gap_s: float, now: float) -> None:
+        """Do not count a time in which the driver stood still as the workers' silence."""
+        self.gaps.append((now, gap_s))
+        for worker in self.alive():
+            worker.heard_at = min(now, worker.heard_at + gap_s)
+            worker.started_at += gap_s
+
     # --- questions ------------------------------------------------------------------------------
+
+    def awake_s(self, age_s: float, now: float) -> float:
+        """Return an age that a worker has reported, without the time in which the driver stood
+        still: the machine may have, and the worker with it."""
+        return max(0.0, age_s - sum(gap_s for at, gap_s in self.gaps if at > now - age_s))
 
     def slots(self) -> set[tuple[str, int]]:
         """Return all slots of the list, as (host, number)."""

@@ -27,23 +27,20 @@ from elastic_trainer.host.stacks import Answer
 from elastic_trainer.launch.actions import Stop
 from elastic_trainer.launch.evictions import hang_s, hold_s, silence_s
 from elastic_trainer.launch.membership import Membership
-from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.observe.mark import PHASES, USERS_CODE
+from elastic_trainer.launch.reached import of_most
+from elastic_trainer.launch.roster import Phase, Roster, Worker
+from elastic_trainer.observe.mark import FIRST_STEPS, FORMING, PHASES, USERS_CODE
 
 TIMES, LEAST_S = 5.0, 4.0
 """A step has stalled when a worker has waited for TIMES its usual time, and at least LEAST_S."""
 ALL_LATE_S = 60.0
-"""The age of a step in which no worker waits for another one: their common batch may compile a
-kernel."""
-FIRST_STEPS = 3
-"""The steps of a process that may take long: it compiles, and fills its caches."""
+"""The time in one phase, while no worker waits for another one: their common batch may compile a
+kernel. Also the wait in the first step of a world, whose usual time is not known."""
 ANSWER_S = 1.0
 """The time between the question for stacks and the verdict."""
 SILENT_S = 1.5
 """The silence, beyond the time between two heartbeats, behind which a worker may have gone on."""
 LOOK_S = 0.25
-FORMING = "forming"
-"""The phase of a worker that is in no step."""
 LONG = ("behind", "evaluate", "upload", FORMING)
 MAX_CHARACTERS = 40_000
 """Of all stacks in one event."""
@@ -67,13 +64,13 @@ class Member:
     for_s: float = 0.0
     """How long it has been in this phase."""
     step: int = 0
-    step_s: float = 0.0
-    """How long it has been in this step."""
     waits_s: float = 0.0
     """How long it has waited in collectives of this step."""
     usual_s: float = 0.0
     steps: int = 0
     is_silent: bool = False
+    is_known: bool = True
+    """It has reported what it does."""
     unsent: tuple[str, ...] = ()
 
     @property
@@ -82,34 +79,35 @@ class Member:
         return self.waits_s > 0 and not self.is_silent
 
 
-def member(worker: Worker, now: float, allowed_s: float) -> Member:
+def member(worker: Worker, roster: Roster, now: float, allowed_s: float) -> Member:
     """Return what is known of a worker. `allowed_s`: the silence that means nothing."""
     at, silent_s = worker.at, now - worker.heard_at
     facts: dict[str, Any] = {"name": worker.name, "host": worker.host, "rank": worker.rank,
                              "is_silent": silent_s > allowed_s}
     if at is None:
-        return Member(phase=FORMING, for_s=silent_s, **facts)
-    return Member(phase=at.phase, what=at.what, for_s=at.for_s + silent_s, step=at.step,
-                  step_s=at.step_for_s + silent_s, usual_s=at.usual_s, steps=at.steps,
-                  waits_s=at.waits_s + silent_s if at.waits_s else 0.0, unsent=at.unsent, **facts)
+        return Member(phase=FORMING, for_s=silent_s, is_known=False, **facts)
+    # A worker that waits, or computes, may have done so until its heartbeat only.
+    for_s = roster.awake_s(at.for_s, now) + silent_s * facts["is_silent"]
+    return Member(phase=at.phase, what=at.what, for_s=for_s, step=at.step, usual_s=at.usual_s,
+                  steps=at.steps, waits_s=roster.awake_s(at.waits_s, now), unsent=at.unsent,
+                  **facts)
 
 
 def waited_for(members: Sequence[Member]) -> list[Member]:
     """Return the members that the others wait for, the one furthest behind first."""
     late = [one for one in members if not one.waits]
-    return sorted(late, key=lambda m: (not m.is_silent, m.step, _ORDER.get(m.phase, 0), -m.for_s))
+    return sorted(late, key=lambda m: (not m.is_silent, not m.is_known, m.step, _ORDER[m.phase],
+                                       -m.for_s))
 
 
 def stood_s(members: Sequence[Member]) -> float:
     """Return for how long a step stands still: since the first worker waits, or, if all wait, since
-    the last one does. If no worker waits, it is the age of the newest step.
+    the last one does. If no worker waits, all are in a phase of their own for so long.
     """
     waits_s = [one.waits_s for one in members if one.waits]
     if waits_s:
         return min(waits_s) if len(waits_s) == len(members) else max(waits_s)
-    in_step = [one for one in members if one.phase != FORMING]
-    newest = max((one.step for one in in_step), default=0)
-    return min((one.step_s for one in in_step if one.step == newest), default=0.0)
+    return min((one.for_s for one in members), default=0.0)
 
 
 def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -> float | None:
@@ -119,8 +117,9 @@ def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -
     is_any_waiting = any(one.waits for one in members)
     if late and late[0].phase in LONG and not is_any_waiting:
         return None
-    is_long = any(one.steps < FIRST_STEPS or one.phase in LONG for one in judged)
-    return max(stuck_s if is_long else LEAST_S if is_any_waiting else ALL_LATE_S, usual_s)
+    if any(one.steps < FIRST_STEPS or one.phase in LONG for one in judged):
+        return max(stuck_s, usual_s)
+    return max(LEAST_S, usual_s) if is_any_waiting and usual_s else max(ALL_LATE_S, usual_s)
 
 
 def lasting(links: Mapping[Link, int]) -> set[Link]:
@@ -157,7 +156,7 @@ class Stalls:
         self._addresses, self._emit = addresses, emit
         self._looked_at = 0.0
         self._key = 0, -1
-        """The generation and the newest step."""
+        """The generation and the step that most members have begun."""
         self._asked: dict[str, float] = {}
         """When a worker was asked in this step."""
         self._links: Counter[Link] = Counter()
@@ -179,8 +178,9 @@ class Stalls:
         limit = limit_s(members, late, self.limits.stuck_s)
         if not late:
             self._links.update(self._unsent(members))
+        is_any_waiting = len(late) < len(members)
         for one in late:
-            if self._ends_soon(one, members, now):
+            if self._ends_soon(one, is_any_waiting, now):
                 self._ask(one, now)
         if limit is None or self._is_judged or stood <= limit - ANSWER_S:
             return
@@ -193,9 +193,9 @@ class Stalls:
         """Give the verdict on a worker that is about to be evicted, if its step has none."""
         if stop.reason not in ("frozen", "hung"):
             return
-        worker, allowed_s = self.roster.workers[stop.worker], self._allowed_s()
-        one = member(worker, now, allowed_s)
-        others = [member(w, now, allowed_s) for w in self.roster.current() if w is not worker]
+        worker, roster, allowed_s = self.roster.workers[stop.worker], self.roster, self._allowed_s()
+        one = member(worker, roster, now, allowed_s)
+        others = [member(w, roster, now, allowed_s) for w in roster.current() if w is not worker]
         if worker.at is None:
             return
         self._begin([*others, one], now)
@@ -204,12 +204,12 @@ class Stalls:
                      if stop.reason == "hung" else self.limits.silence_s)
             self._judge([*others, one], [one], stood_s([*others, one]), limit, now)
 
-    def _ends_soon(self, one: Member, members: Sequence[Member], now: float) -> bool:
+    def _ends_soon(self, one: Member, is_any_waiting: bool, now: float) -> bool:
         """True if a late member is about to be evicted: as frozen, or as hung."""
         limits, silent_s = self.limits, now - self.roster.workers[one.name].heard_at
         if one.is_silent and silent_s > silence_s(limits, len(self.roster.workers)) / 2:
             return True
-        before_s = hang_s(limits, any(other.waits for other in members)) - ANSWER_S - 2 * LOOK_S
+        before_s = hang_s(limits, is_any_waiting) - ANSWER_S - 2 * LOOK_S
         return limits.hang_s > 0 and one.phase in USERS_CODE and one.for_s > before_s
 
     def _members(self, now: float) -> list[Member]:
@@ -219,14 +219,14 @@ class Stalls:
                 w.phase is not Phase.TRAINING for w in current):
             return []
         allowed_s = self._allowed_s()
-        return [member(w, now, allowed_s) for w in current]
+        return [member(w, self.roster, now, allowed_s) for w in current]
 
     def _allowed_s(self) -> float:
         return SILENT_S + hold_s(self.limits, len(self.roster.workers))
 
     def _begin(self, members: Sequence[Member], now: float) -> None:
         """Forget what was asked in another step, and log that a step with a verdict has ended."""
-        key = self.roster.generation, max(one.step for one in members)
+        key = self.roster.generation, max(0, of_most(one.step for one in members))
         if key != self._key:
             self._key, self._asked, self._is_judged = key, {}, False
             self._links.clear()

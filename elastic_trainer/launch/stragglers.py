@@ -6,18 +6,18 @@ stragglers are replaced
 What always holds:
 1. A worker is compared by its own time for one shard: its loader, forward and backward. Waiting for
    others is no part of it.
-2. A worker is named when it, and no other, was slow in WINDOWS windows in a row, which together
-   last `straggler_s`.
-3. A straggler leaves between two steps, so no step is done again. It leaves only while the others
-   are at least --min-np, and its host gets no worker for OUT_S.
-4. At most one leaves within OUT_S. If one of its peers becomes slow with the rank that it had,
+2. A host is named when its workers, and those of no other, were the slowest in WINDOWS windows in a
+   row, which together last `straggler_s`.
+3. The slow workers of a host leave between two steps, so no step is done again. They leave only
+   while the others are at least --min-np, and the host gets no worker for OUT_S.
+4. At most one host leaves within OUT_S. If one of its peers becomes slow with the rank that it had,
    the script has more work for that rank, and no straggler leaves any more in this attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import median
+from statistics import median_high
 
 from elastic_trainer.launch.membership import Membership
 from elastic_trainer.launch.roster import OUT_S, Phase, Worker
@@ -31,17 +31,23 @@ WINDOWS = 3
 LEAST_PEERS = 2
 
 
-def slowest(own_s: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the worker that is slower than its peers, and the median of these. A worker without
-    shards has 0.
+def slowest(own_s: Mapping[str, float], host_of: Mapping[str, str]) -> tuple[list[str], float]:
+    """Return the workers of one host that are slower than their peers, the slowest first, and the
+    median of their peers: the workers on other hosts, or if these are too few, all others. A worker
+    without shards has 0.
     """
     own_s = {name: seconds for name, seconds in own_s.items() if seconds}
     if len(own_s) <= LEAST_PEERS:
-        return None
-    name = max(own_s, key=lambda one: own_s[one])
-    peers_s = median(seconds for one, seconds in own_s.items() if one != name)
-    is_slow = own_s[name] > SLOWER * peers_s and own_s[name] - peers_s > LEAST_S
-    return (name, peers_s) if is_slow else None
+        return [], 0.0
+    worst = max(own_s, key=lambda one: own_s[one])
+    here = {name for name in own_s if host_of[name] == host_of[worst]}
+    if len(own_s) - len(here) < LEAST_PEERS:
+        here = {worst}
+    # Of two peers the slower one: the other one may have fewer shards, or a loader that is ahead.
+    peers_s = median_high(seconds for name, seconds in own_s.items() if name not in here)
+    slow = [name for name in here
+            if own_s[name] > SLOWER * peers_s and own_s[name] - peers_s > LEAST_S]
+    return sorted(slow, key=lambda one: -own_s[one]), peers_s
 
 
 class Stragglers:
@@ -57,9 +63,9 @@ class Stragglers:
         """The generation, step and time of the last window's end."""
         self._slow, self._times, self._named = "", 0, ""
         self._left_rank, self._left_at = -1, -OUT_S
-        """The rank of the worker that has left last, and when it was told to."""
+        """The rank of the slowest worker that has left last, and when it was told to."""
         self._peers: set[str] = set()
-        """Its peers, which were not slow."""
+        """The workers on other hosts then."""
 
     def look(self, now: float) -> None:
         """End a window if it is long enough."""
@@ -76,27 +82,31 @@ class Stragglers:
 
     def _compare(self, current: list[Worker], step: int, now: float) -> None:
         own_s = {w.name: w.at.own_s for w in current if w.at and w.at.steps >= WINDOW}
-        found = slowest(own_s) if len(own_s) == len(current) else None
-        if found is None or found[0] != self._slow:
-            self._slow, self._times = found[0] if found else "", 0
-            self._named = self._named if found else ""
-        if found is None:
+        all_have = len(own_s) == len(current)
+        slow, peers_s = slowest(own_s, {w.name: w.host for w in current}) if all_have else ([], 0.0)
+        host = self.roster.workers[slow[0]].host if slow else ""
+        if host != self._slow:
+            self._slow, self._times = host, 0
+            self._named = self._named if host else ""
+        if not host:
             return
         self._times += 1
         if self._times < WINDOWS:
             return
-        worker = self.roster.workers[found[0]]
-        leaves = (self.replaces and len(current) - 1 >= self.least and not worker.drains
+        worker = self.roster.workers[slow[0]]
+        leaves = (self.replaces and len(current) - len(slow) >= self.least and not worker.drains
                   and self._may_leave(worker, now))
-        if self._named == found[0] and not leaves:
+        if self._named == host and not leaves:
             return
-        self._named = found[0]
+        self._named = host
         self.emit("driver.straggler_found", worker=worker.name, host=worker.host,
                   rank=worker.rank, step=step, own_s=round(own_s[worker.name], 4),
-                  peers_s=round(found[1], 4), is_replaced=leaves)
+                  peers_s=round(peers_s, 4), is_replaced=leaves)
         if leaves:
-            worker.drains, self._left_rank, self._left_at = True, worker.rank, now
-            self._peers = {w.name for w in current if w is not worker}
+            self._left_rank, self._left_at = worker.rank, now
+            self._peers = {w.name for w in current if w.host != host}
+            for name in slow:
+                self.roster.workers[name].drains = True
             self.roster.hosts[worker.host].keep_out(now + OUT_S)
 
     def _may_leave(self, worker: Worker, now: float) -> bool:

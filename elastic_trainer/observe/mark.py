@@ -9,7 +9,9 @@ What always holds:
 2. The timeline has the same points (trace.py).
 3. A worker waits for others only in a collective (World.wait). The phases around collectives have
    local work too.
-4. A worker that has left a generation is in no step: `at` returns None until its next step.
+4. From its place in a generation until its first step there a worker is in the phase "forming":
+   it connects, receives the state, and may run the user's code behind the step before. Without a
+   place `at` returns None.
 
 What it does not do: time a GPU's kernels. A phase lasts as long as its Python code, and a worker
 waits in a collective while its own GPU computes what it sends.
@@ -26,8 +28,11 @@ from elastic_trainer.wire.heartbeat import At
 
 WINDOW = 16
 """The usual time of a step, and a worker's own time for a shard, are medians of this many steps."""
-PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "evaluate", "gather",
-          "upload")
+FIRST_STEPS = 3
+"""The steps of a process that may take long: it compiles, and fills its caches."""
+FORMING = "forming"
+PHASES = (FORMING, "load", "forward", "backward", "reduce", "vote", "apply", "behind", "evaluate",
+          "gather", "upload")
 """In the order of a step. "behind": the user's code between two inner loops. "evaluate" and
 "gather": trainer.evaluate(), which computes a batch, or meets the others."""
 USERS_CODE = ("load", "forward", "backward", "apply", "behind", "evaluate")
@@ -61,9 +66,9 @@ class Mark:
         """Begin a step, or with a number above 0 a further phase of it."""
         self._computes_since = time.monotonic()
         self.now = "load", "", None, self._computes_since  # of its first shard, soon
-        if phase and self.begun:
+        if phase and self._done_s:
             return
-        if self._done_s and step > self.step:
+        if self._done_s and step > self.step:  # not a step that is done again
             self._took.append(self._done_s)
             self.steps += 1
             if self._shards:
@@ -72,8 +77,9 @@ class Mark:
         self.step, self.begun = step, self._computes_since
 
     def enter(self, phase: str, what: str = "", samples: Any = None) -> None:
-        """Begin a phase."""
+        """Begin a phase, with local work: a wait ends."""
         self._shards += phase == "load"
+        self._waited_at = 0.0
         self.now = phase, what, samples, time.monotonic()
 
     def wait(self) -> None:
@@ -96,15 +102,19 @@ class Mark:
                 self._own_s += now - self._computes_since
             elif point == "step.applied":
                 self._done_s = now - self.begun
+        elif point == "world.place_taken":
+            self.enter(FORMING)
+            self.begun = self.now[-1]
 
     def leave(self) -> None:
-        """End with the world. Another one takes another time, and may have no shards for it."""
+        """End with the world. Steps take another time in the next one, and this worker may have no
+        shards there."""
         self.begun = self._done_s = 0.0
         self._took.clear()
         self._own.clear()
 
     def at(self) -> At | None:
-        """Return all of it for a heartbeat; None outside of steps."""
+        """Return all of it for a heartbeat; None outside of generations."""
         (phase, what, samples, since), begun, now = self.now, self.begun, time.monotonic()
         if not begun or since < begun:
             return None
