@@ -4,8 +4,8 @@ heartbeats (each worker's own time for a shard) → here → driver.straggler_fo
 stragglers are replaced
 
 What always holds:
-1. A worker is compared by its own time for one shard: its loader, forward and backward. Waiting for
-   others is no part of it.
+1. A worker is compared by its own time for one shard: forward and backward. Waiting for others, or
+   for its loader, is no part of it.
 2. A host is named when its workers, and those of no other, were the slowest in WINDOWS windows in a
    row, which together last `straggler_s`.
 3. The slow workers of a host leave between two steps, so no step is done again. They leave only
@@ -43,7 +43,7 @@ def slowest(own_s: Mapping[str, float], host_of: Mapping[str, str]) -> tuple[lis
     here = {name for name in own_s if host_of[name] == host_of[worst]}
     if len(own_s) - len(here) < LEAST_PEERS:
         here = {worst}
-    # Of two peers the slower one: the other one may have fewer shards, or a loader that is ahead.
+    # Of two peers the slower one: a worker that is as slow is no reason to name the other.
     peers_s = median_high(seconds for name, seconds in own_s.items() if name not in here)
     slow = [name for name in here
             if own_s[name] > SLOWER * peers_s and own_s[name] - peers_s > LEAST_S]

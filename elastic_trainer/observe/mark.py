@@ -58,7 +58,8 @@ class Mark:
         self._waits_since = self._waited_at = 0.0
         self._is_waiting = False
         self._computes_since, self._own_s, self._shards = 0.0, 0.0, 0
-        """Of the step in flight: the begin of its phase, and its own time for so many shards."""
+        """Of the step in flight: the begin of its phase, and the forward and backward passes' time
+        for so many shards."""
         self._took: deque[float] = deque(maxlen=WINDOW)
         self._own: deque[float] = deque(maxlen=WINDOW)
 
@@ -78,9 +79,11 @@ class Mark:
 
     def enter(self, phase: str, what: str = "", samples: Any = None) -> None:
         """Begin a phase, with local work: a wait ends."""
+        self._waited_at, now = 0.0, time.monotonic()
+        if self.now[0] == "load":  # a loader is ahead on a worker that waits for others
+            self._own_s -= now - self.now[-1]
         self._shards += phase == "load"
-        self._waited_at = 0.0
-        self.now = phase, what, samples, time.monotonic()
+        self.now = phase, what, samples, now
 
     def wait(self) -> None:
         """Begin to wait in a collective."""

@@ -53,7 +53,7 @@ class At:
     usual_s: float
     """How long a step usually takes; 0: not known."""
     own_s: float
-    """How long this worker usually computes for one shard."""
+    """How long this worker usually computes, forward and backward, for one shard."""
     steps: int
     """The number of steps that its process has done before this one."""
     unsent: tuple[str, ...] = ()
