@@ -50,6 +50,7 @@ from terraform import HOSTS
 from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.discovery.hosts import Health
+from elastic_trainer.standby import shim
 
 COORDINATOR = "coordinator"
 NETWORK = "172.31"
@@ -507,6 +508,29 @@ class Fleet(Cluster):
                                       cwd=self.folder,
                                       stdout=open(self.folder / "output.log", "ab"),
                                       stderr=subprocess.STDOUT)
+
+    def prepare_standbys(self) -> None:
+        """Let the run's workers take standbys of their hosts (`stand_by`). Before the start."""
+        alike = ("HOME", "PATH", "PYTHONPATH", "ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER")
+        # Each host's own.
+        self.env = {name: self.env[name]
+                    for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}
+        # By PATH, in which horovodrun_elastic.sh puts its own folder in front.
+        self.command[self.command.index("--") + 1] = "python"
+        path = f"{Path(sys.executable).parent}:{self.env['PATH']}"
+        self.env_there = self.env | {"PATH": path}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{path}"
+
+    def stand_by(self, host: str) -> subprocess.Popen[bytes]:
+        """Keep a standby on a host, as deploy/hosts does; returns the service."""
+        at = self.command.index("--")
+        return self.lab.start(
+            host, [sys.executable, "-m", "elastic_trainer", "standby", "--slots", "1",
+                   *self.command[at:]], env=self.env_there, cwd=self.folder)
+
+    def standbys(self, host: str) -> str:
+        """Return the sockets of the standbys that wait on a host."""
+        return self.lab.inside(host, "find", "/run", "-name", "*.sock", "-path", "*/standbys/*")
 
     def supervisor_pid(self) -> int:
         """Return the supervisor's pid, as seen from outside the lab."""

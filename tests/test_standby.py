@@ -686,29 +686,15 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
                              tmp_path, ["h1", "h2", "h3", "h4", "h5"],
                              start_with=4,
                              job=JOB_STEPS)
-        alike = ("HOME", "PATH", "PYTHONPATH", "ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER")
-        # Each host's own.
-        fleet.env = {name: fleet.env[name]
-                     for name in alike} | {shim.FOLDER_VARIABLE: "/run/standbys"}
-        at = fleet.command.index("--")
-        # By PATH, in which horovodrun_elastic.sh puts its own folder in front.
-        fleet.command[at + 1] = "python"
-        path = f"{Path(sys.executable).parent}:{fleet.env['PATH']}"
-        there, fleet.env["PATH"] = fleet.env | {"PATH": path
-                                                }, f"{Path(sys.executable).parent}:{path}"
-
-        def standbys() -> str:
-            return lab.inside("h5", "find", "/run", "-name", "*.sock", "-path", "*/standbys/*")
-
+        fleet.prepare_standbys()
         with fleet:
             generation = fleet.wait_for_world(4)
-            lab.start("h5", [sys.executable, "-m", "elastic_trainer", "standby", "--slots", "1",
-                             *fleet.command[at:]], env=there, cwd=fleet.folder)
-            first = fleet.wait_for("standby", standbys)
+            fleet.stand_by("h5")
+            first = fleet.wait_for("standby", lambda: fleet.standbys("h5"))
             lab.power_cut("h3")
             fleet.set_hosts(["h1", "h2", "h4", "h5"])
             generation = fleet.wait_for_world(4, after=generation)
-            fleet.wait_for("successor", lambda: standbys() not in ("", first))
+            fleet.wait_for("successor", lambda: fleet.standbys("h5") not in ("", first))
             started = next(e for e in fleet.events("driver.worker_started") if e["host"] == "h5")
             pid = next(e["pid"] for e in fleet.events("driver.worker_ready")
                        if e["worker"] == started["worker"])

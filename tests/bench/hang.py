@@ -2,12 +2,12 @@
 
     .venv/bin/python tests/bench/hang.py [--quiet-min 30]        (as root: tests/netlab.py)
 
-Six hangs, one after the other, in a run on 4 hosts (namespaces with an sshd and an agent each, so
-that who takes the place of a worker has been a standby): SIGSTOP, a regular expression that holds
-the GIL, a loader that sleeps, a lock that is never released, a slow line (1.5 Mbit/s), and a slow
-host (a CPU quota of 10 % of a core; it is named as a straggler). A verdict is right if it names the
-rank, the host and the phase. verdict_s is the longest time from a hang's begin to its verdict,
-beyond the limit in the event (a straggler's is straggler_s).
+Six hangs, one after the other, in a run on 4 hosts (namespaces with an sshd and an agent each; the
+first worker of h2 was a standby): SIGSTOP, a regular expression that holds the GIL, a loader that
+sleeps, a lock that is never released, a slow line (1.5 Mbit/s), and a slow host (a CPU quota of 10
+% of a core; it is named as a straggler). A verdict is right if it names the rank, the host and the
+phase, and has the stack of a worker that hangs in its own code. verdict_s is the longest time from
+a hang's begin to its verdict, beyond the limit in the event (a straggler's is straggler_s).
 
 Then --quiet-min minutes without a hang: the first step of each worker takes 20 s, the code behind
 every 500th step takes 20 s on one host, and each checkpoint takes about 10 s to reach the store
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,8 @@ CGROUPS = Path("/sys/fs/cgroup/cpu")
 SLOW_KBIT, STORE_KBIT = 1500, 8000
 QUOTA, PERIOD_US = 0.1, 100_000
 STEPPING = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "upload")
+FUNCTIONS = {"load": "in __getitem__", "forward": "in loss"}
+"""Where a worker hangs, by phase."""
 VERDICTS = ("driver.step_stalled", "driver.straggler_found")
 
 
@@ -86,6 +89,8 @@ class Case:
         is_named = (verdict["host"], verdict["rank"]) == (self.host, seat) and (
             not self.phases or verdict["phase"] in self.phases) and (
             not self.state or verdict["state"] == self.state)
+        if is_named and self.phases in (("load",), ("forward",)):
+            is_named = FUNCTIONS[verdict["phase"]] in verdict["stacks"].get(verdict["worker"], "")
         limit_s = verdict.get("limit_s", STRAGGLER_S)
         self.end()
         found = {"hang": self.name, "named": bool(is_named),
@@ -104,8 +109,14 @@ def hangs(folder: Path) -> list[dict[str, Any]]:
         lab.boot(COORDINATOR, *FOUR)
         group = stack.enter_context(quota_group(lab, "h4"))
         fleet = Fleet(lab, folder, FOUR, command=command, min_workers=1)
+        fleet.prepare_standbys()
         fleet.env["ELASTIC_TRAINER_LIMITS"] = f"straggler_s={STRAGGLER_S:g}"
+        service = fleet.stand_by("h2")
+        netlab.wait_for("a standby", lambda: fleet.standbys("h2"), 60.0)
         stack.enter_context(fleet)
+        settle(fleet)
+        assert [e["worker"].split("/")[0] for e in fleet.events("worker.stood_by")] == ["h2"]
+        os.killpg(service.pid, signal.SIGTERM)  # the next standby would boot
 
         def resumed() -> None:
             was = len(fleet.events("driver.step_resumed"))

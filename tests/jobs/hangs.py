@@ -33,7 +33,7 @@ parser.add_argument("--work", type=int, default=0, help="products of matrices fo
 parser.add_argument("--checkpoint-every", type=int, default=50)
 options = parser.parse_args()
 
-FOLDER, HOST = Path(os.environ.get("ELASTIC_TEST_FOLDER", ".")), os.environ.get("HOROVOD_HOSTNAME")
+FOLDER = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."))
 SLOWER = 5
 lock = threading.Lock()
 is_first = False
@@ -41,9 +41,14 @@ is_first = False
 has_entered = False
 
 
+def host() -> str:
+    """This worker's host. A standby has none before its place."""
+    return os.environ.get("HOROVOD_HOSTNAME", "")
+
+
 def told(word: str) -> bool:
     """Take the word of this host, if it is this one."""
-    file = FOLDER / f"do-{HOST}"
+    file = FOLDER / f"do-{host()}"
     try:
         if file.read_text() == word:
             file.rename(FOLDER / f"did-{word}")
@@ -90,7 +95,7 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
     for _ in range(options.work):
         square @ square
     if not (FOLDER / "hurry").exists():
-        is_slow = (FOLDER / f"slow-{HOST}").exists()
+        is_slow = (FOLDER / f"slow-{host()}").exists()
         time.sleep(options.shard_s * (SLOWER if is_slow else 1))
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -104,7 +109,7 @@ def note(point: str, _: dict[str, Any]) -> None:
 
 def after_step(step: int) -> None:
     """The user's code behind a step."""
-    if options.behind_s and step % 500 == 499 and HOST == "h1":
+    if options.behind_s and step % 500 == 499 and host() == "h1":
         time.sleep(options.behind_s)
 
 
