@@ -45,7 +45,7 @@ def written(at: float, **facts: Any) -> dict[str, Any]:
 
 
 def at(for_s: float, what: str = "shard 2, 32 samples from 64") -> At:
-    return At(phase="forward", what=what, for_s=for_s, step=7, step_for_s=9.0, waits_s=0.0,
+    return At(phase="forward", what=what, for_s=for_s, step=7, waits_s=0.0,
               usual_s=1.0, own_s=0.5, steps=7)
 
 

@@ -43,7 +43,7 @@ from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.session import address_in, unsent_sockets
 
 LIMITS = "silence_s=6,gloo_s=16,driver_lost_s=6,hang_s=12,straggler_s=4"
-WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, step_for_s=9.1, waits_s=8.9,
+WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, waits_s=8.9,
            usual_s=0.1, own_s=0.02, steps=20)
 HANGS = replace(WAITS, phase="forward", what="shard 2", waits_s=0.0)
 
@@ -235,13 +235,13 @@ def test_a_step_has_one_verdict_and_its_end_is_logged() -> None:
     scene = Scene()
     for tick in range(40):
         now = 100.0 + tick / 4
-        late = replace(HANGS, for_s=tick / 4, step_for_s=tick / 4)
+        late = replace(HANGS, for_s=tick / 4)
         scene.hear(now, replace(WAITS, step=10**15 + tick), late, WAITS)
         scene.stalls.look(now)
     assert scene.names() == ["driver.step_stalled"]
     assert scene.events[0]["worker"] == "h1/0/1" and 4.0 < scene.events[0]["stood_s"] < 10.0
     assert scene.events[0]["step"] == 20
-    scene.hear(111.0, *[replace(WAITS, step=21, step_for_s=0.1, waits_s=0.1)] * 3)
+    scene.hear(111.0, *[replace(WAITS, step=21, waits_s=0.1)] * 3)
     scene.stalls.look(111.0)
     assert scene.names() == ["driver.step_stalled", "driver.step_resumed"]
 
@@ -319,7 +319,7 @@ def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks()
     roster, stops = scene.membership.roster, []
     for tick in range(240):
         now, age_s = 100.0 + tick / 4, tick / 4
-        at = replace(WAITS, for_s=age_s, step_for_s=age_s, waits_s=age_s + 0.001)
+        at = replace(WAITS, for_s=age_s, waits_s=age_s + 0.001)
         scene.hear(now, at, replace(at, phase="behind", waits_s=0.0), at)
         stops += evictions.evict(roster, scene.membership.limits, now, is_finished=False)
         for stop in stops:
@@ -340,7 +340,7 @@ def test_the_phase_of_a_silent_worker_is_that_of_its_stack() -> None:
     scene.stalls.processes = {"h1/0/1": Process()}
     silent = scene.membership.roster.workers["h1/0/1"]
     for tick in range(20):
-        waits = replace(WAITS, for_s=tick / 4, step_for_s=tick / 4, waits_s=tick / 4 + 0.1)
+        waits = replace(WAITS, for_s=tick / 4, waits_s=tick / 4 + 0.1)
         scene.hear(100.0 + tick / 4, waits, None, waits)
         silent.at, silent.heard_at = replace(WAITS, waits_s=0.1), 100.0
         scene.stalls.look(100.0 + tick / 4)
@@ -405,7 +405,7 @@ def test_a_machine_that_stood_still_makes_no_worker_hang() -> None:
     membership = scene.membership
     scene.hear(100.0, WAITS, WAITS, WAITS)
     membership.decide(100.0)
-    at = replace(WAITS, for_s=21.0, step_for_s=21.0, waits_s=21.0)
+    at = replace(WAITS, for_s=21.0, waits_s=21.0)
     membership.decide(120.0)
     scene.hear(120.5, at, replace(at, phase="load", waits_s=0.0), at)
     scene.stalls.look(120.5)
@@ -413,7 +413,7 @@ def test_a_machine_that_stood_still_makes_no_worker_hang() -> None:
     assert all(worker.heard_at <= 120.5 for worker in membership.roster.workers.values())
     for now in (121.0, 121.9, 122.8, 123.7, 124.6):
         assert not stops
-        at = replace(WAITS, for_s=now - 99.5, step_for_s=now - 99.5, waits_s=now - 99.5)
+        at = replace(WAITS, for_s=now - 99.5, waits_s=now - 99.5)
         scene.hear(now, at, replace(at, phase="load", waits_s=0.0), at)
         stops = [action for action in membership.decide(now) if isinstance(action, Stop)]
     assert [(stop.worker, stop.reason) for stop in stops] == [("h1/0/1", "hung")]
@@ -564,7 +564,7 @@ def test_a_step_of_several_phases_is_one_step() -> None:
             if step == 7:
                 mark.begin(8)
                 at = enter(mark)
-                assert (at.steps, at.usual_s, at.own_s, at.step_for_s) == (1, 34.0, 2.0, 0.0)
+                assert (at.steps, at.usual_s, at.own_s) == (1, 34.0, 2.0)
         mark.begin(9)
         assert enter(mark).steps == 2
         mark.leave()

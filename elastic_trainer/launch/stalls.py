@@ -124,7 +124,8 @@ def limit_s(members: Sequence[Member], late: Sequence[Member], stuck_s: float) -
 
 def lasting(links: Mapping[Link, int]) -> set[Link]:
     """Return the links that were seen at least half as often as the one that was seen most."""
-    return {link for link, times in links.items() if 2 * times >= max(links.values())}
+    most = max(links.values(), default=0)
+    return {link for link, times in links.items() if 2 * times >= most}
 
 
 def slow_host(links: Collection[Link]) -> str:

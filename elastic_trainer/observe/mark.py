@@ -124,8 +124,7 @@ class Mark:
         if samples is not None and len(samples):
             what = f"{what}, {len(samples)} samples from {int(samples[0])}"
         return At(phase=phase, what=what or self.bucket, for_s=round(now - since, 3),
-                  step=self.step, step_for_s=round(now - begun, 3),
-                  waits_s=round(self._waits_s(begun, now), 3),
+                  step=self.step, waits_s=round(self._waits_s(begun, now), 3),
                   usual_s=round(_median(self._took), 5), own_s=round(_median(self._own), 6),
                   steps=self.steps)
 

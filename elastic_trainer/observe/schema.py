@@ -137,7 +137,7 @@ def _is_machine_fault(value: Any) -> bool:
 
 _AT: dict[str, Check] = {
     "phase": NAME.check, "what": TEXT.check, "step": WHOLE_OR_MINUS_ONE.check, "steps": WHOLE.check,
-    **dict.fromkeys(("for_s", "step_for_s", "waits_s", "usual_s", "own_s"), SECONDS.check)}
+    **dict.fromkeys(("for_s", "waits_s", "usual_s", "own_s"), SECONDS.check)}
 
 
 def _is_at(value: Any) -> bool:

@@ -46,8 +46,6 @@ class At:
     for_s: float
     """How long the phase has lasted."""
     step: int
-    step_for_s: float
-    """How long the step has lasted."""
     waits_s: float
     """How long it has waited in collectives of this step, one after the other; 0: it is in none."""
     usual_s: float

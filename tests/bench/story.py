@@ -51,7 +51,7 @@ PROGRAM = [sys.executable, "-m", "elastic_trainer"]
 STORMS = {"storm": "rate=60/h,bulk=0.4,notice=0.5,replace=60,hours=0.25,seed=7",
           "zero": "rate=40/h,zero=0.5,notice=0.5,replace=90,hours=0.25,seed=3"}
 IN_FORWARD = At(phase="forward", what="shard 2, 32 samples from 64", for_s=0.5, step=0,
-                step_for_s=0.7, waits_s=0.0, usual_s=1.0, own_s=0.5, steps=9)
+                waits_s=0.0, usual_s=1.0, own_s=0.5, steps=9)
 WATCHED_S = 60.0
 ASKS_S = 0.8
 """The interval of the page's script."""
