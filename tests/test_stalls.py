@@ -298,13 +298,14 @@ def test_who_hangs_is_replaced_if_all_others_wait_for_it(ats: list[At | None],
 class Process:
     """A process that answers at once."""
 
-    def __init__(self) -> None:
-        self.answer, self.asked = stacks.Answer(), 0
+    def __init__(self, *lines: str) -> None:
+        self.answer, self.asked, self.lines = stacks.Answer(), 0, lines
 
     def ask_stacks(self) -> None:
         self.asked += 1
         self.answer.expect()
-        self.answer.take("Thread 0x01 (most recent call first):")
+        for line in ("Thread 0x01 (most recent call first):", *self.lines):
+            self.answer.take(line)
 
     def state(self) -> str:
         return "S"
@@ -334,10 +335,17 @@ def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks()
     assert "Thread" in scene.events[0]["stacks"]["h1/0/1"]
 
 
-def test_the_phase_of_a_silent_worker_is_that_of_its_stack() -> None:
-    """Its last heartbeat came from a collective. The bucket of that is not what it does now."""
+@pytest.mark.parametrize(("line", "cause", "phase", "what"), [
+    ('  File "/x/train.py", line 9 in loss', "worker", "forward", ""),
+    ('  File "/x/elastic_trainer/world/collectives.py", line 65 in wait', "network", "reduce",
+     "bucket"),
+])
+def test_what_a_silent_worker_does_is_read_from_its_stack(line: str, cause: str, phase: str,
+                                                          what: str) -> None:
+    """Its last heartbeat came from a collective, and so says nothing of what it does now. It may
+    still be there: a line that is full delays heartbeats, too."""
     scene = Scene()
-    scene.stalls.processes = {"h1/0/1": Process()}
+    scene.stalls.processes = {"h1/0/1": Process(line)}
     silent = scene.membership.roster.workers["h1/0/1"]
     for tick in range(20):
         waits = replace(WAITS, for_s=tick / 4, waits_s=tick / 4 + 0.1)
@@ -345,8 +353,9 @@ def test_the_phase_of_a_silent_worker_is_that_of_its_stack() -> None:
         silent.at, silent.heard_at = replace(WAITS, waits_s=0.1), 100.0
         scene.stalls.look(100.0 + tick / 4)
     verdict = scene.events[0]
-    assert (verdict["worker"], verdict["state"], verdict["phase"], verdict["what"]) == (
-        "h1/0/1", "silent", "forward", "")
+    assert (verdict["worker"], verdict["cause"], verdict["phase"], verdict["what"]) == (
+        "h1/0/1", cause, phase, what)
+    assert len(scene.events) == 1
 
 
 def test_what_a_worker_did_in_the_generation_before_is_forgotten() -> None:

@@ -169,6 +169,11 @@ class Answer:
         others = [block for block in self._blocks if block[1:] != main[1:]]
         return "\n".join(line for block in (main, *others) for line in block)
 
+    def waits(self) -> bool:
+        """True if the main thread's stack is in a collective."""
+        return any('world/collectives.py"' in line and line.endswith(" in wait")
+                   for line in self.lines)
+
     def phase(self) -> str:
         """Return the phase that the main thread's stack shows; "": none of our functions is there,
         or there is no answer."""

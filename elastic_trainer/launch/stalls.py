@@ -177,7 +177,7 @@ class Stalls:
         self._begin(members, now)
         late, stood = waited_for(members), stood_s(members)
         limit = limit_s(members, late, self.limits.stuck_s)
-        if not late:
+        if all(one.waits or one.is_silent for one in members):
             self._links.update(self._unsent(members))
         is_any_waiting = len(late) < len(members)
         for one in late:
@@ -251,6 +251,7 @@ class Stalls:
     def _judge(self, members: Sequence[Member], late: Sequence[Member], stood: float,
                limit: float, now: float) -> None:
         self._is_judged, self._stalled = True, (self._key[1], now - stood)
+        late = [one for one in late if not self._waits(one)]
         facts: dict[str, Any] = {"cause": "worker", "waited_for": [one.name for one in late]}
         named: Member | None
         if late:
@@ -259,7 +260,8 @@ class Stalls:
             links = lasting(self._links)
             facts |= {"cause": "network", "links": sorted(" → ".join(it) for it in links)}
             host = slow_host(links)
-            named = next((one for one in members if one.host == host), None)
+            silent = next((one for one in members if one.is_silent), None)
+            named = next((one for one in members if one.host == host), silent)
         if named:
             facts |= {"worker": named.name, "host": named.host, "rank": named.rank,
                       "phase": named.phase, "what": named.what, "since_s": round(named.for_s, 1)}
@@ -267,7 +269,7 @@ class Stalls:
                    limit_s=round(limit, 1), **facts,
                    phases={one.name: one.phase for one in members},
                    waiting=[one.name for one in members if one.waits],
-                   stacks=self._stacks([*late, *(one for one in members if one.waits)]))
+                   stacks=self._stacks([*late, *(one for one in members if one not in late)]))
 
     def _stacks(self, members: Sequence[Member]) -> dict[str, str]:
         """Return the stacks of those that were asked, as many as an event may have."""
@@ -282,6 +284,11 @@ class Stalls:
     def _answer(self, one: Member) -> Answer | None:
         is_asked = one.name in self._asked and one.name in self.processes
         return self.processes[one.name].answer if is_asked else None
+
+    def _waits(self, one: Member) -> bool:
+        """True if a silent member waits, too: a line that is full delays its heartbeats."""
+        answer = self._answer(one)
+        return one.is_silent and answer is not None and answer.waits()
 
     def _looked_into(self, one: Member) -> tuple[Member, str]:
         """Return a late member with the phase that its process shows, and its state in a word."""
