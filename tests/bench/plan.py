@@ -120,6 +120,8 @@ def keep(folder: Path, costs: list[Path], run: Path) -> None:
                                              for one in sources):
                 if event["event"] in EVENTS:
                     kept = {name: event[name] for name in FIELDS if name in event}
+                    if "loss" in kept:  # its digits would be half of the file
+                        kept["loss"] = round(kept["loss"], 2)
                     file.write(json.dumps(kept).encode() + b"\n")
     shutil.copy(run / "trace.csv", folder / "played.csv")
 
