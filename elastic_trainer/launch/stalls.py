@@ -82,12 +82,13 @@ class Member:
 def member(worker: Worker, roster: Roster, now: float, allowed_s: float) -> Member:
     """Return what is known of a worker. `allowed_s`: the silence that means nothing."""
     at, silent_s = worker.at, now - worker.heard_at
+    is_silent = silent_s > allowed_s
     facts: dict[str, Any] = {"name": worker.name, "host": worker.host, "rank": worker.rank,
-                             "is_silent": silent_s > allowed_s}
+                             "is_silent": is_silent}
     if at is None:
         return Member(phase=FORMING, for_s=silent_s, is_known=False, **facts)
     # A worker that waits, or computes, may have done so until its heartbeat only.
-    for_s = roster.awake_s(at.for_s, now) + silent_s * facts["is_silent"]
+    for_s = roster.awake_s(at.for_s, now) + (silent_s if is_silent else 0.0)
     return Member(phase=at.phase, what=at.what, for_s=for_s, step=at.step, usual_s=at.usual_s,
                   steps=at.steps, waits_s=roster.awake_s(at.waits_s, now), unsent=at.unsent,
                   **facts)

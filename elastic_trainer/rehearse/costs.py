@@ -304,7 +304,7 @@ def read_costs(run_dirs: Sequence[Path]) -> Costs:
     if len(known) > 1:
         raise ConfigError(f"--costs names runs with {sorted(known)} shards and samples of a step. "
                           f"Name runs of one script with the same options.")
-    return costs_of(chain.from_iterable(events))
+    return costs if len(events) == 1 else costs_of(chain.from_iterable(events))
 
 
 def fitted(steps: Mapping[int, Sequence[float]], shards: int) -> tuple[float, float]:

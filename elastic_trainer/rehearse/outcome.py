@@ -186,14 +186,16 @@ def forecast(result: Mapping[str, Any], speed: float, empty_s: float = 0.0) -> f
 
 
 def larger(played: Played) -> str:
-    """Return the options by which `plan` rehearses a larger fleet: 4 shards for each of its hosts.
-
-    With the shards of the rehearsal most of the hosts would have no work.
-    """
-    shards = 4 * LARGER_HOSTS
-    return (f"--hosts {LARGER_HOSTS} --shards {shards} "
-            f"--batch {shards * played.batch // max(1, played.shards)} "
+    """Return the options by which `plan` rehearses a larger fleet. With the shards of the rehearsal
+    most of its hosts would have no work."""
+    return (f"--hosts {LARGER_HOSTS} {work_for(LARGER_HOSTS, played.shards, played.batch)} "
             f"--storm rate=12/h,bulk=0.4")
+
+
+def work_for(hosts: int, shards: int, batch: int) -> str:
+    """Return the options that give each host 4 shards, of as many samples as those of a batch of
+    `batch` samples in `shards` shards."""
+    return f"--shards {4 * hosts} --batch {4 * hosts * batch // shards}"
 
 
 def cost_of_useful_hour(mean_hosts: float, goodput: float, price: float) -> float:

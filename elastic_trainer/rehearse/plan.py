@@ -21,6 +21,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
+from elastic_trainer.rehearse.outcome import work_for
 from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
 from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
 from elastic_trainer.rehearse.trace import read_trace
@@ -211,10 +212,10 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
     """Return what is printed below the table."""
     happens, costs, lines = counts(forecast), planner.costs, list[str]()
     if (idle := planner.fleet.hosts - planner.policy.shards) > 0:
-        batch = costs.batch * 4 * planner.fleet.hosts // planner.policy.shards
+        fitting = work_for(planner.fleet.hosts, planner.policy.shards, costs.batch)
         lines.append(f"WARNING: {planner.policy.shards} shards leave {idle} of "
                      f"{planner.fleet.hosts} hosts without work, at the price of all. A fleet of "
-                     f"this size needs e.g. --shards {4 * planner.fleet.hosts} --batch {batch}.")
+                     f"this size needs e.g. {fitting}.")
     lines += ["The price is that of 10^6 samples. 90 % of the repetitions are between the bounds. "
               "* is advised.", f"A run has {happens['changes']:.0f} changes of its world and "
              f"{happens['attempts']:.1f} attempts. It pauses for {happens['pausing_s']:.0f} s, "
