@@ -301,7 +301,7 @@ def test_a_slow_line_is_named_and_stacks_of_far_workers_come(lab: Lab, tmp_path:
         fleet.assert_nothing_lost(weights_alone(command, tmp_path), victims=0)
     assert (slow["cause"], slow["host"], slow["phase"]) == ("network", "h3", "reduce"), slow
     assert slow["what"].startswith("exact."), slow
-    # A link between two others may have bytes on their way at each look.
-    assert any("h3" in link for link in slow["links"]), slow
+    # A link between two others may have bytes on their way at half of the looks.
+    assert 2 * sum("h3" in link for link in slow["links"]) > len(slow["links"]), slow
     assert (lock["host"], lock["rank"], lock["phase"]) == ("h2", 1, "forward"), lock
     assert "in loss" in lock["stacks"][lock["worker"]]
