@@ -39,6 +39,12 @@ def test_the_place_is_the_newest_frame_of_the_thread_that_died() -> None:
     assert place.count("called by") == 2
 
 
+def test_the_place_is_found_behind_an_unfinished_progress_bar() -> None:
+    """The report begins where the bar has ended, within its line."""
+    first, *more = dump_of(IN_PYTHON)
+    assert place_of([f"epoch 1:  40%|####      | 4/10{first}", *more]) == place_of([first, *more])
+
+
 def test_the_place_is_the_main_threads_when_a_thread_without_python_died() -> None:
     """As when Gloo's thread dies, and the main thread waits in `hvd.init()`."""
     assert place_of(dump_of(IN_C)).startswith("waits (<string>:")

@@ -19,7 +19,7 @@ from elastic_trainer.observe.events_page import page
 from elastic_trainer.observe.fields import Field
 from elastic_trainer.observe.history import History
 from elastic_trainer.observe.report import summarize_log
-from elastic_trainer.observe.schema import REQUIRED, fields_of, flaw, misfit
+from elastic_trainer.observe.schema import REQUIRED, fields_of, flaw, misfit, parse_object
 from elastic_trainer.observe.sentences import ENDINGS, filled
 from elastic_trainer.observe.status import Status, fold
 from elastic_trainer.observe.summary_table import summary_rows
@@ -218,3 +218,19 @@ def test_the_lines_of_version_0_1_are_events(tmp_path: Path) -> None:
     assert len(lines) > 30
     assert [flaw(line) for line in lines if flaw(line)] == []
     assert {line["event"] for line in lines} <= KINDS.keys()
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "\"\\ud800\"", "1e999", "18446744073709551615",
+                                   "[" * 500 + "]" * 500, "\"\u00e9\"", "0.1", "-0.0", "1e-400"])
+def test_a_line_is_read_as_by_the_module_json(value: str) -> None:
+    """Also what orjson refuses and our writer may write: NaN, infinities, half a character."""
+    line = f'{{"loss": {value}, "a": null}}'
+    found = parse_object(line.encode())
+    assert repr(found) == repr(json.loads(line)) == repr(parse_object(line))
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[1]", b'{"a": 1', b'{"a": "\xff"}', b'{"a": 1} {}',
+                                  b"[" * 200_000])
+def test_a_line_without_an_object_is_none(line: bytes) -> None:
+    """Torn, of another kind, not UTF-8, or nested without an end."""
+    assert parse_object(line) is None

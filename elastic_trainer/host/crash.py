@@ -32,7 +32,8 @@ FAULTS = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS
 def place_of(stderr: Iterable[str]) -> str:
     """Return the newest frames of the thread that died, from the end of stderr; "": unknown."""
     lines = list(stderr)
-    begins = [number for number, line in enumerate(lines) if line.startswith(FATAL)]
+    # Not only at a begin: an unfinished progress bar, or a prompt, may stand before it.
+    begins = [number for number, line in enumerate(lines) if FATAL in line]
     if not begins:
         return ""
     threads: list[tuple[bool, list[str]]] = []

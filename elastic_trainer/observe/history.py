@@ -46,10 +46,6 @@ class Books:
         self.until = math.inf
         """The books are written up to here."""
 
-    def open(self, now: float) -> None:
-        """Begin at the first event."""
-        self.until = min(self.until, now)
-
     def book(self, phase: Phase, until: float) -> None:
         """Book the time since the last booking as `phase`."""
         if until <= self.until:
@@ -157,8 +153,8 @@ class History:
     def read(self, event: Event) -> None:
         """Take one more event."""
         self.before, self.now = self.now, max(self.now, float(event["time"]))
-        self.books.open(self.now)
-        self.accounts.until = min(self.accounts.until, self.now)
+        if math.isinf(self.before):
+            self.books.until = self.accounts.until = self.now
         self.run = self.run or str(event.get("run", ""))
         self.standstills.read(event, self.now)
         if reader := _READERS.get(event["event"]):
@@ -274,7 +270,7 @@ class History:
     def _book_step(self, step_s: float, checkpoint_s: float) -> None:
         self.is_redoing = False
         self.accounts.book_step(step_s, checkpoint_s, self.now)
-        self._book(Phase.TRAINING, self.now)
+        self.books.book(Phase.TRAINING, self.now)
 
     def _gradients_compressed(self, event: Event) -> None:
         self.compressed = event

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from elastic_trainer.observe.event_kind import EventKind
 from elastic_trainer.observe.event_table import COMMON, KINDS
 from elastic_trainer.observe.fields import (
@@ -102,10 +104,12 @@ def parse(line: bytes | str) -> dict[str, Any] | None:
 def parse_object(line: bytes | str) -> dict[str, Any] | None:
     """Return a line's JSON object; None if there is none."""
     try:
-        # json.loads(bytes) looks for the encoding first, which takes half as long as the parsing.
-        event = json.loads(line.decode() if isinstance(line, bytes) else line)
-    except (ValueError, RecursionError):
-        return None
+        event = orjson.loads(line)  # a quarter of the time of the module json
+    except ValueError:
+        try:  # NaN, an infinity or half a character (\ud800), which json writes and reads
+            event = json.loads(line.decode() if isinstance(line, bytes) else line)
+        except (ValueError, RecursionError):
+            return None
     return event if type(event) is dict else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import compress
 
 ROWS = 4096
 Row = tuple[float, ...]
@@ -89,8 +90,8 @@ class StepTable:
                 continue
             block, low = self._blocks.get(number), number * ROWS
             from_here = max(0, (start or 0) - low)
-            mine = [low + at for at, has in enumerate(block.has[from_here:], from_here)
-                    if has] if block else []
+            mine = list(compress(range(low + from_here, low + ROWS), block.has[from_here:])
+                        if block else ())
             if odd:
                 mine = sorted([*mine, *(step for step in odd if step // ROWS == number)])
             yield from (step for step in mine if start is None or step >= start)
