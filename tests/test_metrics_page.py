@@ -104,6 +104,27 @@ def test_a_run_that_has_not_begun_has_metrics(tmp_path: Path) -> None:
     assert f"{PREFIX}attempts_total" in text
 
 
+@pytest.mark.parametrize(("verdict", "is_over"), [
+    ("user_error", 1), ("interrupted", 1), ("failed", 0)])
+def test_a_run_that_failed_or_was_interrupted_is_over_until_it_is_resumed(
+        tmp_path: Path, verdict: str, is_over: int) -> None:
+    """It has not finished. A failed attempt is followed by another one."""
+    story = [*STORY[:12], event(20.0, "attempt.ended", exit_code=1, verdict=verdict)]
+    again = event(90.0, "run.started", options={})
+    for events, over, started in ((story, is_over, STORY[0]["time"]), ([*story, again], 0, 90.0)):
+        write(tmp_path, events)
+        found = values_of(Overview([Live(tmp_path)]).metrics())
+        assert found[f'{PREFIX}is_over{{run="x"}}'] == over
+        assert found[f'{PREFIX}is_finished{{run="x"}}'] == 0
+        assert found[f'{PREFIX}started_timestamp_seconds{{run="x"}}'] == started
+
+
+def test_each_alert_is_in_the_documentation() -> None:
+    page = (ROOT / "docs" / "guide" / "metrics.md").read_text()
+    assert re.findall(r"^\| `(ElasticTrainer\w+)` \|", page, re.M) == re.findall(
+        r"- alert: (\w+)", (OBSERVE / "rules.yml").read_text())
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
     """What the driver logs behind run.finished belongs to no account, and costs nothing, until more

@@ -48,6 +48,8 @@ class Status:
     """The facts that `watch` shows of a run."""
 
     run: str = ""
+    started: float | None = None
+    """When a person, or the service, started or resumed the run the last time."""
     phase: str = "booting"
     """booting, training, pausing, restarting; at the end finished, failed or interrupted."""
     attempt: int = 0
@@ -141,8 +143,8 @@ def sentence(event: Event, status: Status) -> str:
 
 
 def _run_started(status: Status, event: Event) -> Status:
-    return replace(status, run=str(event["run"]), phase="booting", listed=frozenset(),
-                   noticed=frozenset(), members=(), gone=())
+    return replace(status, run=str(event["run"]), started=float(event["time"]), phase="booting",
+                   listed=frozenset(), noticed=frozenset(), members=(), gone=())
 
 
 def _attempt_started(status: Status, event: Event) -> Status:
