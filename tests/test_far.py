@@ -259,7 +259,7 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
         assert run.folder.parent.stat().st_mode & 0o777 == 0o700
         shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()
-        shown._press("k")
+        shown.press("k")
         run.follow(tells=True)
         assert shown.dialog.said == FAR_KILL and not shown.dialog.choices
         assert "kill -9" not in shown._line() and shown.status.kill_command
@@ -293,7 +293,7 @@ def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
     with far.opened(bucket.url) as run:
         shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()
-        shown.console.print(shown._picture())
+        shown.console.print(shown.picture())
         assert isinstance(shown.console.file, io.StringIO)
         terminal = shown.console.file.getvalue()
         assert all(terminal.count(fact) == 4 for fact in facts), terminal

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import s3_servers
 from cluster import Cluster
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe import keys
@@ -30,7 +30,7 @@ from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.status import LiveWorker, Status, fold
-from elastic_trainer.observe.watch import FullWatch, view
+from elastic_trainer.observe.watch import TOO_SMALL, FullWatch, view
 
 DEADLINE_S = 60.0
 
@@ -178,6 +178,53 @@ def test_only_yes_kills_and_each_worker_can_be_chosen() -> None:
     assert after("q").quits and after("kq").quits and not after("k1q").quits
     assert keys.pressed(keys.Dialog(), "k", {"far": workers["far"]}).said
     assert all("99" not in line for line in after("k").lines())
+
+
+@pytest.mark.parametrize(("width", "height", "workers"), [
+    (80, 24, 12), (80, 15, 4), (40, 24, 4), (20, 24, 4), (40, 10, 1), (80, 12, 9), (80, 11, 9),
+    (20, 8, 9), (10, 3, 1), (200, 60, 100)])
+def test_a_worker_is_killed_only_after_a_question_that_is_shown_whole(
+        tmp_path: Path, width: int, height: int, workers: int) -> None:
+    """Each choice and the whole question are within the terminal; if there is no room, `k` says so
+    and asks nothing. An answer that comes before the question is drawn is none."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True,
+                      color_system=None, legacy_windows=False)
+    watch = FullWatch(tmp_path, console)
+    watch.status = status_of(log(workers))
+
+    def shown() -> str:
+        console.file = io.StringIO()
+        console.print(watch.picture())
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) <= height and {len(line) for line in lines} <= {width}
+        return "".join(line[1:-1].replace(" ", "") for line in lines[1:-1])
+
+    def is_asked(key: str) -> bool:
+        watch.press(key)
+        text = shown()
+        if watch.dialog.said:
+            assert watch.dialog == keys.Dialog(said=TOO_SMALL)
+            assert width < 20 or TOO_SMALL[:40].replace(" ", "") in text
+            return False
+        assert all(line.replace(" ", "") in text for line in watch.dialog.lines())
+        return True
+
+    shown()
+    is_roomy = (width, height) not in ((20, 8), (80, 11), (10, 3))
+    assert is_asked("k") == is_roomy
+    if not is_roomy:
+        return
+    watch.press("1")
+    watch.press("y")
+    assert watch.dialog.chosen  # it was not shown yet
+    assert f"Killworker{watch.dialog.chosen[1].pid}" in shown()
+    question, console.size = watch.dialog, ConsoleDimensions(12, 4)
+    watch.press("y")
+    assert watch.dialog.said == TOO_SMALL
+    watch.dialog, console.size = question, ConsoleDimensions(width, height)
+    shown()
+    watch.press("y")
+    assert watch.dialog.said.startswith("Process 100 was not killed")
 
 
 class Terminal:

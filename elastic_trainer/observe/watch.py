@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
@@ -59,12 +60,20 @@ FULL_REFRESH_S = 1.0
 """Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
 NARROW = 100
 """A terminal of fewer columns has no room for both what a worker does and the type of its host."""
+FRAME_LINES, FRAME_COLUMNS = 2, 4
+"""Of the panel around the view."""
+HEAD_LINES = 3
+"""The heads of the hosts' columns, the count of the others, and the space above the events."""
+FEWEST_ROWS = 2
+"""Of hosts, before there is room for an event."""
 PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 MOST_NEWS = 1000
 """Without a terminal, the lines that are printed at once are at most the last ones of so many."""
 FAR_KILL = ("k kills workers of this machine, and this run is read from a bucket. Call watch on "
             "the machine of the worker.")
+TOO_SMALL = ("This terminal has no room for the workers and the question, so nothing is killed. "
+             "Enlarge it, and press k again.")
 
 
 def plain_line(status: Status, *, is_far: bool = False) -> str:
@@ -92,24 +101,48 @@ def panel(status: Status) -> Panel:
 
 
 def view(watch: FullWatch, moment: float) -> Panel:
-    """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys."""
-    status, dialog = watch.status, watch.dialog
-    asked = [Text(plain(line), style="yellow") for line in dialog.lines()]
+    """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys.
+
+    In a small terminal the keys and a question stay whole. Events go first, the oldest of them.
+    """
+    status, asked = watch.status, asked_lines(watch.console, watch.dialog)
+    room = max(0, watch.console.height - FRAME_LINES - len(asked))
     facts = [*_facts(status), ("checkpoint", _checkpoint(status, moment)),
              ("goodput", "-" if watch.goodput is None else f"{watch.goodput:.1%}")]
     columns = Columns([Text.assemble((f"{name} ", "dim"), (value, "bold"))
                        for name, value in facts], padding=(0, 3))
     bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
-    recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.recent]
     troubles = [it.trouble for it in (watch.far, watch.prices) if it]
     refusal = [Text(plain(line), style="red") for line in (status.refusal, *troubles) if line]
+    head = _rendered(watch.console, bar, columns, *refusal)
     copied = caption(watch.now)
-    used = 6 + len(facts) // 2 + len(asked) + len(recent) + len(refusal) + bool(copied)
-    rows, others = bounded(host_rows(status, watch.now), max(2, watch.console.height - used))
+    free = room - len(head) - HEAD_LINES - bool(copied)
+    told = status.recent[-max(0, free - FEWEST_ROWS):] if free > FEWEST_ROWS else ()
+    rows, others = bounded(host_rows(status, watch.now), max(FEWEST_ROWS, free - len(told)))
     more = [Text(line, style="dim") for line in (others, copied) if line]
-    return Panel(Group(bar, columns, *refusal, _hosts(watch, rows, moment), *more, Text(), *recent,
-                       *asked),
-                 title=Text(plain(f"{status.run}: {status.phase}")), title_align="left")
+    recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in told]
+    body = _rendered(watch.console, _hosts(watch, rows, moment), *more, Text(), *recent)
+    lines = [*head, *body][:room]
+    return Panel(Group(SegmentLines(lines, new_lines=True), *asked),
+                 title=Text(plain(f"{status.run}: {status.phase}")), title_align="left",
+                 height=min(watch.console.height, FRAME_LINES + len(lines) + len(asked)))
+
+
+def asked_lines(console: Console, dialog: keys.Dialog) -> list[Text]:
+    """Return the lines of a dialog, broken as a terminal of this width needs it."""
+    width = max(1, console.width - FRAME_COLUMNS)
+    return [part for line in dialog.lines()
+            for part in Text(plain(line), style="yellow").wrap(console, width)]
+
+
+def is_shown_whole(console: Console, dialog: keys.Dialog) -> bool:
+    """True if a terminal has room for each choice and for the question."""
+    return len(asked_lines(console, dialog)) <= console.height - FRAME_LINES
+
+
+def _rendered(console: Console, *parts: RenderableType) -> list[list[Segment]]:
+    width = max(1, console.width - FRAME_COLUMNS)
+    return console.render_lines(Group(*parts), console.options.update(width=width, height=None))
 
 
 def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
@@ -189,15 +222,16 @@ class Watch:
 
     def _show(self) -> None:
         if self.console.is_terminal:
-            with Live(self._picture(), console=self.console, auto_refresh=False) as live:
+            with Live(self.picture(), console=self.console, auto_refresh=False) as live:
                 self._follow(lambda: self._redraw(live))
         else:
             self._follow(self._print_news)
 
     def _redraw(self, live: Live) -> None:
-        live.update(self._picture(), refresh=True)
+        live.update(self.picture(), refresh=True)
 
-    def _picture(self) -> Panel:
+    def picture(self) -> Panel:
+        """Return what the terminal shows now."""
         return panel(self.status)
 
     def _take(self, event: Event) -> None:
@@ -251,6 +285,7 @@ class FullWatch(Watch):
         self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
         self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
         self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
+        self._shown = self.dialog
 
     def wait_for_keys(self) -> None:
         """Return when the run is over or the user quits."""
@@ -261,14 +296,21 @@ class FullWatch(Watch):
                 except EOFError:
                     return self.wait()
                 for key in typed:
-                    self._press(key)
+                    self.press(key)
 
-    def _press(self, key: str) -> None:
+    def press(self, key: str) -> None:
+        """Take a key. A question is answered only when it is shown, and shown whole."""
+        if self.dialog.chosen and self._shown is not self.dialog:
+            return
         if self.far and key == "k":
             self.dialog = keys.Dialog(said=FAR_KILL)
             return
         dialog = keys.pressed(self.dialog, key, self.status.workers)
-        if dialog.kills:
+        has_asked, asks = bool(self.dialog.chosen), bool(dialog.chosen or dialog.choices)
+        if (has_asked and not is_shown_whole(self.console, self.dialog)
+                or asks and not is_shown_whole(self.console, dialog)):
+            dialog = keys.Dialog(said=TOO_SMALL)
+        elif dialog.kills:
             dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
         self.dialog = dialog
 
@@ -283,9 +325,12 @@ class FullWatch(Watch):
     def _line(self) -> str:
         return plain_line(self.status, is_far=self.far is not None)
 
-    def _picture(self) -> Panel:
+    def picture(self) -> Panel:
+        dialog = self.dialog
         self.goodput, self.now = self._history.goodput(), self._now_reader.read()
-        return view(self, time.time())
+        picture = view(self, time.time())
+        self._shown = dialog
+        return picture
 
     def _take(self, event: Event) -> None:
         for through in self._gate.take(event):
