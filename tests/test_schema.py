@@ -220,8 +220,9 @@ def test_the_lines_of_version_0_1_are_events(tmp_path: Path) -> None:
     assert {line["event"] for line in lines} <= KINDS.keys()
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "\"\\ud800\"", "1e999", "18446744073709551615",
-                                   "[" * 500 + "]" * 500, "\"\u00e9\"", "0.1", "-0.0", "1e-400"])
+@pytest.mark.parametrize("value", [
+    "NaN", "-Infinity", "\"\\ud800\"", "1e999", "18446744073709551615",
+    "[" * 500 + "]" * 500, "\"\u00e9\"", "0.1", "-0.0", "1e-400"])
 def test_a_line_is_read_as_by_the_module_json(value: str) -> None:
     """Also what orjson refuses and our writer may write: NaN, infinities, half a character."""
     line = f'{{"loss": {value}, "a": null}}'
