@@ -241,3 +241,86 @@ def test_the_user_reads_why_there_is_no_picture(tmp_path: Path, capsys: pytest.C
     assert main(["report", str(run_dir), "--svg", str(tmp_path / file)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / file).exists()
+
+
+def formed(time: float, *workers: str) -> list[dict[str, Any]]:
+    return [{"event": "driver.generation_formed", "time": time, "run": "x", "attempt": 1,
+             "generation": 1, "size": len(workers), "reason": "start", "workers": list(workers)},
+            generation(time, len(workers), int(time))]
+
+
+def gone(time: float, *workers: str) -> list[dict[str, Any]]:
+    return [{"event": "driver.worker_gone", "time": time, "worker": worker, "host": worker,
+             "pid": 7, "reason": "crashed", "exit_code": -9} for worker in workers]
+
+
+ALL_DIE = [*formed(0.0, "a", "b"), *(step(float(at)) for at in range(1, 21)),
+           *gone(20.3, "a", "b"),
+           {"event": "attempt.ended", "time": 30.0, "attempt": 1, "verdict": "failed"}]
+
+
+def fleet(root: Element) -> str:
+    return of_kind(root, "fleet")[0].get("d", "")
+
+
+def test_a_standstill_and_its_losses_are_on_the_picture_before_a_step_follows() -> None:
+    """The axis reaches to the last event; the world has no workers from the last loss on."""
+    _, root = drawn([*ALL_DIE, {"event": "discovery.cloud_unavailable", "time": 100.0}])
+    marks = next(it for it in root if it.get("class") == "marks")
+    assert of_kind(marks, "lost") and texts(marks) == ["2 killed"]
+    assert texts(root).count("100 s") == 1
+    assert fleet(root) == "M72,336 H72.0 V286.0 H232.8 V336.0 H864"
+
+
+def test_a_world_of_no_workers_is_drawn_until_the_next_one() -> None:
+    """Also if the end of the attempt is all that tells of it, or if only the next attempt does."""
+    later = [{"event": "attempt.started", "time": 60.0, "attempt": 2}, *formed(80.0, "c"),
+             *(step(float(at)) for at in range(81, 101))]
+    assert fleet(drawn([*ALL_DIE, *later])[1]) == (
+        "M72,336 H72.0 V286.0 H232.8 V336.0 H705.6 V311.0 H864")
+    assert "H309.6 V336.0" in fleet(drawn([*ALL_DIE[:-3], ALL_DIE[-1], *later])[1])
+    assert "H230.4 V336.0" in fleet(drawn([*ALL_DIE[:-3], *later])[1])
+
+
+def test_a_run_that_is_over_ends_with_its_last_event() -> None:
+    """Who stops it, or what is logged later, does not stretch the picture."""
+    for name, verdict in (("attempt.ended", "interrupted"), ("attempt.ended", "user_error"),
+                          ("run.not_retried", "failed")):
+        _, root = drawn([*ALL_DIE, {"event": name, "time": 40.0, "attempt": 1, "verdict": verdict},
+                         {"event": "discovery.cloud_unavailable", "time": 9e6}])
+        assert [text for text in texts(root) if re.fullmatch(r"\d+ [smhd]", text)][-1] == "40 s"
+
+
+def test_each_join_is_marked_also_one_that_replaces_a_lost_worker() -> None:
+    """A standby takes the place in the same generation, or with two lost workers one joins."""
+    for members, marked in ((("a", "b", "new"), True), (("a", "new"), True), (("a", "b"), False)):
+        _, root = drawn([*formed(0.0, "a", "b", "c"), *(step(float(at)) for at in range(1, 21)),
+                         *gone(20.1, "c"), *formed(21.0, *members),
+                         *(step(float(at)) for at in range(22, 40))])
+        marks = next(it for it in root if it.get("class") == "marks")
+        assert bool(of_kind(marks, "joined")) is marked
+        assert ("a worker takes a free place" in texts(root)) is marked and of_kind(marks, "lost")
+
+
+def test_many_losses_that_are_replaced_have_a_bounded_number_of_marks() -> None:
+    """Marks of one kind that are near each other are one, whatever stands between them."""
+    events = [*formed(0.0, "a", "0"), step(1.0)]
+    for at in range(2, 5000):
+        events += [*gone(at + 0.1, str(at - 2)), *formed(at + 0.2, "a", str(at - 1)),
+                   step(at + 1.0)]
+    _, root = drawn(events)
+    marks = next(it for it in root if it.get("class") == "marks")
+    assert len(of_kind(marks, "joined")) == 98
+    assert len(of_kind(marks, "lost")) == 2 * 98  # each has a stem
+
+
+def test_the_commits_of_horovods_own_style_are_drawn_as_steps(tmp_path: Path) -> None:
+    """100 commits are a picture, and its axis has their unit."""
+    events = [*formed(0.0, "a", "b"),
+              *({"event": "worker.commit_kept", "time": at / 5, "run": "x", "attempt": 1,
+                 "worker": "a", "step": at, "commit_s": 0.2} for at in range(1, 101))]
+    _, root = drawn(events)
+    assert "steps a second" in texts(root) and "samples a second" not in texts(root)
+    assert "4" in texts(root) and of_kind(root, "rate")[0].get("d", "").count("L") > 100
+    run_dir = written(tmp_path / "run", events)
+    assert main(["report", str(run_dir), "--svg", str(tmp_path / "run.svg")]) == 0

@@ -216,7 +216,7 @@ def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricin
 
 def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summary of a run, unless another form is asked for, and write its files."""
-    from elastic_trainer.observe.picture import draw
+    from elastic_trainer.observe.picture import blocks_for, draw
     from elastic_trainer.observe.report import read_log
     from elastic_trainer.observe.summary_table import print_summary
     from elastic_trainer.observe.timeline import Timeline
@@ -230,7 +230,7 @@ def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | No
         tracks.through(events) if tracks else events))
     if is_shown:
         print_summary(_with_costs(result, prices))
-        print(*draw(timeline), sep="\n")
+        print(*draw(timeline, blocks=blocks_for(sys.stdout.encoding or "ascii")), sep="\n")
     if options.svg:
         write_svg(options.svg, timeline, history, result)
     show_phases(run_dir, options.timeline, is_shown=is_shown)

@@ -142,7 +142,7 @@ def figures(run: Run) -> Element:
 
 def picture(run: Run) -> Element:
     """Return the samples a second, the world, and the changes of the fleet."""
-    section = _section("Samples a second, and what happened")
+    section = _section(f"{run.timeline.unit.capitalize()} a second, and what happened")
     if run.timeline.span is None:
         SubElement(section, "p").text = "There are no two steps yet."
         return section

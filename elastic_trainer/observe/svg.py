@@ -8,7 +8,8 @@ What always holds:
 1. The file needs nothing else: no script, no font, no address. Text is text.
 2. It is readable in light and dark (`prefers-color-scheme`), and each kind of mark has its own
    shape, and each part of a pause its own pattern, so that no reader needs the colours.
-3. Time in which a person had stopped the run is cut out of the time axis.
+3. The time axis reaches to the last event, or to the end of a run that is over: a standstill is
+   seen while it lasts. Time in which a person had stopped the run is cut out of the axis.
 4. No text covers another. A mark whose label has no room keeps its tooltip.
 
 Why no library: a picture is a path, some lines and texts. matplotlib needs 30 MB of packages and
@@ -59,14 +60,15 @@ svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .rate { fill: #0969da; fill-opacity: .2; stroke: #0969da; }
 .fleet { fill: none; stroke: #59636e; stroke-width: 1.5; } .pausing { fill: #d4a72c; }
 .restarting { fill: #cf222e; } .booting { fill: #8c959f; } .band { fill-opacity: .3; }
-.mark { fill: none; stroke-width: 2; } .lost { stroke: #cf222e; } .larger { stroke: #1a7f37; }
+.mark { fill: none; stroke-width: 2; } .lost { stroke: #cf222e; }
+.larger, .joined { stroke: #1a7f37; }
 .smaller { stroke: #9a6700; } .restart { stroke: #8250df; } .stem { stroke-dasharray: 2 3; }
 .stopped { stroke: #59636e; stroke-dasharray: 6 4; } .leaves { stroke: #9a6700; }
 .checkpoint { stroke: #59636e; }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #0d1117; } text { fill: #f0f6fc; } .dim { fill: #9198a1; }
   .grid { stroke: #3d444d; } .rate { fill: #4493f8; stroke: #4493f8; }
-  .fleet { stroke: #9198a1; } .lost { stroke: #f85149; } .larger { stroke: #3fb950; }
+  .fleet { stroke: #9198a1; } .lost { stroke: #f85149; } .larger, .joined { stroke: #3fb950; }
   .smaller { stroke: #d29922; } .restart { stroke: #ab7df8; } .restarting { fill: #f85149; }
   .stopped { stroke: #9198a1; } .leaves { stroke: #d29922; } .checkpoint { stroke: #9198a1; }
 }
@@ -74,12 +76,14 @@ svg { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 SHAPES = {
     Mark.LOST: ("lost", "M-4,-4 L4,4 M-4,4 L4,-4"),
     Mark.LARGER: ("larger", "M-5,0 L5,0 M0,-5 L0,5"),
+    Mark.JOINED: ("joined", "M-7,0 A7,7 0 1 0 7,0 A7,7 0 1 0 -7,0"),
     Mark.SMALLER: ("smaller", "M-5,0 L5,0"),
     Mark.RESTART: ("restart", "M0,-5 L5,0 L0,5 L-5,0 Z"),
     Mark.LEAVES: ("leaves", "M0,5 L-5,-4 L5,-4 Z"),
     Mark.CHECKPOINT: ("checkpoint", "M0,-4 L0,4"),
 }
-"""Class and outline of each mark: a cross, a plus, a minus, a diamond, a triangle, a stroke."""
+"""Class and outline of each mark: a cross, a plus, a circle (around a cross that is near), a minus,
+a diamond, a triangle, a stroke."""
 
 Period = tuple[Phase, float, float]
 
@@ -116,19 +120,22 @@ class Axis:
         return time
 
 
-def axis_of(span: tuple[float, float], periods: Sequence[Period]) -> Axis:
-    """Return the axis from the first booked second, or the first step, to the last step."""
+def axis_of(span: tuple[float, float], periods: Sequence[Period],
+            stopped: Sequence[tuple[float, float]] | None = None) -> Axis:
+    """Return the axis from the first booked second, or from the start of the span, to its end.
+    `stopped`: the time that is cut out, if the periods do not have it."""
     start, end = span
     start = min([start, *(begin for phase, begin, _ in periods if phase is not Phase.STOPPED)])
-    stops = tuple((begin, until) for phase, begin, until in periods
-                  if phase is Phase.STOPPED and start < begin < until < end)
-    return Axis(start, end, stops)
+    if stopped is None:
+        stopped = [(begin, until) for phase, begin, until in periods if phase is Phase.STOPPED]
+    return Axis(start, end, tuple((begin, until) for begin, until in stopped
+                                  if start < begin < until <= end))
 
 
 def draw(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any]) -> str:
     """Return the SVG of a run with two steps or more."""
     assert timeline.span
-    axis = axis_of(timeline.span, periods)
+    axis = axis_of(timeline.span, periods, timeline.stops)
     root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img", width=str(WIDTH))
     title = f"run {plain(result['run'])}"
     SubElement(root, "title").text = title
@@ -229,7 +236,7 @@ def _band(parent: Element, left: float, right: float, kind: str) -> Element:
 def _draw_rates(root: Element, axis: Axis, timeline: Timeline) -> None:
     columns = min(COLUMNS, max(FEWEST_COLUMNS, timeline.steps // STEPS_A_COLUMN))
     edges_s = [axis.length_s * column / columns for column in range(columns + 1)]
-    rates = timeline.rates([axis.moment(edge_s) for edge_s in edges_s])
+    rates = timeline.rates([axis.moment(edge_s) for edge_s in edges_s], axis.length_s / columns)
     top = max(rates) or 1.0
     scale = (BOTTOM - TOP) / (1.05 * top)
     for value in ticks(top, about=5):
@@ -239,20 +246,20 @@ def _draw_rates(root: Element, axis: Axis, timeline: Timeline) -> None:
         places, places[1:], (BOTTOM - rate * scale for rate in rates), strict=False)]
     SubElement(root, "path", {"class": "rate", "d": " ".join(
         [f"M{LEFT},{BOTTOM}", *steps, f"L{RIGHT},{BOTTOM} Z"])})
-    _axis_name(root, (TOP + BOTTOM) / 2, "samples a second")
+    _axis_name(root, (TOP + BOTTOM) / 2, f"{timeline.unit} a second")
 
 
 def _draw_fleet(root: Element, axis: Axis, timeline: Timeline) -> None:
-    sizes = [timeline.first_size, *(change.size for change in timeline.changes)]
-    most = max([*sizes, 1])
+    sizes = [(time, size) for time, size in timeline.sizes if time <= axis.end]
+    most = max([1, *(size for _, size in sizes)])
     scale = (FLEET_BOTTOM - FLEET_TOP) / most
     for value in (0, most):
         _grid_line(root, FLEET_BOTTOM - value * scale, str(value))
-    points, y = [f"M{LEFT},{FLEET_BOTTOM - timeline.first_size * scale:.1f}"], 0.0
-    for change in timeline.changes:
-        if change.mark in (Mark.SMALLER, Mark.LARGER):
-            y = FLEET_BOTTOM - change.size * scale
-            points.append(f"H{axis.x(change.time):.1f} V{y:.1f}")
+    before, points = 0, [f"M{LEFT},{FLEET_BOTTOM}"]
+    for time, size in sizes:
+        if size != before:
+            points.append(f"H{axis.x(time):.1f} V{FLEET_BOTTOM - size * scale:.1f}")
+            before = size
     SubElement(root, "path", {"class": "fleet", "d": " ".join([*points, f"H{RIGHT}"])})
     _axis_name(root, (FLEET_TOP + FLEET_BOTTOM) / 2, "workers")
 
@@ -294,19 +301,27 @@ def grouped(axis: Axis, changes: Sequence[Change]) -> list[list[Change]]:
     A smaller world has no mark of its own near the lost worker that made it smaller.
     """
     groups: list[list[Change]] = []
+    newest: dict[Mark, list[Change]] = {}
+
+    def near(change: Change, *marks: Mark) -> list[list[Change]]:
+        """Return the newest groups of these marks that are near a change."""
+        return [newest[mark] for mark in marks if newest.get(mark)
+                and axis.x(change.time) - axis.x(newest[mark][0].time) <= NEAR_PX]
+
     for change in (it for it in changes if axis.start <= it.time <= axis.end):
-        last = groups[-1] if groups else [change]
-        is_near = bool(groups) and axis.x(change.time) - axis.x(last[0].time) <= NEAR_PX
-        match (last[0].mark, change.mark) if is_near else ():
-            case (mark, again) if mark is again:
-                last.append(change)
-            case (Mark.LOST | Mark.LEAVES, Mark.SMALLER) | (Mark.LOST, Mark.LEAVES):
-                pass
-            case (Mark.SMALLER | Mark.LEAVES, Mark.LOST):
-                groups[-1] = [change]
-            case _:
-                groups.append([change])
-    return groups
+        mark = change.mark
+        if (mark is Mark.SMALLER and near(change, Mark.LOST, Mark.LEAVES)
+                or mark is Mark.LEAVES and near(change, Mark.LOST)):
+            continue
+        if mark is Mark.LOST:
+            for hidden in near(change, Mark.SMALLER, Mark.LEAVES):
+                hidden.clear()
+        if same := near(change, mark):
+            same[0].append(change)
+        else:
+            newest[mark] = [change]
+            groups.append(newest[mark])
+    return [group for group in groups if group]
 
 
 def label(group: Sequence[Change]) -> str:
