@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,11 +34,28 @@ from elastic_trainer.rehearse.outcome import (
     played_of,
     rows_played,
 )
-from elastic_trainer.rehearse.replay import end_of, price_of, room_of, rows
+from elastic_trainer.rehearse.pools import of_rows
+from elastic_trainer.rehearse.replay import (
+    Rehearsal,
+    end_of,
+    price_of,
+    print_outcome,
+    room_of,
+    rows,
+)
 from elastic_trainer.rehearse.stage import Stage, started
 from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
-from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row, listed, parse_trace, text_of
+from elastic_trainer.rehearse.trace import (
+    JOIN,
+    LOSS,
+    NOTICE,
+    Row,
+    listed,
+    parse_trace,
+    read_trace,
+    text_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
@@ -61,13 +79,32 @@ def test_both_forms_of_a_trace_have_the_same_meaning() -> None:
     assert parse_trace(RECORDED, "x") == rows == [
         Row(0.0, JOIN, "n1"), Row(0.0, JOIN, "n2"), Row(880.0, NOTICE, "n1"),
         Row(1000.0, LOSS, "n1"), Row(1200.0, JOIN, "n1")]
-    assert [row.event for row in parse_trace(RECORDED, "x", notice_s=0.0) if row.time_s == 1000.0
-            ] == [NOTICE, LOSS]
     assert listed(rows) == [(0.0, 2), (880.0, 1), (1000.0, 1), (1200.0, 2)]
+
+
+@pytest.mark.parametrize("text", [
+    RECORDED, "time_s,event,host\n0,join,n1\n0,join,n2\n1000,notice,n1\n1000,loss,n1\n"
+              "1200,join,n1\n"])
+def test_a_notice_of_0_s_is_no_notice(text: str) -> None:
+    """Neither for the judgement nor for `plan`: its host had no time to leave."""
+    rows = parse_trace(text, "x", notice_s=0.0)
+    assert [(row.time_s, row.event) for row in rows if row.host == "n1"] == [
+        (0.0, JOIN), (1000.0, LOSS), (1200.0, JOIN)]
+    assert not of_rows(rows).noticed.any()
+
+
+def test_a_trace_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """It begins with a byte order mark, and its lines end with CR and LF."""
+    (tmp_path / "trace.csv").write_bytes(
+        b"\xef\xbb\xbf" + SIMPLE.replace("# what the recorded one means\n", "").replace(
+            "\n", "\r\n").encode())
+    assert read_trace(tmp_path / "trace.csv") == parse_trace(SIMPLE, "x")
 
 
 @pytest.mark.parametrize(("text", "fact"), [
     ("", "no row"),
+    ("time_s,event,host\n", "no row"),
+    ("0,add," + "a" * 200_000, "Line 1 of x is '0,add,aaa"),
     ("0,add,a\n5,lost,a", "Line 2 of x is '5,lost,a'"),
     ("# c\n\n-1,add,a", "Line 3"),
     ("time_s,event,host\n0,join,a\nnan,loss,a", "Line 3"),
@@ -79,10 +116,10 @@ def test_both_forms_of_a_trace_have_the_same_meaning() -> None:
     ("0,add,a\n5000,remove,a", "ends without a host"),
 ])
 def test_a_trace_that_contradicts_itself_is_refused_with_its_place(text: str, fact: str) -> None:
-    """At once, with the line or the host."""
+    """At once, with the line or the host, in a sentence and not in a page."""
     with pytest.raises(ConfigError) as error:
-        parse_trace(text, "x")
-    assert fact in str(error.value)
+        parse_trace(text, "x", may_end_empty="no row" in fact)
+    assert fact in str(error.value) and len(str(error.value)) < 400
 
 
 DRAWN = [(117.394, NOTICE, "host2"), (117.394, NOTICE, "host3"), (237.394, LOSS, "host2"),
@@ -232,6 +269,9 @@ def test_local_hosts_are_bounded_by_cores_and_memory() -> None:
     (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
     (["--storm", "rough", "--run", "a/b"], "--run is 'a/b'"),
     (["--storm", "rough", "--run", "there"], "a rehearsal begins with new ones"),
+    (["--storm", "rough", "--runs-dir", "file", "--run", "x", "--", "true"],
+     "file/x cannot be a run's folder"),
+    (["--storm", "rough", "--run", "x" * 300, "--", "true"], "cannot be a run's folder"),
 ])
 def test_a_mistake_of_the_user_is_refused_before_anything_starts(
         argv: list[str], fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -240,6 +280,7 @@ def test_a_mistake_of_the_user_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "there").mkdir(parents=True)
     (tmp_path / "runs" / "there" / "events.jsonl").write_text("{}\n")
+    (tmp_path / "file").write_text("")
     assert main(["replay", *argv]) == 2
     assert fact in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["there"]
@@ -371,6 +412,24 @@ def test_an_hour_of_useful_training_costs_more_than_an_hour_of_hosts(tmp_path: P
         "2.50 USD for an hour of useful training on 4.0 hosts; on demand 8.00, so spot saves 69%")
 
 
+def test_the_commands_that_are_printed_can_be_typed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the folder of the runs is called."""
+    monkeypatch.chdir(tmp_path)
+    for name in "my runs", "it's", "-x":
+        wanted = Rehearsal(run_dir=tmp_path / name / "r1", command=[], options=[], source="x",
+                           speed=1.0, moments=[], has_twin=False, price=None)
+        print_outcome(wanted, judged(rehearsed()), "--hosts 100")
+        report, plan = (shlex.split(line.partition(": ")[2])
+                        for line in capsys.readouterr().out.splitlines()[-2:])
+        folder = Path(report[2])
+        assert folder.resolve() == wanted.run_dir and not report[2].startswith("-")
+        assert report == ["elastic-trainer", "report", report[2], "--html",
+                          f"{report[2]}/report.html"]
+        assert plan == ["elastic-trainer", "plan", "--costs", report[2], "--hosts", "100"]
+
+
 def test_a_run_that_the_launcher_refuses_ends_with_its_reason(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,7 +488,7 @@ def test_a_host_under_notice_leaves_the_list_and_is_killed_when_it_is_lost(tmp_p
         stage.kill_lost(workers)
         assert ours.wait(DEADLINE_S) == -signal.SIGKILL
         assert other.poll() is foreign.poll() is None
-        stage.act(Moment(4.0, (), (), ("b", "c")), {"b": 4.0, "c": 4.0}, 7.0)
+        stage.act(Moment(4.0, ("d",), (), ("b", "c", "d")), {"b": 4.0}, 7.0)
         assert stage.file.read_text() == ""
     finally:
         for process in (ours, other, foreign):
@@ -437,8 +496,8 @@ def test_a_host_under_notice_leaves_the_list_and_is_killed_when_it_is_lost(tmp_p
             process.wait()
     assert [(event["event"], event.get("host")) for event in read_events(here)] == [
         ("rehearsal.host_joined", "c"), ("rehearsal.host_noticed", "a"),
-        ("rehearsal.host_lost", "a"), ("rehearsal.host_lost", "b"), ("rehearsal.host_lost", "c"),
-        ("rehearsal.hosts_gone", None)]
+        ("rehearsal.host_lost", "a"), ("rehearsal.host_joined", "d"), *(
+            ("rehearsal.host_lost", host) for host in "bcd"), ("rehearsal.hosts_gone", None)]
 
 
 TRACE = """time_s,event,host

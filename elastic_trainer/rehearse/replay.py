@@ -104,7 +104,7 @@ def run(argv: Sequence[str], examples: Sequence[str],
         return rehearse(wanted)
     except KeyboardInterrupt:
         print(f"elastic-trainer: The rehearsal was stopped, and its run has ended. Look at it: "
-              f"elastic-trainer report {shown(wanted.run_dir)}", file=sys.stderr)
+              f"elastic-trainer report {typed(wanted.run_dir)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -159,16 +159,32 @@ def parse(argv: Sequence[str], examples: Sequence[str],
     moments = timetable(rows, hosts_of(options.hosts, peak(rows)), options.speed)
     name = options.run or f"replay-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (options.runs_dir / name).resolve()
-    for folder in (run_dir, twin_of(run_dir)):
-        log = folder / EVENTS_FILE
-        if log.exists() and log.stat().st_size:  # it is empty if the launcher has refused to start
-            raise ConfigError(f"There is a run {shown(folder)}, and a rehearsal begins with new "
-                              f"ones. Use another name (--run).")
+    require_new(run_dir)
     return Rehearsal(
         run_dir=run_dir, command=command or demo(options.example or examples[0], options),
         options=others, source=f"{options.trace or options.storm}", speed=options.speed,
         moments=moments, has_twin=options.twin,
         price=price_of(options.prices))
+
+
+def require_new(run_dir: Path) -> None:
+    """Check that there is neither the run nor its twin. Raises ConfigError."""
+    for folder in (run_dir, twin_of(run_dir)):
+        log = folder / EVENTS_FILE
+        try:
+            is_there = log.exists() and log.stat().st_size  # 0: the launcher has refused to start
+        except OSError as error:
+            raise unusable(folder, error) from error
+        if is_there:
+            raise ConfigError(f"There is a run {shown(folder)}, and a rehearsal begins with new "
+                              f"ones. Use another name (--run).")
+
+
+def unusable(run_dir: Path, error: OSError) -> ConfigError:
+    """Return what to raise if a run's folder cannot be made or read."""
+    return ConfigError(f"{shown(run_dir)} cannot be a run's folder: {error.strerror} "
+                       f"({error.filename}). Name a folder that can be written (--runs-dir), and "
+                       f"a short name (--run).")
 
 
 def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[str]) -> None:
@@ -242,10 +258,13 @@ def rehearse(wanted: Rehearsal) -> int:
     from elastic_trainer.observe.verify import verify
 
     run_dir = wanted.run_dir
+    try:
+        stage = Stage(run_dir, wanted.hosts)
+    except OSError as error:
+        raise unusable(run_dir, error) from error
     print(f"rehearsal {run_dir.name}: {wanted.source} on {len(wanted.hosts)} local hosts, "
           f"{wanted.speed:g} times as fast; the run is in {shown(run_dir)}. Stop it with Ctrl-C",
           flush=True)
-    stage = Stage(run_dir, wanted.hosts)
     code = follow(wanted, run_dir, ["--host-discovery-script", stage.discovery(), "-np", "1",
                                     "--min-np", "1"], stage)
     twin = train_twin(wanted) if wanted.has_twin and code == 0 else None
@@ -326,9 +345,8 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome, fleet: str) -> None:
                f"FAILED: {count(len(outcome.faults), 'reason')} above")
     console.print(Text(f"rehearsal {verdict}", style="bold green" if outcome.is_right else
                        "bold red"), soft_wrap=True)
-    folder = shown(wanted.run_dir)
-    console.print(Text(f"next: elastic-trainer report {folder} --html {folder}/report.html"),
-                  soft_wrap=True)
+    folder, page = typed(wanted.run_dir), typed(wanted.run_dir / "report.html")
+    console.print(Text(f"next: elastic-trainer report {folder} --html {page}"), soft_wrap=True)
     if fleet:
         console.print(Text(f"a larger fleet: elastic-trainer plan --costs {folder} {fleet}"),
                       soft_wrap=True)
@@ -366,6 +384,12 @@ def end_of(output: str, name: str) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """Return a path as a person types it here."""
+    """Return a path as a person names it here."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def typed(path: Path) -> str:
+    """Return a path as a person types it here in a command."""
+    name = shown(path)
+    return shlex.quote(f"./{name}" if name.startswith("-") else name)

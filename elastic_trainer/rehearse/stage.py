@@ -58,7 +58,7 @@ class Stage:
         """Let a moment happen. `ends`: the time of each host's loss; `again_s`: the time until the
         next host joins."""
         leaving = {*moment.noticed, *moment.lost}
-        self.listed = [host for host in self.listed if host not in leaving] + list(moment.joined)
+        self.listed = [host for host in [*self.listed, *moment.joined] if host not in leaving]
         self.noticed |= set(moment.noticed)
         self.lost |= set(moment.lost)
         self.present = (self.present | set(moment.joined)) - set(moment.lost)

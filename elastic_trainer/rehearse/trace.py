@@ -10,14 +10,15 @@ events are `join`, `notice` and `loss`:
     900,notice,a
     1020,loss,a
 
-A recorded one has no header: milliseconds, `add` or `remove`, node. A removed node got a notice.
+A recorded one has no header: milliseconds, `add` or `remove`, node. A removed node got a notice,
+unless that is of 0 s.
 
     0,add,node1
     40800000,remove,node1
 
 What always holds:
 1. The first row is at 0 s. A host joins, then gets a notice or none, then is lost; it may join
-   again later. Each notice is followed by a loss.
+   again later. Each notice is followed by a loss at a later time: one of 0 s is none.
 2. At the end there is a host, so that a run can finish.
 
 Source: the recorded form is that of https://github.com/uclasystem/bamboo (traces/).
@@ -54,7 +55,7 @@ def read_trace(file: Path, notice_s: float = NOTICE_S, *, may_end_empty: bool = 
                ) -> list[Row]:
     """Read a file of either form. Raises ConfigError."""
     try:
-        return parse_trace(file.read_text(encoding="utf-8"), f"--trace {file}", notice_s,
+        return parse_trace(file.read_text(encoding="utf-8-sig"), f"--trace {file}", notice_s,
                            may_end_empty=may_end_empty)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace {file} cannot be read: {error}. {REMEDY}") from error
@@ -65,25 +66,32 @@ def parse_trace(text: str, source: str, notice_s: float = NOTICE_S, *,
     """Read the text of either form. `notice_s`: the notice of a removed node, and of a `notice`
     without a loss. Raises ConfigError that names the line; `may_end_empty`: not for a trace that
     ends without a host, as that of a run that finished with its last host."""
-    lines = [(number, [cell.strip() for cell in next(csv.reader([line]))])
-             for number, line in enumerate(text.splitlines(), 1)
+    lines = [(number, _cells(line)) for number, line in enumerate(text.splitlines(), 1)
              if line.strip() and not line.startswith("#")]
-    if not lines:
+    is_recorded = bool(lines) and lines[0][1] != HEADER
+    if len(lines) <= (not is_recorded):
         raise ConfigError(f"{source} has no row. {REMEDY}")
-    is_recorded = lines[0][1] != HEADER
     known = ("add", "remove") if is_recorded else (JOIN, NOTICE, LOSS)
     rows = []
     for number, cells in lines if is_recorded else lines[1:]:
         if (len(cells) != 3 or cells[1] not in known or not cells[2]
                 or not re.fullmatch(r"\d{1,15}(\.\d{1,9})?", cells[0])):
             unit = "milliseconds" if is_recorded else "seconds"
-            raise ConfigError(f"Line {number} of {source} is {','.join(cells)!r}. A row has "
+            raise ConfigError(f"Line {number} of {source} is {','.join(cells)[:99]!r}. A row has "
                               f"{unit}, one of {', '.join(known)}, and a host. {REMEDY}")
         rows.append(Row(float(cells[0]), cells[1], cells[2]))
     if is_recorded:
         names = {"add": JOIN, "remove": LOSS}
         rows = [Row(row.time_s / 1000, names[row.event], row.host) for row in rows]
     return completed(rows, source, notice_s, announces=is_recorded, may_end_empty=may_end_empty)
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a line; the line itself if it is no CSV."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error:
+        return [line]
 
 
 def text_of(rows: Iterable[Row]) -> str:
@@ -111,7 +119,7 @@ def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
             if announces and len(life) == 2:
                 notice_at = max(life[0].time_s, life[1].time_s - notice_s)
                 life.insert(1, Row(notice_at, NOTICE, host))
-            found += life
+            found += [row for row in life if row.event != NOTICE or row.time_s < life[-1].time_s]
     if not present and not may_end_empty:
         raise ConfigError(f"{source} ends without a host, so a run could not finish. Add a row in "
                           f"which a host joins.")
