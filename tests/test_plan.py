@@ -21,7 +21,7 @@ from elastic_trainer.config import ConfigError, Launch, Limits
 from elastic_trainer.launch.command import main
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import summarize
-from elastic_trainer.rehearse.advice import Fleet, Planner, shards_for
+from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question, bounds, shards_for
 from elastic_trainer.rehearse.costs import (
     Costs,
     costs_of,
@@ -448,6 +448,9 @@ def test_a_storm_has_the_distribution_of_the_one_that_replay_plays() -> None:
 
 # --- advice ---------------------------------------------------------------------------------------
 
+CHOICE = Choice(name="", goodput=(0.5,) * 3, samples_per_hour=(9.0,) * 3, million=(1.0,) * 3)
+
+
 def advice(fleet: Fleet, policy: Policy = POLICY, hours: float = 50.0, seeds: int = 4) -> Any:
     """Return the questions by name."""
     planner = Planner(fleet, COSTS, policy, hours * 3600.0, seeds, "100s")
@@ -521,7 +524,7 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
 
 @pytest.mark.parametrize(("options", "text"), [
     ([], "given by 0 options"),
-    (["--storm", "calm"], "--hosts is None"),
+    (["--storm", "calm"], "--hosts is not given"),
     (["--storm", "rate=x", "--hosts", "4"], "rate=x"),
     (["--storm", "rate=9/h,bulk=0.9,zero=0.4", "--hosts", "4"], "bulk + zero 1.3"),
     (["--pool", "hosts=4,loss=often"], "loss=often"),
@@ -534,12 +537,90 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     (["--pool", "hosts=4", "--days", "0"], "is 0 s"),
     (["--pool", "hosts=4", "--batch", "0"], "--batch is 0"),
     (["--trace", "/nowhere"], "cannot be read"),
+    (["--pool", "hosts=4", "--days", "nan"], "--days is nan"),
+    (["--pool", "hosts=4", "--days", "inf"], "--days is inf"),
+    (["--pool", "hosts=4", "--hours", "1e300"], "--hours is 1e+300"),
+    (["--pool", "hosts=4", "--days", "3", "--hours", "-2"], "--hours is -2"),
+    (["--storm", "calm", "--hosts", "10", "--min-np", "50"], "so it would never train"),
+    (["--pool", "hosts=4", "--min-np", "0"], "--min-np is 0"),
+    (["--pool", "hosts=4", "--np", "-5"], "--np is -5"),
+    (["--pool", "hosts=4", "--shards", "0"], "--shards is 0"),
+    (["--pool", "hosts=4", "--seeds", "0"], "--seeds is 0"),
+    (["--storm", "calm", "--hosts", "4", "--price", "-1"], "--price is -1"),
+    (["--storm", "calm", "--hosts", "4", "--price", "nan"], "--price is nan"),
+    (["--storm", "calm", "--hosts", "9" * 400], "--hosts is 999"),
+    (["--storm", "rate=9/h,hours=0", "--hosts", "4"], "is 0 s"),
+    (["--pool", "hosts=4,price=0"], "price=0"),
+    (["--pool", "hosts=4", "--price", "2"], "--price is given"),
+    (["--pool", "hosts=4", "--hosts", "2"], "--hosts is given"),
+    (["--pool", "hosts=1e999"], "hosts inf"),
+    (["--pool", "hosts=4,loss=1e300/h"], "loss 1e+300"),
+    (["--pool", "hosts=4,bulk=0.4/h"], "bulk=0.4/h"),
+    (["--pool", "hosts=4,price=2min"], "price=2min"),
+    (["--pool", "hosts=4,loss=1e6/h"], "Use fewer --seeds"),
+    (["--pool", "hosts=4", "--cost", "shard_s=0"], "A step takes 0 s"),
+    (["--pool", "hosts=4", "--cost", "loss_s=-1"], "from 0 to"),
+    (["--pool", "hosts=4", "--cost", "loss_s=nan"], "from 0 to"),
+    (["--pool", "hosts=4", "--cost", "batch=0"], "whole number from 1"),
+    (["--pool", "hosts=4", "--cost", "shards=1.5"], "whole number from 1"),
+    (["--pool", "hosts=4", "--checkpoint-every", "9" * 400], "--checkpoint-every is 999"),
 ])
 def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence of fact, and one with what to give."""
     assert main(["plan", *options]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_time_too_short_for_a_step_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said first, and nothing is advised. JSON has null, which each program reads."""
+    options = ["plan", "--pool", "hosts=4", "--hours", "0.001", "--seeds", "2"]
+    assert main(options) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "WARNING: 2 of 2 repetitions finish no step" in output and "∞" in output
+    assert "shards: no choice finishes a step" in output and "keep" not in output
+    assert main([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["forecast"]["million"] == [None, None, None]
+
+
+def test_a_choice_that_trains_is_advised_where_the_given_one_does_not() -> None:
+    """The price of no samples is infinite, and never one to choose."""
+    never, cheap, dear = (replace(CHOICE, name=name, million=(price,) * 3, is_given=price > 9)
+                          for name, price in (("10s", math.inf), ("30s", 1.0), ("60s", 2.0)))
+    question = Question(name="checkpoint_every", choices=(never, cheap, dear))
+    assert question.best is cheap
+    assert "take 30s instead of 10s, which does not finish a step" in question.advice()
+    given = replace(question, choices=(replace(never, is_given=False),
+                                       replace(dear, is_given=True)))
+    assert given.best.name == "60s" and "keep 60s" in given.advice()
+    assert bounds([1.0, math.inf]) == (1.0, math.inf, math.inf)
+
+
+def test_hosts_may_return_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """For a storm and for a pool, as in replay."""
+    for fleet in (["--storm", "rate=12/h,replace=0,zero=0.1", "--hosts", "4"],
+                  ["--pool", "hosts=4,loss=1/h,replace=0,zero=0.1"]):
+        assert main(["plan", *fleet, "--hours", "9", "--seeds", "2", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["forecast"]
+        assert found["changes"] > 0 and 0.5 < found["goodput"][1] < 1.0
+
+
+def test_nothing_is_lost_after_the_hours_of_a_storm(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan is as long as the storm, unless it has another time."""
+    changes = dict[str, float]()
+    for name, hours, others in (("1", ",hours=1", []), ("10", ",hours=1", ["--hours", "10"]),
+                                ("all", "", ["--hours", "10"])):
+        assert main(["plan", "--storm", "rate=30/h,replace=60" + hours, "--hosts", "8", "--seeds",
+                     "3", "--json", *others]) == 0
+        found = json.loads(capsys.readouterr().out)
+        changes[name] = found["forecast"]["changes"]
+        assert found["seconds"] == 3600 * (1 if name == "1" else 10)
+    assert 0.0 < changes["1"] <= changes["10"] < changes["1"] + 9 and changes["all"] > 400
+    found = lives_of(Pool(hosts=8, rate=30.0, crash=1.0, until=3600.0), 36_000.0, 1)
+    is_lost = np.isfinite(found.gone)
+    crashed = np.isin(found.gone, found.joined[found.again])
+    assert found.gone[is_lost & ~crashed].max() < 3600.0 < found.gone[is_lost & crashed].max()
 
 
 def test_the_larger_fleet_that_a_rehearsal_suggests_has_work_for_each_host(

@@ -12,6 +12,7 @@ What always holds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -55,6 +56,12 @@ class Fleet:
             return sum(pool.hosts for pool in self.pools)
         return self.trace.most if self.trace else 0
 
+    def lives(self, seconds: float) -> float:
+        """Return the expected number of lives of hosts in one repetition, at most."""
+        if self.trace:
+            return self.trace.joined.size * (1.0 + seconds / max(self.trace.length_s, 1e-3))
+        return sum(pool.lives(seconds) for pool in self.pools)
+
     def draw(self, seconds: float, seed: int) -> Drawn:
         """Return the lives of one seed, and what the hosts cost."""
         if self.trace:
@@ -80,14 +87,15 @@ class Choice:
     goodput: tuple[float, float, float]
     samples_per_hour: tuple[float, float, float]
     million: tuple[float, float, float]
-    """The price of a million samples."""
+    """The price of a million samples; infinite: a repetition finishes no step."""
     is_given: bool = False
     outcomes: tuple[Outcome, ...] = field(default=(), repr=False)
 
     def row(self) -> dict[str, Any]:
         """Return its part of the JSON object."""
         return {"choice": self.name, "is_given": self.is_given,
-                **{name: [round(value, 5) for value in getattr(self, name)]
+                **{name: [round(value, 5) if math.isfinite(value) else None
+                          for value in getattr(self, name)]
                    for name in ("goodput", "samples_per_hour", "million")}}
 
 
@@ -116,13 +124,20 @@ class Question:
 
     def gain(self, choice: Choice) -> float:
         """Return the share of the price that a choice saves against the given one."""
-        return 1.0 - choice.million[1] / self.given.million[1] if self.given.million[1] else 0.0
+        given, other = self.given.million[1], choice.million[1]
+        if math.isinf(given):
+            return 0.0 if math.isinf(other) else 1.0
+        return 1.0 - other / given if given else 0.0
 
     def advice(self) -> str:
         """Return one sentence for the user."""
         if not self.choices:
             return f"{self.name}: {self.why_none}"
         best, given = self.best, self.given
+        if math.isinf(given.million[1]):
+            return (f"{self.name}: no choice finishes a step in each repetition." if best is given
+                    else f"{self.name}: take {best.name} instead of {given.name}, which does not "
+                         f"finish a step in each repetition.")
         if self.caution:
             return f"{self.name}: keep {given.name}; {self.caution}"
         if best is given:
@@ -164,12 +179,12 @@ class Planner:
                 for one, seed in zip(drawn, self.seeds, strict=True)]
         outcomes = [outcome_of(world, self.costs, policy, self.seconds, seed)
                     for world, seed in zip(self._worlds[key], self.seeds, strict=True)]
-        samples = [max(one.steps * self.costs.batch, 1e-9) for one in outcomes]
+        samples = [one.steps * self.costs.batch for one in outcomes]
         return Choice(
             name=name, is_given=is_given, outcomes=tuple(outcomes),
             goodput=bounds([one.goodput for one in outcomes]),
             samples_per_hour=bounds([one.samples_per_hour for one in outcomes]),
-            million=bounds([one.price / count * MILLION
+            million=bounds([one.price / count * MILLION if count else math.inf
                             for one, count in zip(drawn, samples, strict=True)]))
 
     def forecast(self) -> Choice:
@@ -248,5 +263,6 @@ def shards_for(hosts: int, batch: int | None) -> list[int]:
 
 def bounds(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the 5th percentile, the mean, and the 95th percentile."""
-    low, high = np.percentile(values, [5, 95])
+    is_finite = all(map(math.isfinite, values))  # between infinite ones there is no number
+    low, high = np.percentile(values, [5, 95], method="linear" if is_finite else "nearest")
     return float(low), float(np.mean(values)), float(high)

@@ -28,6 +28,9 @@ from elastic_trainer.observe.segments import Reader, has_events
 from elastic_trainer.observe.sentences import ENDINGS
 from elastic_trainer.state.upload_cost import UploadCost
 
+MOST_S, MOST_SAMPLES = 1e7, 1e12
+"""The largest values of --cost."""
+SHORTEST_STEP_S = 1e-6
 Seconds = tuple[float, ...]
 """Values that were seen. The model draws from them."""
 
@@ -331,21 +334,32 @@ def with_values(costs: Costs, given: Iterable[str]) -> Costs:
              one.name != "measured"}
     for item in given:
         name, _, text = item.partition("=")
-        try:
-            value: Any = float(text)
-            if name not in names or not 0.0 <= value < 1e12:
-                raise ValueError
-        except ValueError as error:
+        if name not in names:
             raise ConfigError(f"--cost is {item!r}. Use NAME=NUMBER with one of "
-                              f"{', '.join(names)}, e.g. loss_s=0.5.") from error
+                              f"{', '.join(names)}, e.g. loss_s=0.5.")
+        value = _value(item, text, is_whole=names[name].type == "int")
         if names[name].type == "Seconds":
             value = (value,)
-        elif names[name].type == "int":
-            value = max(1, int(value))
         if name == "checkpoint_s":
             costs = replace(costs, auto_s=())
         if name == "boot_s":
             costs = replace(costs, first_boot_s=value, restart_boot_s=value)
         costs = replace(costs, **{name: value},
                         measured=tuple(sorted({*costs.measured, name})))
+    if costs.fixed_s + costs.shard_s < SHORTEST_STEP_S:
+        raise ConfigError(f"A step takes {costs.fixed_s + costs.shard_s:g} s. Use at least "
+                          f"{SHORTEST_STEP_S:g} s, e.g. --cost shard_s=0.2.")
     return costs
+
+
+def _value(item: str, text: str, *, is_whole: bool) -> Any:
+    """Return the number of a --cost. Raises ConfigError."""
+    least, most = (1.0, MOST_SAMPLES) if is_whole else (0.0, MOST_S)
+    try:
+        value = float(text)
+        if not least <= value <= most or (is_whole and value != int(value)):
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(f"--cost is {item!r}. Use a {'whole ' * is_whole}number from {least:g} "
+                          f"to {most:g}.") from error
+    return int(value) if is_whole else value

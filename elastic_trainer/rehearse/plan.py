@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,6 +30,15 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.wire.plain import plain
 
 SEEDS = 20
+LIMITS = {"hosts": (1, 1e6), "days": (0, 36_500), "hours": (0, 876_000), "price": (1e-6, 1e9),
+          "shards": (1, 1e9), "batch": (1, 1e12), "np": (1, 1e6), "min_np": (1, 1e6),
+          "seeds": (1, 10_000)}
+"""The least and the largest value of each option."""
+MOST_BETWEEN = 1e9
+"""Steps or seconds between two checkpoints."""
+MOST_LIVES = 1e7
+"""Lives of hosts over all repetitions. A million takes 60 s of CPU if each is lost alone, and 7 s
+if they are lost in bulk (docs/benchmarks.md)."""
 MEASURED_WORLD = 48
 """The largest world whose pauses were measured (tests/bench/world_size.py)."""
 
@@ -45,9 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        metavar="name=a,hosts=500,price=0.9,loss=0.05/h",
                        help="hosts of one type and zone; repeat it for several pools")
     add("--hosts", type=int, help="hosts that are wanted, with --storm")
-    add("--days", type=float, help="the time to rehearse, in days (default: 30 days, or the trace)")
+    add("--days", type=float,
+        help="the time to rehearse, in days (default: that of the trace or the storm, or 30 days)")
     add("--hours", type=float, help="the same, in hours")
-    add("--price", type=float, default=1.0, help="of a host for an hour (%(default)s)")
+    add("--price", type=float, help="of a host for an hour, of a storm or a trace (1)")
     add("--costs", type=Path, metavar="runs/NAME", action="append", default=[],
         help="take the costs from the event log of a run or a replay; repeat it for several")
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
@@ -91,8 +102,7 @@ def planner_of(options: argparse.Namespace) -> Planner:
     if len(given) != 1:
         raise ConfigError(f"The fleet is given by {len(given)} options. Give one of --storm, "
                           f"--trace and --pool, e.g. --hosts 100 --storm rate=12/h,bulk=0.4.")
-    if options.seeds < 1:
-        raise ConfigError(f"--seeds is {options.seeds}. Use 1 or more.")
+    check(options)
     costs = with_values(read_costs(options.costs) if options.costs else Costs(), options.cost)
     if options.batch is not None:
         costs = of_batch(costs, options.batch)
@@ -100,47 +110,76 @@ def planner_of(options: argparse.Namespace) -> Planner:
     seconds = length_s
     if options.days is not None or options.hours is not None:
         seconds = 24 * HOUR_S * (options.days or 0.0) + HOUR_S * (options.hours or 0.0)
-    if seconds <= 0.0:
-        raise ConfigError("The time to rehearse is 0 s. Give e.g. --days 30 or --hours 8.")
-    if fleet.hosts < 1:
-        raise ConfigError("The fleet has no hosts. Give e.g. --hosts 100.")
+    check_fleet(fleet, options, seconds)
     every = options.checkpoint_every or costs.interval or "auto"
     try:
         cadence = Cadence.parse(every)
     except ValueError as error:
         raise ConfigError(f"--checkpoint-every: {error}") from error
+    if max(cadence.steps or 0, cadence.seconds or 0) > MOST_BETWEEN:
+        raise ConfigError(f"--checkpoint-every is {every}. Use at most {MOST_BETWEEN:g} steps or "
+                          f"seconds.")
     shards = options.shards or costs.shards or 4 * fleet.hosts
-    if shards < 1:
-        raise ConfigError(f"--shards is {shards}. Use 1 or more.")
     policy = Policy(shards=shards, checkpoint=cadence, standby=not options.no_standby,
                     first=options.np or fleet.hosts, fewest=options.min_np)
     return Planner(fleet, costs, policy, seconds, options.seeds, every)
 
 
 def of_batch(costs: Costs, batch: int) -> Costs:
-    """Return the costs with another number of samples in a step. Raises ConfigError."""
-    if batch < 1:
-        raise ConfigError(f"--batch is {batch}. Use 1 or more samples.")
+    """Return the costs with another number of samples in a step."""
     scale = batch / costs.batch if costs.shards else 1.0
     return replace(costs, batch=batch, shard_s=costs.shard_s * scale)
 
 
 def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
-    month_s = 30 * 24 * HOUR_S
+    month_s, price = 30 * 24 * HOUR_S, 1.0 if options.price is None else options.price
     if options.trace:
         rows = read_trace(options.trace, may_end_empty=True)
-        return Fleet(trace=of_rows(rows), price=options.price), rows[-1].time_s
+        return Fleet(trace=of_rows(rows), price=price), rows[-1].time_s
     if options.pool:
         pools = tuple(map(parse_pool, options.pool))
         if len({pool.name for pool in pools}) < len(pools):
             raise ConfigError("Two pools have the same name. Give each --pool a name of its own.")
         return Fleet(pools=pools), month_s
-    if not options.hosts or options.hosts < 1:
-        raise ConfigError(f"--hosts is {options.hosts}. A storm needs a number of hosts, e.g. "
-                          f"--hosts 100.")
-    pool = of_storm(parse_storm(options.storm), options.hosts, options.price)
-    return Fleet(pools=(pool,)), month_s
+    if options.hosts is None:
+        raise ConfigError("--hosts is not given. A storm needs a number of hosts, e.g. "
+                          "--hosts 100.")
+    pool = of_storm(parse_storm(options.storm), options.hosts, price)
+    return Fleet(pools=(pool,)), pool.until if math.isfinite(pool.until) else month_s
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check what needs no fleet. Raises ConfigError."""
+    for name, (least, most) in LIMITS.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}. Use a number from {least:g} "
+                              f"to {most:g}.")
+    if options.hosts is not None and not options.storm:
+        raise ConfigError("--hosts is given, but only a --storm needs it. A trace has its hosts, "
+                          "and a pool names them: --pool hosts=100.")
+    if options.price is not None and options.pool:
+        raise ConfigError("--price is given, but a pool has its own: --pool hosts=100,price=0.9.")
+
+
+def check_fleet(fleet: Fleet, options: argparse.Namespace, seconds: float) -> None:
+    """Check that there is something to rehearse, and that it ends soon. Raises ConfigError."""
+    if not 0.0 < seconds <= LIMITS["days"][1] * 24 * HOUR_S:
+        raise ConfigError(f"The time to rehearse is {seconds:g} s. Give e.g. --days 30 or "
+                          f"--hours 8.")
+    if fleet.hosts < 1:
+        raise ConfigError("The fleet has no hosts. Give e.g. --hosts 100.")
+    if options.min_np > fleet.hosts:
+        raise ConfigError(f"--min-np is {options.min_np}, and the fleet has {fleet.hosts} hosts, "
+                          f"so it would never train. Use {fleet.hosts} or fewer.")
+    if fleet.pools and not any(pool.price for pool in fleet.pools):
+        raise ConfigError("All pools have price=0, and choices are compared by their price. Give "
+                          "one of them a price.")
+    if (lives := fleet.lives(seconds) * options.seeds) > MOST_LIVES:
+        raise ConfigError(f"This fleet has about {lives:.2g} hosts, one after another, in "
+                          f"{options.seeds} repetitions, and {MOST_LIVES:.2g} can be rehearsed. "
+                          f"Use fewer --seeds, a shorter time or fewer losses.")
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -200,6 +239,8 @@ def cells(choice: Choice) -> list[str]:
 
 def short(value: float) -> str:
     """Return a number with three digits: a row has to fit into 80 columns."""
+    if math.isinf(value):
+        return "∞"
     units = ["", "k", "M", "G", "T"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000.0
@@ -216,6 +257,10 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
         lines.append(f"WARNING: {planner.policy.shards} shards leave {idle} of "
                      f"{planner.fleet.hosts} hosts without work, at the price of all. A fleet of "
                      f"this size needs e.g. {fitting}.")
+    if idlers := sum(one.steps <= 0.0 for one in forecast.outcomes):
+        lines.append(f"WARNING: {idlers} of {len(planner.seeds)} repetitions finish no step, so "
+                     f"their price has no bound. Use a longer time, a smaller --min-np or shorter "
+                     f"costs.")
     lines += ["The price is that of 10^6 samples. 90 % of the repetitions are between the bounds. "
               "* is advised.", f"A run has {happens['changes']:.0f} changes of its world and "
              f"{happens['attempts']:.1f} attempts. It pauses for {happens['pausing_s']:.0f} s, "

@@ -25,6 +25,10 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.storm import HOUR_S, Storm
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row
 
+RATES, TIMES = ("loss", "rate", "crash"), ("replace", "until")
+"""The keys of a pool whose values may have a unit."""
+MOST = 1e9
+"""The largest value of a key."""
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 _SCALES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "day": 24 * HOUR_S}
@@ -56,6 +60,12 @@ class Lives(NamedTuple):
         signs = np.concatenate([np.full(ends.size, -1), np.ones(self.joined.size, dtype=int)])
         return int(np.cumsum(signs[np.argsort(times, kind="stable")]).max(initial=0))
 
+    @property
+    def length_s(self) -> float:
+        """The time of the last change."""
+        ends = self.gone[np.isfinite(self.gone)]
+        return max(float(self.joined.max(initial=0.0)), float(ends.max(initial=0.0)))
+
     def hours(self, seconds: float) -> float:
         """Return the hours of hosts that are paid: until they are taken."""
         ends = np.minimum(self.gone + self.notice_s * self.noticed, seconds)
@@ -85,13 +95,19 @@ class Pool:
     """Crashes of a worker in an hour, on a host that stays."""
     replace: float = 180.0
     """The mean seconds until lost hosts are replaced: one half fixed, one half exponential."""
-
+    until: float = math.inf
+    """After these seconds nothing more is lost."""
 
     @property
     def event_size(self) -> float:
         """The mean number of hosts that an event of loss takes."""
         several = (2 + max(2, self.hosts // 4)) / 2.0
         return (1.0 - self.bulk - self.zero) + self.bulk * several + self.zero * self.hosts
+
+    def lives(self, seconds: float) -> float:
+        """Return the expected number of lives of hosts, at most."""
+        losses = min(seconds, self.until) * (self.rate * self.event_size + self.hosts * self.loss)
+        return self.hosts + (losses + seconds * self.hosts * self.crash) / HOUR_S
 
 
 def lives_of(pool: Pool, seconds: float, seed: int) -> Lives:
@@ -118,12 +134,16 @@ class _Drawn:
         pool, now = self.pool, 0.0
         per_host = pool.loss / HOUR_S / pool.event_size
         while True:
-            losses = pool.rate / HOUR_S + len(self.here) * per_host
+            is_over = now >= pool.until
+            losses = 0.0 if is_over else pool.rate / HOUR_S + len(self.here) * per_host
             rate = losses + len(self.here) * pool.crash / HOUR_S
             following = now + self.chance.expovariate(rate) if rate else self.seconds
             if self.back and self.back[0][0] <= min(following, self.seconds):
                 now, count = heapq.heappop(self.back)
                 self._join(now, count)
+                continue
+            if not is_over and pool.until <= min(following, self.seconds):
+                now = pool.until  # drawn again: an exponential time has no memory
                 continue
             if following >= self.seconds:
                 return Lives(np.array(self.joined), np.array(self.gone), np.array(self.noticed),
@@ -166,14 +186,15 @@ class _Drawn:
             count += sum(others for _, others in self.back)
             self.back = []
         again_s = now + NOTICE_S * is_noticed + (
-            pool.replace + self.chance.expovariate(1.0 / pool.replace)) / 2
+            pool.replace + pool.replace * self.chance.expovariate(1.0)) / 2
         heapq.heappush(self.back, (again_s, count))
 
 
 def of_storm(storm: Storm, hosts: int, price: float) -> Pool:
     """Return the pool whose lives have the distribution of a storm."""
     return Pool(name=f"storm {storm.seed}", hosts=hosts, price=price, rate=storm.rate,
-                bulk=storm.bulk, zero=storm.zero, notice=storm.notice, replace=storm.replace)
+                bulk=storm.bulk, zero=storm.zero, notice=storm.notice, replace=storm.replace,
+                until=math.inf if storm.hours is None else storm.hours * HOUR_S)
 
 
 def of_rows(rows: Iterable[Row]) -> Lives:
@@ -207,8 +228,7 @@ def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
     """Return a trace for a time: as it is, or if it is at most half as long, again and again from a
     place that depends on the seed. Hosts that are there at its end are those of the next beginning.
     If their numbers differ, the others join or leave under notice."""
-    ends = trace.gone[np.isfinite(trace.gone)]
-    length = max(float(trace.joined.max(initial=0.0)), float(ends.max(initial=0.0)))
+    length = trace.length_s
     if 2.0 * length > seconds or length <= 0.0:
         return trace
     start = -float(np.random.default_rng(seed).uniform(0.0, length))
@@ -237,24 +257,32 @@ def parse_pool(text: str) -> Pool:
     for item in text.split(","):
         name, _, value = item.strip().partition("=")
         try:
-            given[name] = value if kinds[name] == "str" else number(value)
+            given[name] = value if kinds[name] == "str" else _value(name, value)
         except (KeyError, ValueError) as error:
             raise ConfigError(f"--pool has {item!r}. Use NAME=VALUE with one of "
                               f"{', '.join(kinds)}, e.g. loss=0.05/h,replace=3min.") from error
+    for name, value in given.items():
+        if name != "name" and value > MOST:
+            raise ConfigError(f"--pool has {name} {value:g}. Use at most {MOST:g}.")
     if not 1 <= given.get("hosts", 0) == int(given.get("hosts", 0)):
         raise ConfigError(f"--pool {text!r} has no whole number of hosts. Use e.g. hosts=100.")
     given["hosts"] = int(given["hosts"])
     pool = Pool(**given)
     shares = {"bulk": pool.bulk, "zero": pool.zero, "bulk + zero": pool.bulk + pool.zero,
               "notice": pool.notice}
-    if pool.replace <= 0.0:
-        raise ConfigError(f"--pool {pool.name} has replace 0. Use the mean seconds until a lost "
-                          f"host is replaced, e.g. replace=3min.")
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"--pool {pool.name} has {name} {share:g}, which is no share of the "
                               f"losses. Use a number between 0 and 1.")
     return pool
+
+
+def _value(name: str, text: str) -> float:
+    """Read the value of a key: one in an hour, a time, or a number. Raises ValueError."""
+    is_each, has_unit = "/" in text, text[-1:].isalpha()
+    if is_each and name not in RATES or has_unit and not is_each and name not in TIMES:
+        raise ValueError(text)
+    return number(text)
 
 
 def number(text: str) -> float:

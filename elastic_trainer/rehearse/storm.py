@@ -29,6 +29,8 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, completed
 
 HOUR_S = 3600.0
+HOURS = 24.0
+"""Of a storm that is played, if it does not say how long it lasts."""
 SHIPPED = {
     "calm": "rate=20/h,bulk=0,notice=1,replace=60,seed=1",
     "rough": "rate=40/h,bulk=0.4,notice=0.5,replace=60,seed=7",
@@ -51,8 +53,8 @@ class Storm:
     """The share of losses with a notice."""
     replace: float = 180.0
     """The mean seconds until lost hosts are replaced."""
-    hours: float = 24.0
-    """After this time nothing more is lost."""
+    hours: float | None = None
+    """After this time nothing more is lost. None: 24 in a replay, and never in a plan."""
     seed: int = 0
 
 
@@ -78,10 +80,15 @@ def parse_storm(text: str) -> Storm:
         if share > 1.0:
             raise ConfigError(f"--storm {text} has {name} {share:g}, which is no share of the "
                               f"losses. Use a number between 0 and 1.")
-    if storm.hours * storm.rate > 1e6:
-        raise ConfigError(f"--storm {text} has {storm.hours * storm.rate:.0f} losses. Use fewer "
+    if (losses := hours_of(storm) * storm.rate) > 1e6:
+        raise ConfigError(f"--storm {text} has {losses:.0f} losses. Use fewer "
                           f"hours: a storm may have 1,000,000.")
     return storm
+
+
+def hours_of(storm: Storm) -> float:
+    """Return the hours after which nothing more is lost in a replay."""
+    return HOURS if storm.hours is None else storm.hours
 
 
 def rows_of(storm: Storm, hosts: int) -> list[Row]:
@@ -103,7 +110,7 @@ class _Fleet:
         self._join(0.0, hosts)
 
     def rows(self) -> list[Row]:
-        now, end = self._exponential(HOUR_S / self.storm.rate), self.storm.hours * HOUR_S
+        now, end = self._exponential(HOUR_S / self.storm.rate), hours_of(self.storm) * HOUR_S
         while now < end:
             while self.back and self.back[0][0] <= now:
                 self._join(*heapq.heappop(self.back))
