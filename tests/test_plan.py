@@ -558,6 +558,8 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     (["--pool", "hosts=4,bulk=0.4/h"], "bulk=0.4/h"),
     (["--pool", "hosts=4,price=2min"], "price=2min"),
     (["--pool", "hosts=4,loss=1e6/h"], "Use fewer --seeds"),
+    (["--pool", "hosts=1,rate=60/h,zero=1", "--days", "300"], "a loss of all hosts counts as 100"),
+    (["--trace", str(DATA / "replays" / "zeros.csv"), "--days", "9999"], "lives of hosts"),
     (["--pool", "hosts=4", "--cost", "shard_s=0"], "A step takes 0 s"),
     (["--pool", "hosts=4", "--cost", "loss_s=-1"], "from 0 to"),
     (["--pool", "hosts=4", "--cost", "loss_s=nan"], "from 0 to"),

@@ -23,7 +23,7 @@ from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
 from elastic_trainer.rehearse.outcome import work_for
-from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
+from elastic_trainer.rehearse.pools import ZERO_LIVES, of_rows, of_storm, parse_pool
 from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
 from elastic_trainer.rehearse.trace import read_trace
 from elastic_trainer.state.cadence import Cadence
@@ -177,9 +177,10 @@ def check_fleet(fleet: Fleet, options: argparse.Namespace, seconds: float) -> No
         raise ConfigError("All pools have price=0, and choices are compared by their price. Give "
                           "one of them a price.")
     if (lives := fleet.lives(seconds) * options.seeds) > MOST_LIVES:
-        raise ConfigError(f"This fleet has about {lives:.2g} hosts, one after another, in "
-                          f"{options.seeds} repetitions, and {MOST_LIVES:.2g} can be rehearsed. "
-                          f"Use fewer --seeds, a shorter time or fewer losses.")
+        raise ConfigError(f"This fleet has about {lives:.2g} lives of hosts in {options.seeds} "
+                          f"repetitions (a loss of all hosts counts as {ZERO_LIVES}), and at most "
+                          f"{MOST_LIVES:.2g} can be rehearsed. Use fewer --seeds, a shorter time or "
+                          f"fewer losses.")
 
 
 # --- what is printed ------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ RATES, TIMES = ("loss", "rate", "crash"), ("replace", "until")
 """The keys of a pool whose values may have a unit."""
 MOST = 1e9
 """The largest value of a key."""
+ZERO_LIVES = 100
+"""A loss of all hosts takes the time of so many lives: the choices of `plan` follow checkpoints."""
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 _SCALES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "day": 24 * HOUR_S}
@@ -55,10 +57,19 @@ class Lives(NamedTuple):
     @property
     def most(self) -> int:
         """The largest number of hosts at a time."""
+        return int(self._counts().max(initial=0))
+
+    @property
+    def zeros(self) -> int:
+        """How often no host was left."""
+        return int((self._counts() == 0).sum())
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """Return the number of hosts after each end and each beginning."""
         ends = self.gone[np.isfinite(self.gone)]
         times = np.concatenate([ends, self.joined])  # of equal times the ends first
         signs = np.concatenate([np.full(ends.size, -1), np.ones(self.joined.size, dtype=int)])
-        return int(np.cumsum(signs[np.argsort(times, kind="stable")]).max(initial=0))
+        return np.cumsum(signs[np.argsort(times, kind="stable")])
 
     @property
     def length_s(self) -> float:
@@ -105,8 +116,9 @@ class Pool:
         return (1.0 - self.bulk - self.zero) + self.bulk * several + self.zero * self.hosts
 
     def lives(self, seconds: float) -> float:
-        """Return the expected number of lives of hosts, at most."""
-        losses = min(seconds, self.until) * (self.rate * self.event_size + self.hosts * self.loss)
+        """Return the expected number of lives of hosts, at most. A zero counts as ZERO_LIVES."""
+        events = self.rate + self.hosts * self.loss / self.event_size
+        losses = min(seconds, self.until) * events * (self.event_size + ZERO_LIVES * self.zero)
         return self.hosts + (losses + seconds * self.hosts * self.crash) / HOUR_S
 
 
