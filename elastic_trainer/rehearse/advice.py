@@ -21,7 +21,7 @@ import numpy as np
 
 from elastic_trainer.rehearse.costs import Costs
 from elastic_trainer.rehearse.model import Outcome, Policy, World, outcome_of, world_of
-from elastic_trainer.rehearse.pools import ZERO_LIVES, Lives, Pool, lives_of, merged, repeated
+from elastic_trainer.rehearse.pools import Lives, Pool, lives_of, merged, repeated
 from elastic_trainer.state.cadence import Cadence
 
 ALIKE = 0.001
@@ -56,13 +56,11 @@ class Fleet:
             return sum(pool.hosts for pool in self.pools)
         return self.trace.most if self.trace else 0
 
-    def lives(self, seconds: float) -> float:
-        """Return the expected number of lives of hosts in one repetition, at most. A zero counts
-        as ZERO_LIVES."""
+    def cpu_s(self, seconds: float) -> float:
+        """Return the processor's time that one repetition of all choices takes, at most."""
         if self.trace:
-            lives = self.trace.joined.size + ZERO_LIVES * self.trace.zeros
-            return lives * (1.0 + seconds / max(self.trace.length_s, 1e-3))
-        return sum(pool.lives(seconds) for pool in self.pools)
+            return self.trace.cpu_s(seconds)
+        return sum(pool.cpu_s(seconds) for pool in self.pools)
 
     def draw(self, seconds: float, seed: int) -> Drawn:
         """Return the lives of one seed, and what the hosts cost."""

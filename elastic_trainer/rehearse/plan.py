@@ -23,7 +23,7 @@ from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
 from elastic_trainer.rehearse.outcome import work_for
-from elastic_trainer.rehearse.pools import ZERO_LIVES, of_rows, of_storm, parse_pool
+from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
 from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
 from elastic_trainer.rehearse.trace import read_trace
 from elastic_trainer.state.cadence import Cadence
@@ -36,9 +36,8 @@ LIMITS = {"hosts": (1, 1e6), "days": (0, 36_500), "hours": (0, 876_000), "price"
 """The least and the largest value of each option."""
 MOST_BETWEEN = 1e9
 """Steps or seconds between two checkpoints."""
-MOST_LIVES = 1e7
-"""Lives of hosts over all repetitions. A million takes 60 s of CPU if each is lost alone, and 7 s
-if they are lost in bulk (docs/benchmarks.md)."""
+MOST_CPU_S = 300.0
+"""Above it, 50 million lives of hosts would also need 6 GB of memory."""
 MEASURED_WORLD = 48
 """The largest world whose pauses were measured (tests/bench/world_size.py)."""
 
@@ -176,11 +175,10 @@ def check_fleet(fleet: Fleet, options: argparse.Namespace, seconds: float) -> No
     if fleet.pools and not any(pool.price for pool in fleet.pools):
         raise ConfigError("All pools have price=0, and choices are compared by their price. Give "
                           "one of them a price.")
-    if (lives := fleet.lives(seconds) * options.seeds) > MOST_LIVES:
-        raise ConfigError(f"This fleet has about {lives:.2g} lives of hosts in {options.seeds} "
-                          f"repetitions (a loss of all hosts counts as {ZERO_LIVES}), and at most "
-                          f"{MOST_LIVES:.2g} can be rehearsed. Use fewer --seeds, a shorter time or "
-                          f"fewer losses.")
+    if (cpu_s := fleet.cpu_s(seconds) * options.seeds) > MOST_CPU_S:
+        raise ConfigError(f"To rehearse this fleet takes about {cpu_s / 60:.3g} min of CPU, and "
+                          f"the limit is {MOST_CPU_S / 60:g} min. Use fewer --seeds, a shorter "
+                          f"time or fewer losses.")
 
 
 # --- what is printed ------------------------------------------------------------------------------
