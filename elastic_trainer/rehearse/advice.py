@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from elastic_trainer.observe.sentences import count
 from elastic_trainer.rehearse.costs import Costs
 from elastic_trainer.rehearse.model import Outcome, Policy, World, outcome_of, world_of
 from elastic_trainer.rehearse.pools import Lives, Pool, lives_of, merged, repeated
@@ -211,7 +212,7 @@ class Planner:
         given, batch = self.policy.shards, self.costs.batch
         found = [given, *shards_for(self.fleet.hosts, batch if batch > 1 else None)]
         return Question(name="shards", choices=tuple(
-            self.choice(f"{shards} shards", policy=replace(self.policy, shards=shards),
+            self.choice(count(shards, "shard"), policy=replace(self.policy, shards=shards),
                         is_given=shards == given) for shards in dict.fromkeys(found)))
 
     def _standbys(self) -> Question:
@@ -233,10 +234,10 @@ class Planner:
         if idle > 0 and len(self.fleet.pools) == 1:
             counts.append(-idle)
         return Question(name="spare hosts", choices=tuple(
-            self.choice(f"{hosts + count} hosts",
-                        fleet=self.fleet.with_spares(count) if count else None,
-                        policy=replace(self.policy, first=min(self.policy.first, hosts + count)),
-                        is_given=not count) for count in dict.fromkeys(counts)))
+            self.choice(count(hosts + more, "host"),
+                        fleet=self.fleet.with_spares(more) if more else None,
+                        policy=replace(self.policy, first=min(self.policy.first, hosts + more)),
+                        is_given=not more) for more in dict.fromkeys(counts)))
 
     def _pools(self) -> Question:
         pools, hosts = self.fleet.pools, self.fleet.hosts
