@@ -25,7 +25,7 @@ from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.overview import open_runs
 from elastic_trainer.observe.prices import Price, Prices, costs
 from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.web import Server, address_of
+from elastic_trainer.observe.web import Server, address_of, is_own_name
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_a_reader_gets_what_is_newer_than_it_has(tmp_path: Path) -> None:
         first = json.loads(ask(server, "/sections?newer=0")[2])
         assert {*first["sections"]} == {*Live.sections}
         same = json.loads(ask(server, f"/sections?newer={first['version']}")[2])
-        assert same == {"version": first["version"], "sections": {}}
+        assert same == {**first, "sections": {}}
         write(tmp_path, STORY)
         later = json.loads(ask(server, f"/sections?newer={first['version']}")[2])
         assert "checkpoints" not in later["sections"]
@@ -94,6 +94,30 @@ def test_a_page_only_reads_and_no_other_site_reads_it(tmp_path: Path) -> None:
         assert ask(server, "/sections", Host=f"localhost:{port}")[0] == 200
         assert ask(server, "/sections", Host=f"evil.example:{port}")[0] == 403
         assert ask(server, "/sections?newer=-1&newer=x")[0] == 200
+
+
+@pytest.mark.parametrize(("host", "is_own"), [
+    ("127.0.0.1:8765", True), ("127.0.0.1", True), ("localhost", True), ("LocalHost:80", True),
+    ("[::1]", True), ("[::1]:8765", True), ("127.0.0.1:", True), ("", False), (":80", False),
+    ("evil.example", False), ("evil.example:80", False), ("10.0.0.5:8765", False), ("[", False),
+    ("localhost.evil.example", False), ("127.0.0.1.evil.example:8765", False)])
+def test_a_page_has_the_names_of_its_machine_with_and_without_a_port(host: str, is_own: bool
+                                                                     ) -> None:
+    """A browser leaves out port 80, e.g. that of a tunnel. No other name is one of this machine."""
+    assert is_own_name(host) == is_own
+
+
+def test_a_log_that_cannot_be_read_is_an_answer_with_the_reason(tmp_path: Path) -> None:
+    """Each time it is asked, and the page is there again when the log can be read."""
+    (tmp_path / "events.jsonl").symlink_to("events.jsonl")
+    with served(tmp_path) as server:
+        for path in ("/sections?newer=0", "/metrics", "/sections?newer=0"):
+            code, _, text = ask(server, path)
+            assert code == 503 and "events.jsonl cannot be read: Too many levels" in text
+        assert ask(server, "/")[0] == 200
+        (tmp_path / "events.jsonl").unlink()
+        write(tmp_path, STORY)
+        assert "finished" in json.loads(ask(server, "/sections")[2])["sections"]["figures"]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -149,6 +173,24 @@ def test_other_addresses_need_the_token(tmp_path: Path) -> None:
         assert ask(server, "/sections", Authorization=f"Bearer {token}")[0] == 200
     with served(tmp_path, bind="0.0.0.0:0", token="mine") as server:
         assert ask(server, "/?token=mine")[0] == 303
+
+
+def test_two_servers_of_one_machine_do_not_shut_each_other_out(tmp_path: Path) -> None:
+    """A browser sends all cookies of a machine to each of its ports, also those of servers that
+    have ended and of other programs. One right token is enough."""
+    write(tmp_path, STORY)
+    with served(tmp_path, bind="0.0.0.0:0") as one, served(tmp_path, bind="0.0.0.0:0") as two:
+        jar = [ask(it, f"/?token={it.token}")[1]["Set-Cookie"].split(";")[0] for it in (one, two)]
+        assert len({it.partition("=")[0] for it in jar}) == 2
+        cookies = "; ".join(['odd={"a": "é"}', *jar, "other"])
+        for server, mine, stale in ((one, *jar), (two, *reversed(jar))):
+            assert ask(server, "/sections", Cookie=cookies)[0] == 200
+            assert ask(server, "/sections", Cookie=stale)[0] == 403
+            wrong = f"{mine.partition('=')[0]}=wrong"
+            assert ask(server, "/sections", Cookie=wrong)[0] == 403
+            assert ask(server, "/metrics", Cookie=wrong,
+                       Authorization=f"Bearer {server.token}")[0] == 200
+            assert ask(server, f"/?token={server.token}", Cookie=wrong)[0] == 303
 
 
 @pytest.mark.parametrize("bind", ["8765", "localhost:8765", "127.0.0.1:x", "127.0.0.1:70000"])

@@ -104,7 +104,7 @@ class Live:
     def _read(self) -> None:
         """Take what is new."""
         now = time.monotonic()
-        if now - self._read_at < LEAST_S:
+        if now - self._read_at < LEAST_S and self._run.result:  # else the log could not be read
             return
         self._read_at, has_news, self._now = now, False, self._now_reader.read()
         for event in self._log.events():

@@ -8,10 +8,11 @@ What always holds:
 1. It only reads. It answers GET and HEAD, and each path that it does not know with 404.
 2. On a loopback address every user of the machine may read. On another address a reader needs the
    token. It is in the address that the command prints, and then in a cookie.
-3. A page of another site reads nothing: the name in the header Host must be that of this server
+3. A page of another site reads nothing: the name in the header Host must be one of this machine
    (DNS rebinding), the cookie is SameSite=Strict, and nothing answers with CORS.
 4. The page loads nothing from elsewhere, which its Content-Security-Policy enforces.
-5. At most MOST_READERS connections are served at once, and a silent one ends after SILENT_S.
+5. A page of a server that was started again loads itself anew: versions are those of one server.
+6. At most MOST_READERS connections are served at once, and a silent one ends after SILENT_S.
 
 It is Python's http.server: a page for a few people, that needs no package.
 """
@@ -24,11 +25,11 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -58,17 +59,23 @@ function show(name, html) {
   });
 }
 async function follow() {
+  let told = "elastic-trainer watch has ended: this is the last state that it told";
   try {
     const answer = await fetch("sections?newer=" + version, {cache: "no-store"});
-    if (!answer.ok) throw new Error(answer.status);
-    const news = await answer.json();
-    for (const [name, html] of Object.entries(news.sections)) show(name, html);
-    version = news.version;
-    state.textContent = "follows the run";
+    version = 0;
+    if (answer.ok) {
+      const news = await answer.json();
+      if (news.server !== document.body.dataset.server) return location.reload();
+      for (const [name, html] of Object.entries(news.sections)) show(name, html);
+      version = news.version;
+      told = "follows the run";
+    } else {
+      told = await answer.text();
+    }
   } catch (error) {
-    state.textContent = "elastic-trainer watch has ended: this is the last state that it told";
     version = 0;
   }
+  state.textContent = told;
   setTimeout(follow, document.hidden ? 5000 : 800);
 }
 follow();
@@ -84,9 +91,10 @@ HEADERS = {
 }
 
 
-def shell(shown: Live | Overview, *, is_one_of_several: bool) -> str:
+def shell(shown: Live | Overview, *, server: str, is_one_of_several: bool) -> str:
     """Return a page without its content, which follows."""
     root, body = empty(plain(shown.title))
+    body.set("data-server", server)
     if is_one_of_several:
         SubElement(SubElement(body, "p"), "a", {"href": "../../"}).text = "all runs"
     SubElement(body, "h1").text = plain(shown.title)
@@ -111,6 +119,22 @@ def address_of(bind: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_own_name(host: str) -> bool:
+    """True if the header Host, with or without a port, can only mean this machine."""
+    name = re.sub(r":\d*$", "", host).lower()
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def cookies_in(header: str) -> dict[str, str]:
+    """Return the cookies of the header Cookie. Those of other pages on this machine, whatever their
+    form, do no harm."""
+    return {name: value for name, _, value in
+            (part.strip().partition("=") for part in header.split(";"))}
+
+
 class Server(ThreadingHTTPServer):
     """Serves runs: one at `/`, or several at `/run/NAME/` and their table at `/`."""
 
@@ -125,6 +149,9 @@ class Server(ThreadingHTTPServer):
             **{f"/run/{live.name}/": live for live in runs}}
         self.is_local = ipaddress.ip_address(host).is_loopback
         self.token = "" if self.is_local else token or secrets.token_urlsafe(24)
+        self.cookie = f"{COOKIE}_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+        """Browsers do not separate cookies by port: another server's has another name."""
+        self.identity = secrets.token_hex(8)
         self.seats = threading.BoundedSemaphore(MOST_READERS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -161,46 +188,48 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         path, query = unquote(asked.path), parse_qs(asked.query)
-        if not self._is_for_us():
+        if not (self.server.token or is_own_name(self.headers.get("Host", ""))):
             return self._answer(403, "text/plain", "This is not the name of this server.\n")
         if self.server.token and not self._is_known(query):
             return self._answer(403, "text/plain", "The token is missing: open the address that "
                                                    "elastic-trainer watch has printed.\n")
         if path == "/" and "token" in query:
             return self._answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
-                f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")})
-        if path == "/metrics":
-            return self._answer(200, "text/plain; version=0.0.4", self.server.overview.metrics())
-        place, _, name = path.rpartition("/")
-        shown = self.server.pages.get(f"{place}/")
-        if shown and not name:
-            return self._answer(200, "text/html", shell(
-                shown, is_one_of_several=path != "/" and len(self.server.overview.runs) > 1))
-        if shown and name == "sections":
-            newer = (query.get("newer") or ["0"])[0]
-            than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
-            return self._answer(200, "application/json", json.dumps(shown.newer(than)))
-        return self._answer(404, "text/plain", "There is no such page.\n")
+                f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")})
+        try:
+            code, kind, text = self._found(path, query)
+        except OSError as error:
+            code, kind, text = 503, "text/plain", (
+                f"{plain(str(error.filename))} cannot be read: {error.strerror}.\n")
+        self._answer(code, kind, text)
 
     do_HEAD = do_GET
 
-    def _is_for_us(self) -> bool:
-        """True if the header Host names this server. A name of another site that resolves to this
-        address is none; with a token nothing hangs on it."""
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        return bool(self.server.token) or host in ("localhost", self.server.place)
+    def _found(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
+        """Return code, type and text of what is asked for. Raises OSError if a log cannot be read.
+        """
+        if path == "/metrics":
+            return 200, "text/plain; version=0.0.4", self.server.overview.metrics()
+        place, _, name = path.rpartition("/")
+        shown = self.server.pages.get(f"{place}/")
+        if shown and not name:
+            return 200, "text/html", shell(
+                shown, server=self.server.identity,
+                is_one_of_several=path != "/" and len(self.server.overview.runs) > 1)
+        if shown and name == "sections":
+            newer = (query.get("newer") or ["0"])[0]
+            than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
+            return 200, "application/json", json.dumps(
+                {"server": self.server.identity, **shown.newer(than)})
+        return 404, "text/plain", "There is no such page.\n"
 
     def _is_known(self, query: dict[str, list[str]]) -> bool:
-        given = (query.get("token") or [""])[0] or self._cookie() or (
-            self.headers.get("Authorization", "").removeprefix("Bearer "))
-        return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
-
-    def _cookie(self) -> str:
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-        except CookieError:
-            return ""
-        return cookie.value if cookie else ""
+        """True if the reader has the token, in any of three places: the others may be stale."""
+        given = ((query.get("token") or [""])[0],
+                 cookies_in(self.headers.get("Cookie", "")).get(self.server.cookie, ""),
+                 self.headers.get("Authorization", "").removeprefix("Bearer "))
+        token = self.server.token.encode()
+        return any(hmac.compare_digest(it.encode(errors="replace"), token) for it in given)
 
     def _answer(self, code: int, kind: str, text: str, more: dict[str, str] | None = None) -> None:
         body = text.encode()
