@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,22 @@ def test_an_error_is_shown_when_a_runs_folder_is_a_file(tmp_path: Path,
     (tmp_path / "file").touch()
     assert main(["verify", str(tmp_path / "file")]) == 2
     assert "runs/NAME" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_with_a_sentence(tmp_path: Path) -> None:
+    """Exit code 130, and no traceback. The command is stopped while it reads the prices."""
+    (tmp_path / "events.jsonl").touch()
+    prices = tmp_path / "prices.toml"
+    os.mkfifo(prices)
+    code = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from elastic_trainer.__main__ import run_process; run_process()")
+    command = [sys.executable, "-c", code, "report", str(tmp_path), "--prices", str(prices)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with open(prices, "w"):  # waits until the command has opened the file
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.strip() == "elastic-trainer: report was stopped by Ctrl-C before it had ended."
 
 
 @pytest.mark.parametrize(("command", "output"), [("verify", "nothing is proved"),

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
@@ -94,15 +95,25 @@ def test_a_folder_that_others_may_read_is_shared_with_no_group(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
+@pytest.mark.parametrize("is_log_alone", [False, True])
+@pytest.mark.parametrize("command", [["report"], ["verify"], ["watch"],
+                                     ["watch", "--web", "--bind", "127.0.0.1:0"]])
 def test_a_user_who_may_not_read_a_run_gets_the_commands_that_share_it(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the commands; a run of an earlier version is shared by them, too."""
-    run_dir = tmp_path / "runs" / "run"
-    written(run_dir, run_dir / "checkpoints")
-    assert main(["report", str(run_dir)]) == 0
-    os.seteuid(65534)
-    try:
-        assert main(["report", str(run_dir)]) == 2
-    finally:
-        os.seteuid(0)
-    assert "chmod -R g+rwX" in capsys.readouterr().err
+        capsys: pytest.CaptureFixture[str], command: list[str], is_log_alone: bool) -> None:
+    """By the commands; a run of an earlier version is shared by them, too. The folder may be
+    readable, and its log not."""
+    with TemporaryDirectory() as place:  # tmp_path is in a folder that no other user may enter
+        os.chmod(place, 0o755)
+        run_dir = Path(place) / "run"
+        written(run_dir, run_dir / "checkpoints")
+        assert main(["report", str(run_dir)]) == 0
+        run_dir.chmod(0o755 if is_log_alone else 0o700)
+        capsys.readouterr()
+        os.seteuid(65534)
+        try:
+            assert main([command[0], str(run_dir), *command[1:]]) == 2
+        finally:
+            os.seteuid(0)
+    output = capsys.readouterr()
+    assert "chmod -R g+rwX" in output.err and not output.out and "Traceback" not in output.err
+    assert not is_log_alone or ".jsonl" in output.err

@@ -30,7 +30,7 @@ from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.observe.prices import Prices
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.status import LiveWorker, Status, fold
-from elastic_trainer.observe.watch import TOO_SMALL, FullWatch, view
+from elastic_trainer.observe.watch import TOO_SMALL, FullWatch, view, watch
 
 DEADLINE_S = 60.0
 
@@ -149,6 +149,16 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
     if width >= 80:
         assert sum("1234  1 s old    backward 59" in line for line in lines) > 9
     assert any(keys.HELP[:15] in line for line in lines)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_that_cannot_be_read_ends_the_view_with_the_reason(tmp_path: Path, is_terminal: bool
+                                                                 ) -> None:
+    """It is read in a thread, and the error is that of the command."""
+    (tmp_path / "events.jsonl").symlink_to("events.jsonl")
+    console = Console(file=io.StringIO(), force_terminal=is_terminal)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        watch(tmp_path, console)
 
 
 def test_the_goodput_is_that_of_the_report() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from elastic_trainer.config import ConfigError
+from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.launch import index
 from elastic_trainer.observe import commands as look
@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
         return EXIT_BAD_COMMAND
+    except KeyboardInterrupt:  # of a command that has no end of its own for Ctrl-C
+        print(f"\nelastic-trainer: {' '.join(argv[:1])} was stopped by Ctrl-C before it had ended.",
+              file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def run_process() -> None:

@@ -71,6 +71,9 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
                                   output=log if is_demo else None)
         if is_demo:
             watch.stop()
+            if watch.failure:
+                print(f"elastic-trainer: the view has ended before the run: {watch.failure}",
+                      file=sys.stderr)
     if exit_code not in EXPECTED_EXITS and is_demo:
         last = end_of(log_path).splitlines()[-LAST_LINES:]
         print(f"the last lines of {log_path}:", *map(plain_output, last), sep="\n", file=sys.stderr)

@@ -143,6 +143,8 @@ def show_progress(run_dirs: list[Path], options: argparse.Namespace, far: list[F
     if len(run_dirs) > 1 and not options.web:
         raise ConfigError(f"{len(run_dirs)} runs are named, and this view shows one. Name one "
                           f"folder, or add --web.")
+    for folder in run_dirs:
+        _need_readable(folder)
     if options.otel or options.web:
         for run in far:
             run.follow(tells=True)
@@ -319,6 +321,13 @@ def show_hosts(hosts_file: Path) -> int:
         raise ConfigError(f"{table} is not the table of a poller ({type(error).__name__} {error}). "
                           f"Name the file that the poller got as --hosts-file.") from error
     return 0
+
+
+def _need_readable(run_dir: Path) -> None:
+    """Raise OSError if a log that is there cannot be read, before a thread or a server meets it."""
+    from elastic_trainer.observe.segments import first_line
+
+    first_line(run_dir)
 
 
 def _need_events(run_dir: Path, done: str) -> None:

@@ -200,6 +200,8 @@ class Watch:
     def __init__(self, run_dir: str | Path, console: Console | None = None):
         self.console = console or Console()
         self.status = Status(run=Path(run_dir).name)
+        self.failure: OSError | None = None
+        """Why the view has ended before stop(): the log could not be read."""
         self._log = Reader(Path(run_dir))
         self._printed, self._printed_at = self.status, time.monotonic()
         # At the start the log may have many.
@@ -221,11 +223,14 @@ class Watch:
             self._thread.join(REFRESH_S)
 
     def _show(self) -> None:
-        if self.console.is_terminal:
-            with Live(self.picture(), console=self.console, auto_refresh=False) as live:
-                self._follow(lambda: self._redraw(live))
-        else:
-            self._follow(self._print_news)
+        try:
+            if self.console.is_terminal:
+                with Live(self.picture(), console=self.console, auto_refresh=False) as live:
+                    self._follow(lambda: self._redraw(live))
+            else:
+                self._follow(self._print_news)
+        except OSError as error:
+            self.failure = error
 
     def _redraw(self, live: Live) -> None:
         live.update(self.picture(), refresh=True)
@@ -339,7 +344,10 @@ class FullWatch(Watch):
 
 def watch(run_dir: str | Path, console: Console | None = None,
           prices: Pricing | None = None, far: FarRun | None = None) -> None:
-    """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`."""
+    """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`.
+
+    Raises OSError if the log cannot be read.
+    """
     shown = FullWatch(run_dir, console, prices, far)
     if far:
         far.follow(tells=not shown.console.is_terminal)
@@ -354,3 +362,5 @@ def watch(run_dir: str | Path, console: Console | None = None,
             pass
         finally:
             shown.stop()
+    if shown.failure:
+        raise shown.failure
