@@ -12,6 +12,8 @@ from typing import Any
 from s3_servers import Unavailable
 
 PROGRAM = "/usr/bin/chromium"
+BLOCKED = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+"""Every name and address but this one cannot be reached, for the pages and for Chromium itself."""
 
 
 def prepare() -> None:
@@ -31,11 +33,11 @@ def prepare() -> None:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of playwright; its network is closed to all but loopback."""
+    """A browser of playwright; its network is closed to all but 127.0.0.1."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=PROGRAM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+            executable_path=PROGRAM, args=["--no-sandbox", "--disable-dev-shm-usage", BLOCKED])
         yield browser
         browser.close()

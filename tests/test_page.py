@@ -62,11 +62,12 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
     assert {*re.findall(r"url\(([^)]*)\)", text)} == {
         *(f"#fill-{name}" for name in
           ("redoing", "regrouping", "booting", "restarting", "waiting", "stopped")),
-        *(f"#part-{part}" for part in PAUSE_PARTS)}
+        *(f"#part-{part}" for part in PAUSE_PARTS),
+        *(f"#band-{phase}" for phase in ("pausing", "restarting", "booting"))}
     legend = text.partition("<h2>Recoveries</h2>")[2]
     assert re.findall(r'part (\w+)" width="14"', legend) == [*PAUSE_PARTS]
     identities = re.findall(r'id="([^"]*)"', text)
-    assert len(identities) == len({*identities}) == 11
+    assert len(identities) == len({*identities}) == 14
     for title in ("Samples a second, and what happened", "Loss", "Hosts", "Recoveries",
                   "Where the time of the hosts went", "Checkpoints", "Events", "Configuration"):
         assert title in tree.texts

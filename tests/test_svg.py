@@ -65,7 +65,9 @@ def test_the_picture_needs_nothing_but_itself_and_is_drawn_again_the_same() -> N
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
     assert not any(it.tag.endswith(("}script", "}image", "}use")) for it in root.iter())
     assert "prefers-color-scheme: dark" in text
-    assert {*re.findall(r"url\((.*?)\)", text)} == {f"#part-{part}" for part in PAUSE_PARTS}
+    assert {*re.findall(r"url\((.*?)\)", text)} == {
+        *(f"#part-{part}" for part in PAUSE_PARTS),
+        *(f"#band-{phase}" for phase in ("pausing", "restarting", "booting"))}
     assert len(texts(root)) > 15 and len(text) < 64_000
     assert root.get("role") == "img" and root[0].tag.endswith("}title")
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from browser import chromium, prepare
 from cluster import Cluster
+from PIL import Image
 from s3_servers import Unavailable
 from test_accounts import STORY
-from test_report import write
+from test_report import event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
@@ -202,44 +207,164 @@ def test_a_wrong_address_is_named(tmp_path: Path, bind: str,
     assert "Add --web" in capsys.readouterr().err
 
 
-def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
-        tmp_path: Path, twin_of: Callable[..., str]) -> None:
-    """Light and dark, 400 and 1600 px wide, with heartbeats and the parts of the pause; nothing is
-    asked of another place; the run goes on to the same bits."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     try:
         prepare()
     except Unavailable as error:
         pytest.skip(str(error))
+    with chromium() as found:
+        yield found
+
+
+def page_in(browser: Any, width: int, scheme: str, **options: Any) -> Any:
+    """Return an empty page of a browser, which has seen nothing yet."""
+    return browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme,
+                               **options).new_page()
+
+
+def test_the_network_of_the_browser_is_blocked(tmp_path: Path, browser: Any) -> None:
+    """Chromium reaches 127.0.0.1 alone, so a page that is whole here needs nothing else. Another
+    address of this machine answers, and is not reached."""
+    write(tmp_path, STORY)
+    with served(tmp_path) as server, served(tmp_path, bind="127.0.0.2:0") as other:
+        for url in (other.url, f"http://localhost:{server.server_port}/", "http://example.org/"):
+            with pytest.raises(Exception, match="ERR_NAME_NOT_RESOLVED"):
+                page_in(browser, 400, "dark").goto(url)
+        assert page_in(browser, 400, "dark").goto(server.url).status == 200
+
+
+def test_a_page_follows_a_server_that_is_started_again(tmp_path: Path, browser: Any) -> None:
+    """Between two polls another run is served on the same port: the page becomes that run's. Then
+    the log cannot be read, the server shows other runs, or there is none: the page says so."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, story in ((one, STORY), (two, STORY[:12])):
+        folder.mkdir()
+        write(folder, [item | {"run": folder.name} for item in story])
+    shown = page_in(browser, 400, "light")
+    with served(one) as server:
+        bind = f"127.0.0.1:{server.server_port}"
+        shown.goto(server.url)
+        shown.wait_for_selector("#figures :text('finished')")
+        url = shown.url
+    with served(two, bind=bind):
+        shown.wait_for_selector("h1:text('run two')")
+        shown.wait_for_selector("#figures :text('not finished')")
+        (two / "events.jsonl").rename(two / "log")
+        (two / "events.jsonl").symlink_to("events.jsonl")
+        shown.wait_for_selector("#state:text('cannot be read')")
+        (two / "events.jsonl").unlink()
+        (two / "log").rename(two / "events.jsonl")
+        shown.wait_for_selector("#state:text('follows the run')")
+    shown.wait_for_selector("#state:text('has ended')")
+    with served(one, two, bind=bind):
+        shown.wait_for_selector("h1:text('2 runs')")
+        shown.goto(f"{url}run/one/")
+        shown.wait_for_selector("h1:text('run one')")
+    with served(two, bind=bind):
+        shown.wait_for_selector("#state:text('There is no such page')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_page_can_be_read_without_colours(tmp_path: Path, browser: Any, scheme: str, width: int
+                                            ) -> None:
+    """To an eye that sees no colour each group of a lane, each phase and each part of a pause has
+    another pattern, and each mark another shape. Without the patterns some would be alike. States
+    and levels are words."""
+    checkpoint = event(13.2, "state.checkpoint_published", step=5, bytes=1, pause_s=0.2)
+    failed = event(13.4, "state.checkpoint_failed", step=5, error="full")
+    again = [event(13.3, "driver.host_removed", host="d"), failed,
+             event(13.6, "attempt.ended", verdict="failed"),
+             event(14.0, "attempt.started", attempt=2),
+             generation(16.0, 4, 6, "checkpoint", 1.0, attempt=2),
+             step(17.0, 6, generation=4, attempt=2), step(18.0, 7, generation=4, attempt=2)]
+    write(tmp_path, [*STORY[:-1], checkpoint, *again])
+    shown = page_in(browser, width, scheme, device_scale_factor=4)
+    with served(tmp_path) as server:
+        shown.goto(server.url)
+        shown.wait_for_selector("#picture .rate")
+        shown.wait_for_selector("#events td:text-is('warning')")
+        shown.context.new_cdp_session(shown).send(
+            "Emulation.setEmulatedVisionDeficiency", {"type": "achromatopsia"})
+        kinds = {"#hosts .legend rect": 7, "#recoveries .legend rect": 5,
+                 "#picture .legend rect": 8}
+        for legend, number in kinds.items():
+            looks = looks_of(shown, legend)
+            assert len(looks) == number and least_difference(looks) > 8, (legend, [*looks])
+        lanes = classes_of(shown, "#hosts .lane")
+        assert len(lanes) > 4 and lanes <= {*looks_of(shown, "#hosts .legend rect")}
+        shapes = {it.get_attribute("class"): it.get_attribute("d")
+                  for it in shown.locator("#picture .legend .mark").all()}
+        assert len(shapes) > 3 and len({*shapes.values()}) == len(shapes)
+        assert classes_of(shown, "#picture .mark") == {*shapes}
+        assert shown.locator("#fleet th:text-is('state')").count() == 1
+        shown.add_style_tag(content=".hatch, .ridge, .grain { display: none; }")
+        assert any(least_difference(looks_of(shown, legend)) < 8 for legend in kinds)
+
+
+def classes_of(shown: Any, selector: str) -> set[str]:
+    return {it.get_attribute("class") for it in shown.locator(selector).all()}
+
+
+def looks_of(shown: Any, selector: str) -> dict[str, Any]:
+    """Return the pixels of small shapes by their class, as a screen shows them. They are grey."""
+    found = {}
+    for it in shown.locator(selector).all():
+        image = Image.open(io.BytesIO(it.screenshot())).convert("RGB")
+        width, height = image.size
+        pixels = numpy.asarray(image.crop((6, 6, width - 6, height - 6))).astype(int)
+        assert (pixels.max(axis=2) - pixels.min(axis=2)).max() <= 2
+        found[it.get_attribute("class")] = pixels[:, :, 0]
+    return found
+
+
+def least_difference(looks: dict[str, Any]) -> float:
+    """Return the mean difference of the pixels (0-255) of the two that are most alike."""
+    height, width = (min(it.shape[axis] for it in looks.values()) for axis in (0, 1))
+    return float(min(abs(one[:height, :width] - two[:height, :width]).mean()
+                     for one, two in combinations(looks.values(), 2)))
+
+
+def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
+        tmp_path: Path, twin_of: Callable[..., str], browser: Any) -> None:
+    """Light and dark, each 400 and 1600 px wide, with heartbeats and the parts of the pause.
+    Nothing is asked of another place, and the run goes on to the same bits."""
     job = ("--steps", "160", "--step-s", "0.2")
-    with Cluster(tmp_path, job=job) as cluster, served(cluster.run_dir) as server, \
-            chromium() as browser:
+    with Cluster(tmp_path, job=job) as cluster, served(cluster.run_dir) as server:
         asked: list[str] = []
-        pages = {}
-        for width, scheme in ((400, "dark"), (1600, "light")):
-            context = browser.new_context(viewport={"width": width, "height": 900},
-                                          color_scheme=scheme)
-            pages[width] = context.new_page()
-            pages[width].on("request", lambda request: asked.append(request.url))
-            pages[width].on("pageerror", lambda error: asked.append(f"error {error}"))
-            pages[width].goto(server.url)
+        pages = {(width, scheme): page_in(browser, width, scheme)
+                 for width in (400, 1600) for scheme in ("dark", "light")}
+        for shown in pages.values():
+            shown.on("request", lambda request: asked.append(request.url))
+            shown.on("pageerror", lambda error: asked.append(f"error {error}"))
+            shown.goto(server.url)
         cluster.wait_for_step(6)
         for shown in pages.values():
             shown.wait_for_selector("#picture .rate", timeout=60_000)
             assert shown.locator("#picture .marks .lost").count() == 0
         cluster.signal_worker("127.0.0.2", signal.SIGKILL)
-        colours = set()
-        for width, shown in pages.items():
+        for (width, scheme), shown in pages.items():
             shown.wait_for_selector("#picture .marks .mark.lost", state="attached",
                                     timeout=60_000)
             shown.wait_for_selector("#events td:has-text('was killed (SIGKILL)')")
             shown.wait_for_selector("#fleet th:has-text('heartbeat')")
             shown.wait_for_selector("#picture .slice.redoing", state="attached", timeout=60_000)
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
-            colours.add(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
-            shown.screenshot(path=str(tmp_path / f"{width}.png"), full_page=True)
-        assert len(colours) == 2
+            paper, ink = (lightness(shown.evaluate(f"getComputedStyle(document.body).{name}"))
+                          for name in ("backgroundColor", "color"))
+            assert paper > 240 > 60 > ink if scheme == "light" else paper < 40 < 230 < ink
+            shown.screenshot(path=str(tmp_path / f"{width}-{scheme}.png"), full_page=True)
         (tmp_path / "hurry").touch()
-        pages[400].wait_for_selector("#figures :text('finished')", timeout=120_000)
+        pages[400, "dark"].wait_for_selector("#figures :text('finished')", timeout=120_000)
         assert cluster.finish() == 0
         assert all(url.startswith(server.url) for url in asked), asked
         cluster.assert_nothing_lost(twin_of(*job), victims=1)
+        for shown in pages.values():
+            shown.context.close()
+
+
+def lightness(colour: str) -> float:
+    """Return the mean of the channels of a colour of CSS, from 0 to 255."""
+    channels = [int(it) for it in re.findall(r"\d+", colour)][:3]
+    return sum(channels) / 3

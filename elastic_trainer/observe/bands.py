@@ -7,8 +7,8 @@ What always holds:
    Bands that would cover each other are one band, up to MERGED_PX. It has their number and sums.
 2. A part that is narrower than LEAST_PX has no shape. The tooltip of its band has its seconds, and
    the legend says so.
-3. No reader needs the colours: each part has its own pattern, its name if there is room, and a
-   tooltip.
+3. No reader needs the colours: each phase and each part has its own pattern and a tooltip, and a
+   part its name if there is room. The patterns of phases are pale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ LEAST_PX, MERGED_PX = 1.5, 6.0
 SHOWN = (Phase.PAUSING, Phase.RESTARTING, Phase.BOOTING)
 PATTERNS = {"noticing": "M0,3 H6", "deciding": "M3,0 V6", "forming": "M0,0 L6,6",
             "transfer": "M0,6 L6,0", "redoing": "M2,3 H4"}
+BAND_PATTERNS = {"pausing": "M0,0 L8,8", "restarting": "M0,4 H8", "booting": "M4,0 V8"}
 STYLE = """
+.band.pausing { fill: url(#band-pausing); } .band.restarting { fill: url(#band-restarting); }
+.band.booting { fill: url(#band-booting); } .band { fill-opacity: 1; }
+.wash { fill-opacity: .25; } .grain { fill: none; stroke-width: 1.2; stroke-opacity: .7; }
+.wash-pausing { fill: #d4a72c; } .grain-pausing { stroke: #9a6700; }
+.wash-restarting { fill: #cf222e; } .grain-restarting { stroke: #cf222e; }
+.wash-booting { fill: #8c959f; } .grain-booting { stroke: #59636e; }
 .shade.noticing { fill: #cf222e; } .shade.deciding { fill: #9a6700; }
 .shade.forming { fill: #0969da; } .shade.transfer { fill: #1a7f37; }
 .shade.redoing { fill: #6e7781; } .ridge { stroke: #ffffff; stroke-opacity: .7; fill: none; }
@@ -32,6 +39,8 @@ STYLE = """
 .slice.deciding { fill: url(#part-deciding); } .slice.forming { fill: url(#part-forming); }
 .slice.transfer { fill: url(#part-transfer); } .slice.redoing { fill: url(#part-redoing); }
 @media (prefers-color-scheme: dark) {
+  .wash-restarting { fill: #f85149; } .grain-restarting { stroke: #f85149; }
+  .grain-pausing { stroke: #d29922; } .grain-booting { stroke: #9198a1; }
   .shade.noticing { fill: #f85149; } .shade.deciding { fill: #d29922; }
   .shade.forming { fill: #4493f8; } .shade.transfer { fill: #3fb950; }
   .shade.redoing { fill: #9198a1; } .ridge { stroke: #0d1117; }
@@ -99,12 +108,16 @@ def slices(recoveries: Iterable[Recovery], x: Callable[[float], float]
 
 
 def pattern_elements() -> list[Element]:
-    """Return the patterns of the parts."""
-    found = []
-    for part, path in PATTERNS.items():
-        pattern = Element("pattern", {"id": f"part-{part}", "width": "6", "height": "6",
-                                      "patternUnits": "userSpaceOnUse"})
-        SubElement(pattern, "rect", {"width": "6", "height": "6", "class": f"shade {part}"})
-        SubElement(pattern, "path", {"d": path, "class": "ridge"})
-        found.append(pattern)
-    return found
+    """Return the patterns of the parts and of the phases."""
+    return [*(_pattern(f"part-{name}", 6, f"shade {name}", path, "ridge")
+              for name, path in PATTERNS.items()),
+            *(_pattern(f"band-{name}", 8, f"wash wash-{name}", path, f"grain grain-{name}")
+              for name, path in BAND_PATTERNS.items())]
+
+
+def _pattern(name: str, size: int, ground: str, path: str, line: str) -> Element:
+    pattern = Element("pattern", {"id": name, "width": str(size), "height": str(size),
+                                  "patternUnits": "userSpaceOnUse"})
+    SubElement(pattern, "rect", {"width": str(size), "height": str(size), "class": ground})
+    SubElement(pattern, "path", {"d": path, "class": line})
+    return pattern
