@@ -13,8 +13,8 @@ from test_report import JOB, RUN, event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.accounts import Account
 from elastic_trainer.observe.history import history_of
+from elastic_trainer.observe.ledger import Account
 from elastic_trainer.observe.prices import Price, Prices, costs, load
 from elastic_trainer.observe.report import summarize
 
@@ -105,6 +105,50 @@ def test_steps_that_a_checkpoint_does_not_have_are_redone_ones_and_a_gap_is_no_l
     (redone,) = [period for period in history_of(story).accounts.lane("b")
                  if period[0] is Account.REDONE]
     assert redone[1:] == (6.0, 8.0)
+
+
+def stopped(times: int) -> list[Event]:
+    """Return the events of a run with one loss, which a person stops and resumes."""
+    events = STORY[:-1]
+    for attempt in range(2, times + 2):
+        at = 13.5 + 10_000 * (attempt - 1)
+        behind = 13.5 if attempt == 2 else at - 9_992.0  # half a second after the last step
+        events = [
+            *events,
+            event(behind + 0.5, "attempt.ended", exit_code=130, verdict="interrupted",
+                  attempt=attempt - 1),
+            event(at, "run.started", options={"horovodrun": ["-np", "2", "--min-np", "2"]}),
+            event(at, "attempt.started", attempt=attempt),
+            *(event(at, "driver.host_added", host=host, slots=1) for host in "acd"),
+            *(worker(at, "started", host, attempt) for host in "acd"),
+            *(worker(at + 5.0, "ready", host, attempt) for host in "acd"),
+            formed(at + 5.5, 1, "start", *(f"{host}/0/{attempt}" for host in "acd")),
+            generation(at + 6.5, 1, 4 + attempt, "checkpoint", 1.0, attempt=attempt),
+            step(at + 7.5, 4 + attempt, attempt=attempt)]
+    return events
+
+
+def test_a_stop_by_a_person_is_no_loss() -> None:
+    """One failure, however often the run was stopped and resumed: neither the boot of a resume nor
+    the end of a stop is a part of its standstill or of the cost of losses."""
+    prices = Prices(default=Price(spot=3600.0, on_demand=3600.0))
+    results = [summarize(stopped(times)) for times in (0, 1, 3)]
+    assert [it["failures"] for it in results] == [1, 1, 1]
+    assert [it["stall_per_failure_s"] for it in results] == [2.0, 2.0, 2.0]
+    losses = [costs(it, prices)["losses"] for it in results]
+    assert losses == pytest.approx([losses[0]] * 3, abs=0.01) and losses[0] > 0
+    assert [it["books"]["booting_s"] for it in results] == [5.0, 11.5, 24.5]
+    assert [it["books"]["restarting_s"] for it in results] == [0.0, 0.0, 0.0]
+    assert results[2]["books"]["stopped_s"] > 29_900
+
+
+def test_failures_do_not_become_fewer_when_a_run_is_resumed() -> None:
+    """A start is no attempt yet: the numbers of its first two events were 120, 119 and 120."""
+    failed = [*RUN[:21], event(30.0, "run.started", options={})]
+    assert [summarize([*failed, *more])["failures"] for more in (
+        [], [event(31.0, "attempt.started", attempt=3)])] == [1, 1]
+    assert summarize(RUN[:21])["failures"] == 1
+    assert summarize(RUN[7:13])["failures"] == 0  # without the launcher
 
 
 @given(st.lists(st.sampled_from([*RUN, *STORY])),

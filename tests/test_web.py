@@ -62,6 +62,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the log for each request."""
     monkeypatch.setattr(live_module, "LEAST_S", 0.0)
     monkeypatch.setattr(live_module, "REST", 0)
+    monkeypatch.setattr(live_module, "COSTS_REST", 0)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -1,6 +1,6 @@
-"""The accounts of a host's seconds, and the lane of each host: what it did, and when.
+"""The accounts of each host's seconds, and its lane: what it did, and when.
 
-history (what the run does) and the log's events of hosts → here → report
+history (what the run does) and the log's events of hosts → ledger, here → report
 
 What always holds:
 1. Each second of a host's life is on exactly one account. A host lives from its first event (listed
@@ -18,105 +18,11 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
-
-class Account(str, Enum):
-    """What a host does in a second of its life."""
-
-    USEFUL = "useful step"
-    """Steps that are in the result."""
-    REDONE = "redone step"
-    """A step in flight that is done again, and steps that a start from a checkpoint dropped."""
-    NOTICING = "noticing"
-    """From a loss until a member knows of it."""
-    FORMING = "forming"
-    """Deciding on the next world, and forming it."""
-    TRANSFER = "transfer"
-    """Newcomers receive the state."""
-    CHECKPOINT = "checkpoint pause"
-    """The snapshot at the end of a step. The upload is behind the training."""
-    IDLE = "idle"
-    """Between steps (evaluations, the user's own code), and a worker without a shard."""
-    STANDBY = "standby"
-    """A booted worker waits while the others train."""
-    BOOTING = "booting"
-    RESTARTING = "restarting"
-    """From the last sign of an attempt to the first world of the next one."""
-    WAITING = "waiting for capacity"
-    """The list has fewer slots than the run needs (--min-workers)."""
-    STOPPED = "stopped"
-    """A person had stopped the run."""
-
-    __hash__ = str.__hash__
-    """Equal texts have equal hashes, and no call in Python: each step asks four times."""
-
-
-class Part(Enum):
-    """The part of a host in the run."""
-
-    MEMBER = "member"
-    SPARE = "spare"
-    """A member without a shard."""
-    READY = "ready"
-    BOOTING = "booting"
-    """It is listed, and no worker of it is ready."""
-
-
-STEPPING = (Account.USEFUL, Account.REDONE, Account.CHECKPOINT, Account.IDLE)
-FORMING = (Account.NOTICING, Account.FORMING, Account.TRANSFER)
-Lane = list[tuple[Account, float, float]]
-"""Account, start and end, in their order."""
-SHORT_S = 1.0
-"""What is shorter than this between two steps is on its account, but no period of a lane."""
-
-
-def account_of(part: Part, run: Account, has_capacity: bool) -> Account:
-    """Return the account of a host's second, of its part and of what the run does."""
-    if run is Account.STOPPED:
-        return run
-    if not has_capacity and part is not Part.BOOTING and run not in STEPPING:
-        return Account.WAITING
-    if part is Part.BOOTING:
-        return Account.RESTARTING if run is Account.RESTARTING else Account.BOOTING
-    if part is Part.READY:
-        return Account.STANDBY if run in (*STEPPING, *FORMING) else run
-    return Account.IDLE if part is Part.SPARE and run in STEPPING else run
-
-
-class Ledger:
-    """The run's seconds so far by part and account, and what a host of each part did and when."""
-
-    def __init__(self) -> None:
-        self.seconds = {part: dict.fromkeys(Account, 0.0) for part in Part}
-        self.lanes: dict[Part, Lane] = {part: [] for part in Part}
-
-    def add(self, run: Account, seconds: float, has_capacity: bool) -> None:
-        """Book seconds in which the run does one thing."""
-        for part in Part:
-            self.seconds[part][account_of(part, run, has_capacity)] += seconds
-
-    def show(self, run: Account, has_capacity: bool, start: float, end: float) -> None:
-        """Draw the time from `start` to `end` into the lanes."""
-        for part, lane in self.lanes.items():
-            account = account_of(part, run, has_capacity)
-            if lane and lane[-1][0] is account and lane[-1][2] == start:
-                lane[-1] = account, lane[-1][1], end
-            else:
-                lane.append((account, start, end))
-
-    def redo(self, since: float) -> None:
-        """Draw the steps since then as dropped ones."""
-        lane, later = self.lanes[Part.MEMBER], Lane()
-        while lane and lane[-1][2] > since:
-            account, start, end = lane.pop()
-            if start < since:
-                lane.append((account, start, since))
-            later.append((Account.REDONE if account is Account.USEFUL else account,
-                          max(start, since), end))
-        lane += reversed(later)
+from elastic_trainer.observe.ledger import SHORT_S, Account, Lane, Ledger, Part
 
 
 @dataclass
@@ -164,7 +70,9 @@ class Life:
         """Take the seconds of this part, and have none."""
         if self.part is not None and now > self.since:
             for account, seconds in ledger.seconds[self.part].items():
-                self.seconds[account] += seconds - self.mark[account]
+                if taken := seconds - self.mark[account]:
+                    self.seconds[account] += taken
+                    ledger.taken[account] += taken
             self.periods.append((self.part, self.since, now))
         self.part = None
 
@@ -172,6 +80,10 @@ class Life:
         self.leave(ledger, now)
         if part is not None:
             self.part, self.since, self.mark = part, now, dict(ledger.seconds[part])
+
+    def copy(self) -> Life:
+        """Return a copy. The mark is shared: none is ever changed."""
+        return Life(self.part, self.since, self.mark, dict(self.seconds), self.periods[:])
 
 
 class Change(NamedTuple):
@@ -188,17 +100,15 @@ class Change(NamedTuple):
 
 
 class Accounts:
-    """The accounts of all hosts.
-
-    `book` and `book_step` are called for each period of the run, in order. The other methods take
-    the changes of hosts, which may be later than the last booking: they wait until their time is
-    booked.
-    """
+    """The accounts of all hosts. `book` and `book_step` are called for each period of the run, in
+    order. A change of a host that is later than the last booking waits until its time is booked."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.crews: dict[str, Crew] = {}
         self.lives: dict[str, Life] = {}
+        self._open: dict[str, Life] = {}
+        """The lives that have not ended."""
         self.until = math.inf
         self.least, self.shards = 1, 0
         """The fewest workers with which the run trains; the shards of a batch, 0: unknown."""
@@ -224,6 +134,9 @@ class Accounts:
             if change.is_cut:
                 life.part = None
             life.enter(change.part, self.ledger, self.until)
+            self._open.pop(change.host, None)
+            if change.part is not None:
+                self._open[change.host] = life
         self._advance(run, until)
 
     def book_step(self, step_s: float, checkpoint_s: float, until: float) -> None:
@@ -282,8 +195,9 @@ class Accounts:
             for host in self._worlds[world][1] if world >= 0 else ():
                 booked = self.lives.setdefault(host, Life()).seconds
                 moved = min(seconds, booked[Account.USEFUL])
-                booked[Account.USEFUL] -= moved
-                booked[Account.REDONE] += moved
+                for seconds_of in (booked, self.ledger.taken):
+                    seconds_of[Account.USEFUL] -= moved
+                    seconds_of[Account.REDONE] += moved
         while dropped and self._worlds and self._worlds[-1][0] >= min(dropped):
             self._worlds.pop()
 
@@ -347,8 +261,23 @@ class Accounts:
                 self._cut(host, self.until)
         self.book(Account.IDLE, self.until)
         self._end_steps()
-        for life in self.lives.values():
+        for life in self._open.values():
             life.leave(self.ledger, self.until)
+        self._open = {}
+
+    def copy(self, *, is_drawn: bool) -> Accounts:
+        """Return a copy that can be closed while this one goes on.
+
+        What a close does not change is shared: crews, worlds, and the lives that have ended.
+        """
+        found = copy(self)
+        found.ledger, found._in_steps = self.ledger.copy(is_drawn=is_drawn), dict(self._in_steps)
+        found.crews, found._waiting = dict(self.crews), self._waiting.copy()
+        changing = {*self._open, *(change.host for change in self._waiting)}
+        copies = {host: self.lives[host].copy() for host in changing if host in self.lives}
+        found.lives = {**self.lives, **copies}
+        found._open = {host: found.lives[host] for host in self._open}
+        return found
 
     def _cut(self, host: str, now: float) -> None:
         """End the life of a host that went with its attempt: the next one has not listed it."""
@@ -372,10 +301,10 @@ class Accounts:
 
     def totals(self) -> dict[Account, float]:
         """Return the seconds of all hosts together."""
-        found = dict.fromkeys(Account, 0.0)
-        for host in self.lives:
+        found = dict(self.ledger.taken)
+        for host, life in self._open.items():
             for account, seconds in self.seconds(host).items():
-                found[account] += seconds
+                found[account] += seconds - life.seconds[account]
         return found
 
     def seconds(self, host: str) -> dict[Account, float]:

@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from xml.etree.ElementTree import Element, SubElement
 
-from elastic_trainer.observe.accounts import Account, Accounts, Lane
+from elastic_trainer.observe.accounts import Accounts
 from elastic_trainer.observe.bands import pattern_elements
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
+from elastic_trainer.observe.ledger import Account, Lane
 from elastic_trainer.observe.step_table import StepTable
 from elastic_trainer.observe.story import Recovery
 from elastic_trainer.observe.svg import LEFT, RIGHT, WIDTH, Axis, duration, ticks, time_ticks

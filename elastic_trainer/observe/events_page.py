@@ -69,8 +69,9 @@ def _books() -> str:
             for phase, names in closing.items()]
     return "\n".join([
         "The books of `result.json` assign each second of the wall time to one account. An event "
-        "closes\nan account: it ends the time that is booked there. Before the first generation "
-        "`restarting` is\n`booting`.\n", "| account | closed by |", "|---|---|", *rows, ""])
+        "closes\nan account: it ends the time that is booked there. From a start by "
+        "a person to\nthe next generation, `restarting` is `booting`. The last step that a person "
+        "stops is `training`.\n", "| account | closed by |", "|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":

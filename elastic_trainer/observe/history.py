@@ -15,12 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.observe.accounts import Account, Accounts
+from elastic_trainer.observe.accounts import Accounts
+from elastic_trainer.observe.books import Books, Clock, Fleet
 from elastic_trainer.observe.event_kind import Phase
 from elastic_trainer.observe.event_table import KINDS
+from elastic_trainer.observe.ledger import Account
 from elastic_trainer.observe.sentences import ENDINGS
 from elastic_trainer.observe.standstills import Standstills
 from elastic_trainer.observe.step_table import StepTable
@@ -37,69 +40,6 @@ PARTS = {"noticing_s": Account.NOTICING, "deciding_s": Account.FORMING,
 """The parts of a pause, in their order. The rest is the step, which is done again."""
 
 
-class Books:
-    """The periods of a run's wall time, one after another."""
-
-    def __init__(self) -> None:
-        self.periods: list[tuple[Phase, float, float]] = []
-        """Phase, start, end. Neighbours have different phases."""
-        self.until = math.inf
-        """The books are written up to here."""
-
-    def book(self, phase: Phase, until: float) -> None:
-        """Book the time since the last booking as `phase`."""
-        if until <= self.until:
-            return
-        if self.periods and self.periods[-1][0] is phase:
-            self.periods[-1] = phase, self.periods[-1][1], until
-        else:
-            self.periods.append((phase, self.until, until))
-        self.until = until
-
-    def seconds(self) -> dict[Phase, float]:
-        """Return the seconds of each phase."""
-        found = dict.fromkeys(Phase, 0.0)
-        for phase, start, end in self.periods:
-            found[phase] += end - start
-        return found
-
-
-@dataclass
-class Host:
-    """The workers of one host, and their seconds booting and working (from ready until gone)."""
-
-    workers: int = 0
-    booting_s: float = 0.0
-    working_s: float = 0.0
-    booting: dict[str, float] = field(default_factory=dict)  # worker → since
-    working: dict[str, float] = field(default_factory=dict)  # worker → since
-
-    def start(self, worker: str, now: float) -> None:
-        self.workers += 1
-        self.booting[worker] = now
-
-    def ready(self, worker: str, now: float) -> None:
-        self._end_boot(worker, now)
-        self.working[worker] = now
-
-    def gone(self, worker: str, now: float) -> None:
-        self._end_boot(worker, now)
-        self.working_s += now - self.working.pop(worker, now)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the host's part of result.json."""
-        return {"workers": self.workers, "booting_s": round(self.booting_s, 3),
-                "working_s": round(self.working_s, 3)}
-
-    def close(self, now: float) -> None:
-        """Count the workers that still boot or work."""
-        self.booting_s += sum(now - since for since in self.booting.values())
-        self.working_s += sum(now - since for since in self.working.values())
-
-    def _end_boot(self, worker: str, now: float) -> None:
-        self.booting_s += now - self.booting.pop(worker, now)
-
-
 @dataclass
 class History:
     """What a run has done. `read` takes each event; `close` is called once after the last one."""
@@ -111,10 +51,13 @@ class History:
     books: Books = field(default_factory=Books)
     accounts: Accounts = field(default_factory=Accounts)
     standstills: Standstills = field(default_factory=Standstills)
+    clock: Clock = field(default_factory=Clock)
     invocations: int = 0
     attempts: set[Attempt] = field(default_factory=set)
     world_of: Attempt | None = None
     """The attempt that has a world now."""
+    is_booting: bool = True
+    """No world has formed since the last start by a person."""
     generations: int = 0
     pauses: list[float] = field(default_factory=list)
     open_pauses: list[tuple[float, float]] = field(default_factory=list)
@@ -131,10 +74,7 @@ class History:
     rolled_back: int = 0
     lost: Counter[str] = field(default_factory=Counter)
     """Workers lost, by reason."""
-    hosts: dict[str, Host] = field(default_factory=dict)
-    host_of: dict[str, str] = field(default_factory=dict)
-    machines: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Type, zone and lifecycle of each host of a cloud, as far as they are known."""
+    fleet: Fleet = field(default_factory=Fleet)
     formed: list[str] = field(default_factory=list)
     """The members of the newest world, in the order of their ranks."""
     is_redoing: bool = False
@@ -145,13 +85,14 @@ class History:
     stalled_s: float = 0.0
     """In those pauses."""
     dropped_s: float = 0.0
-    """Of steps that a start from a checkpoint has dropped."""
+    """Of steps that a restart from a checkpoint has dropped, if no person had stopped the run."""
     finished: Event | None = None
     compressed: Event | None = None
     """What rank 0 has sent of its gradients in 16 bits, as it was last measured."""
 
     def read(self, event: Event) -> None:
         """Take one more event."""
+        self.clock.read(event, self.now)
         self.before, self.now = self.now, max(self.now, float(event["time"]))
         if math.isinf(self.before):
             self.books.until = self.accounts.until = self.now
@@ -168,16 +109,26 @@ class History:
         if self.world_of is not None:
             self._book(Phase.TRAINING, self.now)
         self._leave_world()
-        for host in self.hosts.values():
-            host.close(self.now)
         self.accounts.close()
+
+    def closed(self, *, is_drawn: bool = True) -> History:
+        """Return the closed history of the events so far; this one reads on.
+
+        Without `is_drawn` it has the sums, and no periods and lanes to draw. Then it costs a few
+        numbers for each host that is there, and for one that has gone a place in a dict's copy.
+        """
+        found = copy(self)
+        found.books = self.books.copy(is_drawn=is_drawn)
+        found.accounts = self.accounts.copy(is_drawn=is_drawn)
+        found.pauses, found.open_pauses = self.pauses[:], self.open_pauses[:]
+        found.close()
+        return found
 
     def goodput(self, without: Sequence[Phase] = (Phase.BOOTING, Phase.STOPPED)) -> float | None:
         """Return the time of the kept steps, by the time so far without some phases; None before
         the first step. Without Phase.STOPPED alone it is the ETTR."""
-        time_s = sum(s for phase, s in self.books.seconds().items() if phase not in without)
-        if self.world_of is not None and not math.isinf(self.books.until):
-            time_s += self.now - self.books.until  # not booked yet
+        seconds = self.closed(is_drawn=False).books.seconds()
+        time_s = sum(s for phase, s in seconds.items() if phase not in without)
         return min(1.0, self.useful_s / time_s) if time_s > 0 else None
 
     def _run_started(self, event: Event) -> None:
@@ -185,6 +136,7 @@ class History:
         self._book(Phase.RESTARTING, self.before)
         self.accounts.end_attempt(self.before)
         self._book_closed_by(event)
+        self.is_booting = True
         self.accounts.least = least_workers(event.get("options"))
         self.world_of = None
 
@@ -194,6 +146,9 @@ class History:
         self.accounts.end_attempt(self.now)
 
     def _attempt_ended(self, event: Event) -> None:
+        if event.get("verdict") == "interrupted" and self.world_of is not None:
+            self._close_pauses()
+            self._book(Phase.TRAINING, self.now)  # a person stopped it: nothing is lost
         self._leave_world()
 
     def _generation_formed(self, event: Event) -> None:
@@ -202,7 +157,7 @@ class History:
 
     def _form(self, workers: Iterable[str]) -> None:
         self.formed = [str(worker) for worker in workers]
-        self.accounts.form({worker: self.host_name(worker) for worker in self.formed}, self.now)
+        self.accounts.form({worker: self.fleet.name_of(worker) for worker in self.formed}, self.now)
 
     def _generation_started(self, event: Event) -> None:
         attempt, step = self._attempt(event), int(event["step"])
@@ -217,6 +172,7 @@ class History:
         if worker and not self.formed:  # without our driver nobody tells the members
             self._form([worker])
         self._drop_steps(step)
+        self.is_booting = False
         self.accounts.begin_world(step)
 
     def _drop_steps(self, first: int) -> None:
@@ -226,7 +182,7 @@ class History:
             samples, _, step_s, time = self.kept.pop(step) or (0, 0.0, 0.0, math.inf)
             self.samples, self.useful_s = self.samples - int(samples), self.useful_s - step_s
             dropped[step], since = step_s, min(since, time - step_s)
-            self.dropped_s += step_s
+            self.dropped_s += 0.0 if self.is_booting else step_s
         self.next = min(self.next, first)
         if dropped:
             self.accounts.drop_steps(dropped, since)
@@ -281,32 +237,25 @@ class History:
         self._book_closed_by(event)
 
     def _worker_started(self, event: Event) -> None:
-        self._host(event).start(event["worker"], self.now)
-        self.accounts.start_worker(event["worker"], self.host_name(event["worker"]), self.now)
+        self.fleet.of(event).start(event["worker"], self.now)
+        self.accounts.start_worker(event["worker"], self.fleet.name_of(event["worker"]), self.now)
 
     def _worker_ready(self, event: Event) -> None:
-        self._host(event).ready(event["worker"], self.now)
-        self.accounts.ready_worker(event["worker"], self.host_name(event["worker"]), self.now)
+        self.fleet.of(event).ready(event["worker"], self.now)
+        self.accounts.ready_worker(event["worker"], self.fleet.name_of(event["worker"]), self.now)
 
     def _worker_gone(self, event: Event) -> None:
-        self._host(event).gone(event["worker"], self.now)
-        self.accounts.end_worker(event["worker"], self.host_name(event["worker"]), self.now)
+        self.fleet.of(event).gone(event["worker"], self.now)
+        self.accounts.end_worker(event["worker"], self.fleet.name_of(event["worker"]), self.now)
         reason = str(event.get("reason"))
         if reason in ENDINGS and ENDINGS[reason].is_lost:
             self.lost[reason] += 1
 
-    def _host_in(self, event: Event) -> None:
-        self.machines[str(event["host"])] = {
-            name: str(event[name]) for name in ("type", "zone", "lifecycle") if event.get(name)}
-
     def _host_added(self, event: Event) -> None:
         self.accounts.list_host(event["host"], int(event["slots"]), self.now)
 
-    def _host_removed(self, event: Event) -> None:
-        self.accounts.list_host(event["host"], 0, self.now)
-
     def _pause(self, end: float, seconds: float, parts: Event | None = None) -> None:
-        self.pauses.append(seconds)
+        self.pauses.append(round(seconds, 3))
         if self.is_forming_after_loss:
             self.failures, self.stalled_s = self.failures + 1, self.stalled_s + seconds
         # What is left of the time since the last step is the usual time of this one.
@@ -330,15 +279,6 @@ class History:
         self._book(Phase.RESTARTING, self.now)
         self.world_of = None
 
-    def _host(self, event: Event) -> Host:
-        """Return the host of a worker. Only the worker's first event must name it."""
-        name = self.host_of.setdefault(event["worker"], str(event.get("host", "")))
-        return self.hosts.setdefault(name, Host())
-
-    def host_name(self, worker: str) -> str:
-        """Return the host of a worker. Its name begins with its host (place.py)."""
-        return self.host_of.get(worker) or worker.partition("/")[0]
-
     def _attempt(self, event: Event) -> Attempt:
         return (self.invocations, int(event["attempt"]))
 
@@ -347,7 +287,7 @@ class History:
             self._book(phase, self.now)
 
     def _book(self, phase: Phase, until: float, account: Account | None = None) -> None:
-        if phase is Phase.RESTARTING and not self.generations:
+        if phase is Phase.RESTARTING and self.is_booting:
             phase = Phase.BOOTING
         self.accounts.book(account or ACCOUNTS[phase], until)
         self.books.book(phase, until)
@@ -357,9 +297,10 @@ _READERS: dict[str, Callable[[History, Event], None]] = {
     "run.started": History._run_started,
     "attempt.started": History._attempt_started,
     "attempt.ended": History._attempt_ended,
-    "discovery.host_in": History._host_in,
+    "discovery.host_in": lambda history, event: history.fleet.take_machine(event),
     "driver.host_added": History._host_added,
-    "driver.host_removed": History._host_removed,
+    "driver.host_removed": lambda history, event: history.accounts.list_host(
+        event["host"], 0, history.now),
     "driver.generation_formed": History._generation_formed,
     "job.described": History._job_described,
     "worker.generation_started": History._generation_started,

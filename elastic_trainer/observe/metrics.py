@@ -6,8 +6,8 @@ What always holds:
 1. It is a pure function of the run's result and status. A scrape reads what is new in the log.
 2. METRICS declares each metric once: its type, its unit in its name, its help. The rules and the
    dashboard in deploy/observe use no others (tests/test_metrics_page.py).
-3. A counter never falls while the log is the same. Steps that a start from a checkpoint dropped are
-   a counter of their own, and `steps` is a gauge.
+3. A counter never falls while the log is the same (live.py, rule 5). Steps that a start from a
+   checkpoint dropped are a counter of their own, and `steps` is a gauge.
 
 The format is Prometheus's text exposition format 0.0.4.
 """
@@ -85,19 +85,19 @@ def text_of(runs: Mapping[str, Iterable[Sample]]) -> str:
 
 
 def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
-            counts: Mapping[str, int], rows: Sequence[HostRow], prices: Pricing | None,
-            spent: float) -> Iterator[Sample]:
+            counts: Mapping[str, int], booked: Mapping[Phase, float], rows: Sequence[HostRow],
+            prices: Pricing | None) -> Iterator[Sample]:
     """Yield each sample: the metric's name, its labels but `run`, its value. One that is unknown is
     left out.
 
     moments: seconds since 1970 of the newest event, step and checkpoint, by the metric's name.
-    counts: checkpoints_total, and the events of level warning and error.
-    spent: what the hosts have cost so far; it never falls.
+    counts: checkpoints_total, the hosts so far, and the events of level warning and error.
+    booked: the seconds of the run so far by phase; no later event changes what they were.
     """
     gauges = {
         "steps": result["steps"], "steps_due": status.steps_due, "samples": result["samples"],
         "samples_per_second": status.samples_per_s, "loss": result["loss"],
-        "workers": status.size, "hosts": len(result["hosts"]),
+        "workers": status.size, "hosts": counts["hosts"],
         "is_training": status.phase == "training", "is_finished": result["finished"],
         "is_over": status.is_over, "started_timestamp_seconds": status.started,
         "goodput_ratio": result["goodput"], "ettr_ratio": result["ettr"], **moments,
@@ -117,14 +117,14 @@ def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, flo
     yield "slow_hosts", {}, float(len(result.get("slow_hosts", {})))
     for level in ("warning", "error"):
         yield "warnings_total", {"level": level}, float(counts.get(level, 0))
-    for phase in Phase:
-        yield "run_seconds_total", {"phase": phase.value}, result["books"][f"{phase.value}_s"]
+    for phase, seconds in booked.items():
+        yield "run_seconds_total", {"phase": phase.value}, round(seconds, 3)
     for account, seconds in result["host_seconds"].items():
         yield "host_seconds", {"account": account}, seconds
     there = [row for row in rows if row.state != "gone"]
     yield from _of_hosts(there)
     if prices:
-        yield from _of_prices(there, prices, result, spent)
+        yield from _of_prices(there, prices, result)
     yield "skipped_lines_total", {}, float(status.skipped)
 
 
@@ -137,7 +137,7 @@ def _of_hosts(rows: Sequence[HostRow]) -> Iterator[Sample]:
         yield "oldest_heartbeat_seconds", {}, max(silences)
 
 
-def _of_prices(rows: Sequence[HostRow], prices: Pricing, result: Mapping[str, Any], spent: float
+def _of_prices(rows: Sequence[HostRow], prices: Pricing, result: Mapping[str, Any]
                ) -> Iterator[Sample]:
     currency = {"currency": prices.currency}
     for row in rows:
@@ -145,7 +145,7 @@ def _of_prices(rows: Sequence[HostRow], prices: Pricing, result: Mapping[str, An
             yield ("host_price_per_hour", {"host": row.host, "type": row.type, **currency},
                    price.spot)
     if "costs" in result:
-        yield "cost_total", currency, spent
+        yield "cost_total", currency, result["costs"]["cost"]
 
 
 def _escaped(text: str) -> str:

@@ -13,6 +13,7 @@ What always holds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -23,7 +24,7 @@ from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 from elastic_trainer.observe import charts, comparison, svg
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.history import History
-from elastic_trainer.observe.host_rows import bounded, caption, cells, columns, host_rows
+from elastic_trainer.observe.host_rows import age, bounded, caption, cells, columns, host_rows
 from elastic_trainer.observe.now import Now
 from elastic_trainer.observe.page_style import STYLE
 from elastic_trainer.observe.prices import Pricing
@@ -36,6 +37,8 @@ from elastic_trainer.wire.plain import plain
 
 MOST_ROWS = 200
 """Of the table of hosts."""
+SILENT_S = 60.0
+"""A run without an event for so long has that on its page: its figures stand still."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -49,6 +52,12 @@ class Run:
     result: Mapping[str, Any]
     """result.json's content. If there are prices, `costs`, or in a live view `costs_unknown`: why
     they are not known."""
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts so far."""
+        lives = self.history.accounts.lives
+        return len(lives) + sum(name not in lives for name in self.history.fleet.hosts)
 
 
 def read(run_dir: Path) -> Run:
@@ -124,7 +133,7 @@ def figures(run: Run) -> Element:
         ("workers lost", f"{lost}", count(result["attempts"], "attempt")),
         ("standstill", "-" if result["stall_per_failure_s"] is None
          else f"{result['stall_per_failure_s']:.2f} s", "for each failure"),
-        ("wall time", svg.duration(result["wall_s"]), count(len(result["hosts"]), "host")),
+        ("wall time", svg.duration(result["wall_s"]), count(run.hosts, "host")),
     ]
     if costs:
         facts.append(("cost", f"{costs['cost']:.4g} {plain(costs['currency'])}",
@@ -185,9 +194,13 @@ def hosts(run: Run) -> Element:
     return section
 
 
-def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float) -> Element:
+def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float,
+          last_event_at: float) -> Element:
     """Return the hosts that are there, and the last that have left, at a time of this clock."""
     section, (rows, others) = _section("The fleet"), bounded(host_rows(status, now), MOST_ROWS)
+    if SILENT_S < moment - last_event_at < math.inf and not status.is_over:
+        SubElement(section, "p", {"class": "dim"}).text = (
+            f"The last event was {age(moment - last_event_at)} ago. All figures end there.")
     if not rows:
         SubElement(section, "p").text = "No host is there."
         return section

@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.accounts import Account
+from elastic_trainer.observe.ledger import Account
 from elastic_trainer.state.configuration import parse_toml
 
 HOUR_S = 3600.0

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.host.modes import write_text
-from elastic_trainer.observe.accounts import Account
+from elastic_trainer.observe.books import Host
 from elastic_trainer.observe.event_kind import Phase
-from elastic_trainer.observe.history import Event, History, Host, history_of
+from elastic_trainer.observe.history import Event, History, history_of
+from elastic_trainer.observe.ledger import Account
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Reader
 
@@ -40,7 +41,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
     return result_of(history_of(events))
 
 
-def result_of(history: History) -> dict[str, Any]:  # long: it is the list of the fields
+def result_of(history: History) -> dict[str, Any]:
     """Return the content of result.json.
 
     steps, samples, loss: of the kept history, without steps that a start from a checkpoint dropped.
@@ -51,8 +52,8 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         one normal step, to the end of the next. In a log of version 0.1: the pause_s of each
         generation but the first of an attempt.
     books: wall_s, divided among accounts (docs/events.md names the events that close each account).
-        booting_s: until the first generation starts;
-        training_s: steps, kept or not, and the time between them;
+        booting_s: until the first generation starts, also behind a stop by a person;
+        training_s: steps, kept or not, the time between them, and the end of what a person stops;
         pausing_s: the pauses;
         restarting_s: from an attempt's last sign of training to the first generation of the next;
         stopped_s: from the last event of an invocation to the next start by a person.
@@ -60,16 +61,22 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         restarts, steps done twice and time between steps lower it. 0 if no training began.
     compression: what a worker sends of its gradients in each step in 16 bits and without, in bytes,
         and the relative error of the cast, as last measured. Only with `compress`.
-    stalls, slow_hosts: see standstills.py. Only if there was one.
+    stalls, slow_hosts: see standstills.py. clock_set_back: see books.py. Only if there was one.
     ettr: effective training time ratio: the sum of step_s of the kept steps / (wall_s - stopped_s).
-        Unlike goodput it counts the first boot (Kokolis et al., arXiv 2410.21680).
-    failures: pauses that the loss of a worker caused, and attempts behind the first one.
-    stall_per_failure_s: the seconds of those pauses, of restarts, and of the steps that a start
-        from a checkpoint dropped, for each failure; None without failures (arXiv 2602.00277).
-    host_seconds: the seconds of all hosts by account (accounts.py, docs/guide/report.md).
+        Unlike goodput it counts the boots (Kokolis et al., arXiv 2410.21680).
+    failures: pauses that the loss of a worker caused, and attempts behind the first one of an
+        invocation.
+    stall_per_failure_s: the seconds of those pauses, of restarts, and of the steps that they
+        dropped, for each failure; None without failures (arXiv 2602.00277).
+    host_seconds: the seconds of all hosts by account (ledger.py, docs/guide/report.md).
     hosts: the workers of each, and their seconds booting and working (from ready until gone), and
         by account. Of a cloud's machine also type, zone, lifecycle, and start and end of its lives.
     """
+    return figures_of(history) | {"hosts": hosts_of(history)}
+
+
+def figures_of(history: History) -> dict[str, Any]:
+    """Return the content of result.json without its hosts: it costs the same for any log."""
     newest = history.kept.get(history.next - 1)
     samples, loss = history.samples, newest[1] if newest and history.samples else None
     books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
@@ -92,11 +99,10 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
         **_failures(history, books["restarting_s"]),
         "books": {key: round(seconds, 3) for key, seconds in books.items()},
         "host_seconds": _named(history.accounts.totals()),
-        "pauses": [round(pause_s, 3) for pause_s in history.pauses],
+        "pauses": history.pauses,
         "workers_lost": dict(history.lost),
-        "hosts": {name: _host(history, name)
-                  for name in sorted(history.hosts.keys() | history.accounts.lives.keys())},
         **history.standstills.facts(),
+        **history.clock.facts(),
         **({"compression": {name: history.compressed.get(name) for name in COMPRESSION}}
            if history.compressed else {}),
     }
@@ -104,20 +110,26 @@ def result_of(history: History) -> dict[str, Any]:  # long: it is the list of th
 
 def _failures(history: History, restarting_s: float) -> dict[str, Any]:
     """Return how often the run stood still because of a loss, and for how long each time."""
-    restarts = max(0, len(history.attempts) - history.invocations)
+    restarts = len(history.attempts) - len({invocation for invocation, _ in history.attempts})
     failures = history.failures + restarts
     lost_s = history.stalled_s + history.dropped_s + restarting_s
     return {"failures": failures,
             "stall_per_failure_s": round(lost_s / failures, 3) if failures else None}
 
 
+def hosts_of(history: History) -> dict[str, Any]:
+    """Return the hosts of result.json."""
+    names = history.fleet.hosts.keys() | history.accounts.lives.keys()
+    return {name: _host(history, name) for name in sorted(names)}
+
+
 def _host(history: History, name: str) -> dict[str, Any]:
-    host, accounts = history.hosts.get(name, Host()), history.accounts
+    host, accounts = history.fleet.hosts.get(name, Host()), history.accounts
     seconds = accounts.seconds(name) if name in accounts.lives else {}
-    machine: dict[str, Any] = dict(history.machines.get(name, {}))
+    machine: dict[str, Any] = dict(history.fleet.machines.get(name, {}))
     if machine and name in accounts.lives:
         machine["lives"] = [[round(at, 3) for at in life] for life in accounts.lives_of(name)]
-    return {**host.summary(), **machine, "seconds": _named(seconds)}
+    return {**host.summary(history.now), **machine, "seconds": _named(seconds)}
 
 
 def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
@@ -134,6 +146,7 @@ def read_log(run_dir: str | Path, through: Callable[[Iterable[Event]], Iterable[
     """
     log = Reader(Path(run_dir))
     history = history_of(through(log.events(to_the_end=True)))
+    history.run = history.run or Path(run_dir).resolve().name
     counts = {"skipped_lines": log.malformed, "unknown_events": log.unknown}
     return history, result_of(history) | counts
 
