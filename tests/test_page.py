@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from test_accounts import STORY
-from test_report import event, write
+from test_report import event, step, write
 from test_svg import RECORDED, events_of
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe.event_kind import PAUSE_PARTS
 from elastic_trainer.observe.page import page, read
+from elastic_trainer.observe.report import summarize_log
 from elastic_trainer.observe.story import LONGEST_RECOVERIES, NEWEST_EVENTS
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -138,3 +139,38 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     """It says what is missing."""
     tree = Tree(page_of(tmp_path, STORY[:3]))
     assert "There are no two steps yet." in tree.texts
+
+
+@pytest.mark.parametrize("losses", [
+    [1e-11, 3e-11], [5e-324, 3e-323], [1.0, 1.0 + 2.3e-16], [1e7, 1e7 + 2e-9], [1e16, 1e16 + 2],
+    [-1e308, 1e308], [-5.0, 24.0], [0.0, 0.0], [float("nan"), 1.0, float("inf"), 2.0]])
+def test_a_page_shows_losses_of_any_size(tmp_path: Path, losses: list[float]) -> None:
+    """Small ones, flat ones with noise in their last bits, and those whose difference is infinite:
+    a few lines, and all within the chart."""
+    story = [*STORY[:11], *(step(6.0 + at, at, loss=loss) for at, loss in enumerate(losses))]
+    text = page_of(tmp_path, story)
+    chart = text.partition("The loss over the steps</title>")[2].partition("</svg>")[0]
+    assert 1 <= chart.count('class="grid"') <= 6
+    points = " ".join(re.findall(r'points="([^"]*)"', chart)).replace(",", " ").split()
+    assert len(points) >= 8 and all(0 <= float(point) <= 880 for point in points)
+    assert all(0 <= float(y) <= 220 for y in re.findall(r'y1="([^"]*)"', chart))
+
+
+def test_an_account_with_less_than_half_a_millisecond_on_each_host_has_no_cost(
+        tmp_path: Path) -> None:
+    """The hosts together have a millisecond. `report --html --prices` ended with an error."""
+    story = [item | {"transfer_s": 0.0004} if item["event"] == "worker.pause_ended" else item
+             for item in STORY]
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[default]\nspot = 1\non_demand = 3\n")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write(folder, story)
+    assert summarize_log(folder)["host_seconds"]["transfer"] == 0.001
+    file = tmp_path / "x.html"
+    assert main(["report", str(folder), "--prices", str(prices), "--html", str(file)]) == 0
+    assert ["transfer", "0.0 s", "0.00%", "0"] in rows_of(file.read_text())
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]

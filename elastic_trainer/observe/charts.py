@@ -65,13 +65,13 @@ def loss_chart(kept: StepTable) -> Element | None:
     low, high = min(it[1] for it in columns), max(it[2] for it in columns)
     first, last = columns[0][0], columns[-1][0]
     height, top, bottom = 220, 12, 186
-    span = (high - low) or 1.0
+    half = (high / 2 - low / 2) or 1.0  # high - low may be infinite
 
     def x(step: float) -> float:
         return LEFT + (RIGHT - LEFT) * (step - first) / max(last - first, 1)
 
     def y(loss: float) -> float:
-        return bottom - (bottom - top) * (loss - low) / span
+        return bottom - (bottom - top) * ((loss / 2 - low / 2) / half)
 
     root = _chart("The loss over the steps", height)
     for value in _levels(low, high):
@@ -95,18 +95,21 @@ def _columns(kept: StepTable) -> list[tuple[float, float, float, float]]:
         part = steps[at : at + size]
         losses = [row[1] for step in part if (row := kept.get(step)) and math.isfinite(row[1])]
         if losses:
-            found.append(((part[0] + part[-1]) / 2, min(losses), max(losses),
-                          sum(losses) / len(losses)))
+            low, high = min(losses), max(losses)
+            mean = sum(loss / len(losses) for loss in losses)  # it may round to one beside them
+            found.append(((part[0] + part[-1]) / 2, low, high, min(max(mean, low), high)))
     return found
 
 
-def _levels(low: float, high: float) -> Iterator[float]:
-    """Yield about four numbers from `low` to `high`."""
-    step = ticks(high - low, about=4)[1] if high > low else 1.0
-    value = math.ceil(low / step) * step
-    while value <= high:
-        yield value
-        value += step
+def _levels(low: float, high: float) -> list[float]:
+    """Return about four numbers from `low` to `high`: round ones, or of numbers that differ in
+    their last bits only the two themselves."""
+    rough = high / 4 - low / 4
+    if rough <= max(1e-12 * max(abs(low), abs(high)), 1e-300):
+        return [*dict.fromkeys((low, high))]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((it * power for it in (1, 2, 5) if it * power >= rough), 10 * power)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def lanes(accounts: Accounts, axis: Axis) -> tuple[Element, int]:

@@ -77,7 +77,8 @@ def page(runs: Sequence[Run]) -> str:
     for run in runs:
         article = SubElement(body, "article")
         SubElement(article, "h1").text = f"run {plain(run.result['run'])}"
-        article.extend(sections(run))
+        for section in sections(run):  # extend() would hide an error of the generator
+            article.append(section)
     return html_of(root)
 
 
@@ -219,7 +220,7 @@ def books(run: Run) -> Element:
     rows = []
     for account, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         row = [account, f"{spent:,.1f} s", f"{spent / whole:.2%}"]
-        rows.append([*row, f"{costs['by_account'][account]:.4g}"] if costs else row)
+        rows.append([*row, f"{costs['by_account'].get(account, 0.0):.4g}"] if costs else row)
     last = ["all hosts", f"{sum(seconds.values()):,.1f} s", "100 %"]
     rows.append([*last, f"{costs['cost']:.4g}"] if costs else last)
     table(section, ["account", "seconds", "share",
