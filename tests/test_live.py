@@ -88,7 +88,7 @@ def values_of(live: Live) -> dict[tuple[str, str], float]:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("events", [STORY, RESUMED, SOLO], ids=["story", "resumed", "solo"])
-def test_page_and_metrics_say_what_the_report_says_and_no_counter_falls(
+def test_page_and_metrics_have_the_figures_of_the_report_and_no_counter_falls(
         tmp_path: Path, events: list[Event]) -> None:
     """At each event: the ratios, the accounts and the cost, also while no world trains."""
     live, before = Live(tmp_path, PRICES), dict[tuple[str, str], float]()

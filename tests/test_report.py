@@ -14,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from elastic_trainer.__main__ import main
 from elastic_trainer.observe.fleet_table import print_hosts
+from elastic_trainer.observe.page import page, read
 from elastic_trainer.observe.report import summarize, write_result
 from elastic_trainer.observe.status import RECENT_EVENTS, Status, fold
 from elastic_trainer.observe.summary_table import print_summary
 from elastic_trainer.observe.watch import Watch, panel, plain_line
+from elastic_trainer.training.account import is_finished
 
 Event = dict[str, Any]
 
@@ -199,6 +202,27 @@ def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
     assert summarize([gone])["workers_lost"] == {reason: 1}
 
 
+@pytest.mark.parametrize(("shift_s", "at"), [(-3600.0, slice(11, None)), (1e9, slice(10, 11))],
+                         ids=["set back", "one event in the future"])
+def test_a_clock_that_was_set_back_is_reported(tmp_path: Path, shift_s: float, at: slice) -> None:
+    """By how much, and at which event: wall time and goodput are wrong then. Clocks of several
+    hosts that differ by seconds are no reason."""
+    events = [item | {"time": item["time"] + 1e6} for item in RUN]
+    events[at] = [item | {"time": item["time"] + shift_s} for item in events[at]]
+    found = summarize(events)["clock_set_back"]
+    assert found["event"] == "state.checkpoint_published"
+    assert found["by_s"] == pytest.approx(abs(shift_s), abs=10) and found["time"] == (
+        events[11]["time"])
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(summarize(events), console)
+    line = re.search(r"clock +│ (.*?) +│", console.file.getvalue())  # type: ignore[attr-defined]
+    assert line and line[1].startswith("was set back by ")
+    assert line[1].endswith("at state.checkpoint_published: wall time and goodput are wrong")
+    assert "clock was set back" in page([read(write(tmp_path, events))])
+    near = [item | {"time": item["time"] - number % 2 * 30.0} for number, item in enumerate(RUN)]
+    assert "clock_set_back" not in summarize(near)
+
+
 @given(st.lists(st.sampled_from(RUN)), st.lists(st.floats(0, 100), min_size=40, max_size=40))
 def test_books_close_and_goodput_is_a_part_whatever_the_events(
     events: list[Event], times: list[float]
@@ -221,6 +245,19 @@ def test_result_is_written_whole(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert result == summarize(RUN) | {"skipped_lines": 0, "unknown_events": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "result.json"}
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_no_number_is_null_in_json(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float) -> None:
+    """In result.json and for `report --json`: NaN is no JSON. The run is still a finished one."""
+    write(tmp_path, [*RUN[:-2], RUN[-2] | {"loss": loss}, RUN[-1]])
+    write_result(tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    for text in ((tmp_path / "result.json").read_text(), capsys.readouterr().out):
+        result = json.loads(text, parse_constant=pytest.fail)
+        assert result["loss"] is None and result["steps"] == 4
+    assert is_finished(tmp_path, 4) and not is_finished(tmp_path, 5)
 
 
 @pytest.mark.parametrize("events", [RUN, RUN[:9], []])

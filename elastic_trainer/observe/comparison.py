@@ -5,10 +5,10 @@ result.json's content of each run → here → `elastic-trainer report A B --mar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_trainer.observe.report import json_of
 from elastic_trainer.observe.summary_table import summary_rows
 from elastic_trainer.wire.plain import plain
 
@@ -42,7 +42,7 @@ def _cell(text: str) -> str:
 
 def as_json(results: Sequence[Result]) -> str:
     """Return result.json's content of one run, or a list of those of several."""
-    return json.dumps(results[0] if len(results) == 1 else list(results), indent=2)
+    return json_of(results[0] if len(results) == 1 else list(results))
 
 
 def print_side_by_side(results: Sequence[Result]) -> None:

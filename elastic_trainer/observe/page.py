@@ -141,6 +141,9 @@ def figures(run: Run) -> Element:
                       f"{costs['saved']:.4g} saved"))
     elif unknown := result.get("costs_unknown"):
         facts.append(("cost", "-", plain(unknown)))
+    if clock := result.get("clock_set_back"):
+        facts.append(("clock was set back", f"{clock['by_s']:,.0f} s",
+                      f"at {plain(clock['event'])}: wall time and goodput are wrong"))
     section = Element("section", {"class": "figures"})
     for label, value, remark in facts:
         card = SubElement(section, "div", {"class": "figure"})

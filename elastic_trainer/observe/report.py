@@ -8,7 +8,8 @@ What always holds:
 1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.
 2. goodput is between 0 and 1, and a step that was done twice counts once.
 3. result.json is replaced whole: a reader sees the old one or the new one. If it has
-   "finished": true, the run was not resumed with more steps afterwards.
+   "finished": true, the run was not resumed with more steps afterwards. A loss that is no number
+   is null there.
 
 What it does not do: judge. It summarizes events that contradict each other, too; `verify` judges.
 """
@@ -16,6 +17,7 @@ What it does not do: judge. It summarizes events that contradict each other, too
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -156,6 +158,22 @@ def summarize_log(run_dir: str | Path) -> dict[str, Any]:
     return read_log(run_dir)[1]
 
 
+def json_of(content: Any) -> str:
+    """Return a text in JSON. A number that JSON does not have (NaN, infinity) is null."""
+    try:
+        return json.dumps(content, indent=2, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), indent=2)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(part) for name, part in content.items()}
+    if isinstance(content, list):
+        return [_finite(part) for part in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def write_result(run_dir: str | Path) -> dict[str, Any]:
     """Write the run's result.json whole, and return its content.
 
@@ -166,7 +184,7 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
     result = summarize_log(folder)
     temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
     try:
-        write_text(temporary, json.dumps(result, indent=2) + "\n")
+        write_text(temporary, json_of(result) + "\n")
         temporary.replace(folder / RESULT_FILE)
     except OSError as error:
         print(f"elastic-trainer: {folder / RESULT_FILE} cannot be written: {error}. Free some disk "

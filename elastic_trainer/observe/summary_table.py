@@ -56,6 +56,9 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("standstills", f"{stalls['count']}, the longest {stalls['longest_s']:.1f} s; "
                      f"ELASTIC_TRAINER_LIMITS=hang_s={stalls['suggested_hang_s']:g} replaces a "
                      f"worker that hangs in your code"))
+    if clock := result.get("clock_set_back"):
+        rows.append(("clock", f"was set back by {clock['by_s']:,.0f} s at {clock['event']}: wall "
+                              f"time and goodput are wrong"))
     if slow := result.get("slow_hosts"):
         rows.append(("slow hosts", ", ".join(f"{host}: {times:.1f} times its peers"
                                              for host, times in slow.items())))
